@@ -34,9 +34,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.sglang.recorded import Buckets, Received
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
+from mslime.engine_plugin.copy_plan import Buckets, Received
+from mslime.engine_plugin.engine_ranks import Ranks, Siblings
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import Order
 
 BUCKETS = 16
 WIRE, INSIDE = "wire", "inside"

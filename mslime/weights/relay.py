@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import Store
 from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
-from mslime.config.pieces import Cut, Cuts, machine_lane
+from mslime.config.slices import Cut, Cuts, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from mslime.config.choices import AUTO, FileKind, MooncakeOver
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
-from mslime.config.pieces import Cuts
+from mslime.config.slices import Cuts
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 from mslime.weights.waiting import all_done

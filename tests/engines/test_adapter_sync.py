@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.comparison import CANNOT, HELD_ADAPTER
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest
@@ -34,6 +33,7 @@ from mslime.convert.peft import CONFIG, WEIGHTS
 from mslime.data.probe import joined_routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
+from mslime.engine_plugin.wire import CANNOT, HELD_ADAPTER
 from mslime.offline.jobs import run_job
 from mslime.offline.merge_lora import MergeLora
 from tests.engines.conftest import SharedServer, serve

@@ -17,8 +17,8 @@ from mslime.backends.sglang.catching_up import catch_up
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.transfers import Transfer
 from mslime.config.errors import EngineError
+from mslime.engine_plugin.wire import Transfer
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_from_disk
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Received, buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks
+from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, release
+from mslime.engine_plugin.engine_ranks import Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import Order
 from tests.engines import test_relay_shares as shares
 from tests.engines.megatron_ranks import run_ranks
 

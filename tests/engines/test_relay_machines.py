@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
-from mslime.config.pieces import Cuts, machine_lane, told
+from mslime.config.slices import Cuts, machine_lane, told
+from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
+from mslime.engine_plugin.engine_ranks import Ranks, Siblings
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import Order
 from mslime.weights.relay import pack_cut
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_relay_shares import BUCKETS, FakeModel, FakeUpdater, shape, value

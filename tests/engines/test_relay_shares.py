@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Received, _load, buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
 from mslime.config.choices import NOT_ARRIVED
+from mslime.engine_plugin.copy_plan import Received, _load, buckets_of, fitting, release
+from mslime.engine_plugin.engine_ranks import Ranks, Siblings
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import Order
 from tests.engines.megatron_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,7 +17,6 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
 from mslime.backends.sglang.handshake import Needs, handshake
-from mslime.backends.sglang.held_adapters import taken_apart
 from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.choices import adapter_directory
@@ -32,6 +31,7 @@ from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
+from mslime.engine_plugin.adapter_checksums import taken_apart
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.backends.sglang.generating import decode_routes
-from mslime.backends.sglang.narrow_routes import _handle, narrowed
 from mslime.config.model_facts import ModelFacts
+from mslime.engine_plugin.narrow_routes import _handle, narrowed
 
 LAYERS, TOP_K = 3, 2
 

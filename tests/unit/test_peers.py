@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from mslime.backends.sglang.peers import UNLIKE, _unlike, all_tensors, listening, signature, sum_of
-from mslime.backends.sglang.transfers import Transfer, parse_transfer
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
+from mslime.engine_plugin.peers import UNLIKE, _unlike, all_tensors, listening, signature, sum_of
+from mslime.engine_plugin.wire import Transfer, parse_transfer
 
 RUN = {"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}}
 

@@ -1,4 +1,4 @@
-"""What a machine of an engine keeps of a bucket (`cuts`), how a sender packs it, and where it arrives (`lanes`)."""
+"""What a machine of an engine keeps of a bucket (`host_slices`), how a sender packs it, where it arrives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.cuts import Packed, cut_bytes, cut_of, cuts_of
-from mslime.backends.sglang.lanes import Place, places
-from mslime.backends.sglang.shares import Part, Share
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.pieces import Cuts, Piece, told
+from mslime.config.slices import Cuts, Piece, told
+from mslime.engine_plugin.host_slices import Packed, cut_bytes, cut_of, cuts_of
+from mslime.engine_plugin.rank_slices import Part, Share
+from mslime.engine_plugin.relay_groups import Place, places
 from mslime.weights.relay import pack_cut
 
 ROWS, COLUMNS = 12, 10

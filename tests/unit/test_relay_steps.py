@@ -1,4 +1,4 @@
-"""How the buckets of a plan are handed on within an engine (`shares.steps`), and what a share is."""
+"""How the buckets of a plan are handed on within an engine (`rank_slices.steps`), and what a share is."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.recorded import Bucket, Copies, Homes
-from mslime.backends.sglang.shares import Part, Share, Step, share_of, steps
 from mslime.config.choices import SHARES_AT_MOST
+from mslime.engine_plugin.copy_plan import Bucket, Copies, Homes
+from mslime.engine_plugin.rank_slices import Part, Share, Step, share_of, steps
 
 
 def share(size: int) -> Share:

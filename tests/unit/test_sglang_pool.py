@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.comparison import CANNOT
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.config.errors import EngineError, WeightSyncError
+from mslime.engine_plugin.wire import CANNOT
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 

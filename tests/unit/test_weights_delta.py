@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.changes import changed as changed_by
-from mslime.backends.sglang.changes import hold, put, read_changes, take_back
-from mslime.backends.sglang.digest import word_sum
-from mslime.backends.sglang.recorded import Bucket as EngineBucket
-from mslime.backends.sglang.recorded import Buckets, Copies, Homes, Received
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin.copy_plan import Bucket as EngineBucket
+from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
+from mslime.engine_plugin.delta import changed as changed_by
+from mslime.engine_plugin.delta import hold, put, read_changes, take_back
+from mslime.tensor_sums import word_sum
 from mslime.weights import differences
 from mslime.weights.contract import check_transport
 from mslime.weights.delta import DeltaTransport

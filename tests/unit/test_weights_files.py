@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
-from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, open_handle, parse_group
-from mslime.backends.sglang.recorded import Buckets
 from mslime.config.errors import WeightSyncError
 from mslime.config.handles import take_handle, write_handle
 from mslime.config.keys import EngineInfo
 from mslime.convert.hf import INDEX_NAME
+from mslime.engine_plugin.bucket_files import Files, answer_leave, open_handle
+from mslime.engine_plugin.copy_plan import Buckets
+from mslime.engine_plugin.wire import group_of, group_to_see, parse_group
 from mslime.weights import contract, shm
 from mslime.weights.buckets import named_tensors
 from mslime.weights.contract import check_transport
@@ -208,7 +209,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.backends.sglang.recorded import Buckets
+from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
 from mslime.weights import contract, shm

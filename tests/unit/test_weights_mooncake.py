@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.sglang import remote
-from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_reach, parse_group
-from mslime.backends.sglang.remote import Remote
-from mslime.backends.sglang.siblings import Siblings
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import rdma
+from mslime.engine_plugin.bucket_files import Files, answer_leave
+from mslime.engine_plugin.engine_ranks import Siblings
+from mslime.engine_plugin.rdma import Remote
+from mslime.engine_plugin.wire import group_of, group_to_reach, parse_group
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
 from mslime.weights.contract import check_transport
@@ -177,8 +178,8 @@ def test_ranks_read_a_part_each_and_give_it_to_the_others(
     read = 0
     for rank in range(count):
         end, flat, near = FakeEnd(), torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
-        monkeypatch.setattr(remote, "End", lambda host, over, end=end: end)
-        monkeypatch.setattr(remote, "own_address", lambda url: "here")
+        monkeypatch.setattr(rdma, "End", lambda host, over, end=end: end)
+        monkeypatch.setattr(rdma, "own_address", lambda url: "here")
         Remote().read(place, flat, near)
         assert flat.tolist() == source.tolist()
         read += sum(call[2] for call in end.calls if call[0] == "read")
@@ -188,8 +189,8 @@ def test_ranks_read_a_part_each_and_give_it_to_the_others(
 
 def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     end, source, buffer = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    monkeypatch.setattr(remote, "End", lambda host, over: end)
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(rdma, "End", lambda host, over: end)
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), Remote()
     for size in (8, 4, 6):
         reader.read(place, buffer[:size], Siblings())
@@ -206,8 +207,8 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monke
     """It writes past all streams, into a buffer out of which copies may still run."""
     end, source, flat = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     fake_stream = SimpleNamespace(synchronize=lambda: end.calls.append(("synchronize",)))
-    monkeypatch.setattr(remote, "End", lambda host, over: end)
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(rdma, "End", lambda host, over: end)
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
     Remote().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, Siblings())
@@ -215,8 +216,8 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monke
 
 
 def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "End", lambda host, over: FakeEnd("the cable is cut"))
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(rdma, "End", lambda host, over: FakeEnd("the cable is cut"))
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
     with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
         Remote().read(place, flat, Recording(1, 2, flat))

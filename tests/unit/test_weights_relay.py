@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.relay import Order, lane_to_join, parse_lane, parse_order
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.config.pieces import Cuts, Piece
+from mslime.config.slices import Cuts, Piece
+from mslime.engine_plugin.wire import Order, lane_to_join, parse_lane, parse_order
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport

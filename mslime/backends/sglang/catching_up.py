@@ -8,8 +8,8 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.transfers import Transfer
 from mslime.config.errors import MALFORMED
+from mslime.engine_plugin.wire import Transfer
 
 
 async def catch_up(client: EngineClient, giver: EngineClient) -> int:

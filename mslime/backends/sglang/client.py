@@ -25,7 +25,6 @@ import tenacity
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import load_answer
-from mslime.backends.sglang.comparison import HELD, HELD_ADAPTER, UNKNOWN
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
@@ -36,16 +35,16 @@ from mslime.backends.sglang.generating import (
     parse_version,
 )
 from mslime.backends.sglang.probing import ProbeRequest, parse_probe
-from mslime.backends.sglang.released import RELEASED, Released
+from mslime.backends.sglang.released import Released
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
-from mslime.backends.sglang.transfers import Transfer
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
 from mslime.data.probe import Probed
+from mslime.engine_plugin.wire import HELD, HELD_ADAPTER, RELEASED, UNKNOWN, Transfer
 from mslime.threads import in_thread
 
 T = TypeVar("T")
@@ -228,7 +227,7 @@ class EngineClient:
         await self._once("/init_weights_update_group", body)
 
     async def receive_bucket(self, description: bytes) -> str:
-        """Let the engine take part in a broadcast (see `receivers.update_request`).
+        """Let the engine take part in a broadcast (see `wire.update_request`).
 
         Returns:
             When it has loaded the bucket, what it says of that.
@@ -236,7 +235,7 @@ class EngineClient:
         return await self._once("/update_weights_from_distributed", description)
 
     async def take_handed(self, addresses: Mapping[str, str]) -> str:
-        """Let the engine's ranks take weights from who has the same GPU (see `handed`); what it says of that.
+        """Let the engine's ranks take weights from who has the same GPU (see `ipc`); what it says of that.
 
         Args:
             addresses: by GPU.

@@ -12,25 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mslime.config.errors import sync_error
-
-HELD = "mslime-held"
-"""Action of `/weights_checker` that asks for the sums: of mslime's plug-in (`held`)."""
-HELD_ADAPTER = "mslime-held-adapter "
-"""The same of an adapter, whose name follows (`held_adapters`)."""
-UNKNOWN = "Unsupported action"
-"""What a server without it answers."""
-CANNOT = ""
-"""In the place of a tensor's name, why a rank cannot say what it holds of some tensors, or of all."""
+from mslime.engine_plugin.wire import CANNOT
 
 Sums = Mapping[str, str]
-"""Sum and places (`as_text`) of tensors, by Hugging Face name."""
+"""Sum and places (`wire.as_text`) of tensors, by Hugging Face name."""
 
 _HALF, _WHOLE = 1 << 63, 1 << 64
-
-
-def as_text(total: int, places: int) -> str:
-    """What is said of a tensor. Args: the sum, and that of the places."""
-    return f"{total} {places}"
 
 
 def why_not(reported: Sequence[Mapping[str, Any]]) -> str:

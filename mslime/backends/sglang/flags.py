@@ -15,7 +15,7 @@ from mslime.config.choices import Half
 from mslime.config.hf_config import read_hf_config
 from mslime.config.serving import ServedLora, ServerSpec
 
-PLUGINS_DIR = Path(__file__).with_name("plugins")
+PLUGINS_DIR = Path(__file__).parents[2] / "engine_plugin/plugins"
 """A directory for each of our plug-ins of SGLang, which lies there as if it were an installed package."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
@@ -104,7 +104,7 @@ def server_fields(
         "enable_return_routed_experts": routes,
         "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
-        "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory`)
+        "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory_release`)
         "enable_weights_cpu_backup": spec.gives_back and spec.role == "teacher",
     }
     if spec.lora is not None:
@@ -167,10 +167,10 @@ def environment(
         base: the environment to start from.
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
-        recorded: it loads buckets of weights by recorded copies (see `recorded`).
-        files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
-        gives_back: it gives its memory back when asked (see `memory`).
-        adapters: it says what it holds of adapters (see `held_adapters`).
+        recorded: it loads buckets of weights by recorded copies (see `copy_plan`).
+        files: it takes them in files (see `bucket_files`), or its ranks pass them on (see `relay`).
+        gives_back: it gives its memory back when asked (see `memory_release`).
+        adapters: it says what it holds of adapters (see `adapter_checksums`).
         peers: it gives its weights to an engine that is back (see `peers`).
         masks: it is one of a pair, whose sampling masks go from one to the other.
     """

@@ -40,7 +40,7 @@ MAX_SESSIONS = 65536
 INTERRUPT_S = 5.0
 """For requests to return what they have; who does not goes on under its adapter."""
 _CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
-_NO_PLUG_IN = "it was started without mslime/backends/sglang/plugins/{} on its PYTHONPATH"
+_NO_PLUG_IN = "it was started without mslime/engine_plugin/plugins/{} on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 
 

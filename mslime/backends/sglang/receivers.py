@@ -15,30 +15,38 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 import torch
 
-from mslime.backends.sglang.changes import PROBE_CHANGES, group_of_version
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.digest import whole_sum, word_sum
-from mslime.backends.sglang.files import (
-    NO_SUCH_GROUP,
-    REFUSED,
-    UNREACHED,
-    UNSEEN,
-    group_of,
-    group_to_forget,
-    group_to_reach,
-    group_to_see,
-)
-from mslime.backends.sglang.handed import GROUP, MARK, QUESTION, UNABLE
-from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
-from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
-from mslime.config.pieces import Cuts, told
 from mslime.config.schema import DeadlineConfig
+from mslime.config.slices import Cuts, told
+from mslime.engine_plugin.wire import (
+    GROUP,
+    MARK,
+    NO_SUCH_GROUP,
+    OWN_LOADER,
+    PROBE,
+    PROBE_CHANGES,
+    QUESTION,
+    RECORDED,
+    REFUSED,
+    UNABLE,
+    UNREACHED,
+    UNSEEN,
+    Order,
+    as_text,
+    group_of,
+    group_of_version,
+    group_to_forget,
+    group_to_reach,
+    group_to_see,
+    lane_to_join,
+    update_request,
+)
+from mslime.tensor_sums import whole_sum, word_sum
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
@@ -188,7 +196,7 @@ class SGLangReceivers:
         return self._submit(reached(), "connect", engine.url)
 
     def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
-        """What a bucket is called that is handed to an engine's ranks: a request for it, see `handed`."""
+        """What a bucket is called that is handed to an engine's ranks: a request for it, see `ipc`."""
         return update_request([bucket], GROUP)
 
     def can_take_handed(self, engine: EngineInfo) -> Future[None]:
@@ -257,7 +265,7 @@ class SGLangReceivers:
 
     def digest(self, tensor: torch.Tensor) -> str:
         """What the ranks of an engine must say of this tensor when they hold it."""
-        return whole_sum(tensor)
+        return as_text(*whole_sum(tensor))
 
     def checksum(self, tensor: torch.Tensor) -> int:
         """What an engine works out for a tensor to find out whether changes of it are right."""
@@ -307,24 +315,10 @@ def use_plug_in(name: str) -> str:
     """The way out for a server that was started without one of our plug-ins."""
     return (
         "set weights.transport: broadcast, or start the server with "
-        f"mslime/backends/sglang/plugins/{name} on its PYTHONPATH"
+        f"mslime/engine_plugin/plugins/{name} on its PYTHONPATH"
     )
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def update_request(buckets: Sequence[AnnouncedBucket], group: str) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket."""
-    return orjson.dumps(
-        {
-            "names": [name for bucket in buckets for name in bucket.names],
-            "dtypes": [dtype for bucket in buckets for dtype in bucket.dtypes],
-            "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
-        }
-    )

@@ -1,4 +1,4 @@
-"""What a client of an engine that shares its GPU asks of its memory, and what the answer means (see `memory`)."""
+"""What a client asks of the memory of an engine that shares its GPU, and what the answer means (`memory_release`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from mslime.config.choices import EngineTag
+from mslime.engine_plugin.wire import RELEASE_REFUSED, RELEASED
 
-RELEASED = "mslime-released"
-"""Action of `/weights_checker` that asks what is released."""
-REFUSED = "refused"
-"""Beside that, why the last release did nothing."""
 TAGS: tuple[EngineTag, ...] = get_args(EngineTag)
 
 
@@ -31,7 +28,7 @@ class Released:
     def read(cls, ranks: Sequence[Mapping[str, Any]]) -> Released:
         """An answer's ranks, of which the first speaks for all: they are asked together. Raises as readers do."""
         said: Mapping[str, str] = ranks[0]["checksums"]
-        return cls(frozenset(tag for tag in TAGS if said.get(tag) == RELEASED), said.get(REFUSED, ""))
+        return cls(frozenset(tag for tag in TAGS if said.get(tag) == RELEASED), said.get(RELEASE_REFUSED, ""))
 
     def to_release(self, held: Collection[EngineTag]) -> list[EngineTag]:
         """What is to be given back so that nothing but `held` is held."""
