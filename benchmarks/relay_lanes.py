@@ -37,7 +37,7 @@ from rich.table import Table
 from mslime.engine_plugin.copy_plan import Buckets, Received
 from mslime.engine_plugin.engine_ranks import Ranks, Siblings
 from mslime.engine_plugin.relay import Relay
-from mslime.engine_plugin.wire import Order
+from mslime.engine_plugin.wire import RelaySync
 
 BUCKETS = 16
 WIRE, INSIDE = "wire", "inside"
@@ -128,7 +128,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
                 dist.broadcast(torch.arange(numel, dtype=torch.float32) + bucket, group=mine, group_src=0)
         else:
             groups = {f"lane{rank - lanes}": mine} if mine is not None else {}
-            order = Order(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
+            order = RelaySync(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
                           tuple((i % lanes,) for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
             names = [str(i) for i in range(BUCKETS)]
             relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, Ranks(told, told))

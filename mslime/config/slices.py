@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TOLD = "\nmachines keep: "
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -53,22 +51,6 @@ class Cuts:
         """With their name."""
         return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
 
-    def told_with(self, message: str) -> str:
-        """An answer that says them beside `message`."""
-        return f"{message}{_TOLD}{_encoded(self.buckets)}"
-
-
-def told(answer: str) -> tuple[str, Cuts | None]:
-    """An engine's answer without the cuts that it says, and these; None where it says none."""
-    message, marked, encoded = answer.partition(_TOLD)
-    if not marked:
-        return message, None
-    buckets = [
-        None if cuts is None else tuple(tuple(_piece(*each) for each in cut) for cut in cuts)
-        for cuts in json.loads(encoded)
-    ]
-    return message, Cuts.of(buckets)
-
 
 def machine_lane(lane: str, machine: int) -> str:
     """The process group by which a sender sends to one machine of each engine.
@@ -77,10 +59,6 @@ def machine_lane(lane: str, machine: int) -> str:
         lane: the group by which it sends to all of them.
     """
     return f"{lane}-machine{machine}"
-
-
-def _piece(start: int, width: int, sizes: Sequence[int], strides: Sequence[int]) -> Piece:
-    return Piece(start, width, tuple(sizes), tuple(strides))
 
 
 def _encoded(buckets: Sequence[tuple[Cut, ...] | None]) -> str:

@@ -2,74 +2,44 @@
 
 SGLang joins some tensors of an adapter when it has read them (queries, keys and values; gate and up), and keeps the
 whole in host memory, on every rank, as long as the adapter is loaded; it is copied to the device from there. Here each
-tensor is found again in what it was joined to, and summed as the trainer sums what it wrote. A plug-in that answers
-`/weights_checker`, as `checksums` does for weights.
+tensor is found again in what it was joined to, and summed as the trainer sums what it wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from mslime.engine_plugin.wire import CANNOT, HELD_ADAPTER, as_text
+from mslime.engine_plugin.wire import CANNOT, format_sum
 from mslime.tensor_sums import whole_sum
 
 _JOINED = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj"))
 """Modules whose tensors SGLang joins, in this order, and what it calls the whole."""
-_MANAGERS: dict[int, Any] = {}
-"""SGLang's managers of adapters in this process, by `id`: one."""
-Shapes = dict[str, torch.Size]
-_SHAPES: dict[str, Shapes] = {}
-"""Of the tensors of every adapter as they were read, by SGLang's id of the adapter."""
+_SHAPES: WeakKeyDictionary[Any, dict[str, torch.Size]] = WeakKeyDictionary()
+"""Of the tensors of every adapter as they were read, by SGLang's adapter."""
 
 
-def install() -> None:
-    """Called by SGLang in each of its processes. What it raises here SGLang only logs: the answers tell."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter._process_weight", _note_shape, HookType.AROUND)
-    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter", _note, HookType.AROUND)
-    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter", _forget, HookType.AROUND)
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)
-
-
-def _note_shape(original: Callable[..., Any], self: Any, name: str, loaded_weight: torch.Tensor) -> Any:
-    _SHAPES.setdefault(self.uid, {})[name] = loaded_weight.shape
+def note_shape(original: Callable[..., Any], self: Any, name: str, loaded_weight: torch.Tensor) -> Any:
+    """Around `LoRAAdapter._process_weight`, which is given each tensor as it was read."""
+    _SHAPES.setdefault(self, {})[name] = loaded_weight.shape
     return original(self, name, loaded_weight)
 
 
-def _note(original: Callable[..., Any], self: Any, lora_ref: Any) -> Any:
-    _MANAGERS[id(self)] = self
-    return original(self, lora_ref)
+def held(manager: Any, name: str) -> dict[str, str]:
+    """Sum and places of every tensor of the adapter of this name; under `CANNOT`, why there is none.
 
-
-def _forget(original: Callable[..., Any], self: Any, lora_ref: Any) -> Any:
-    _SHAPES.pop(lora_ref.lora_id, None)
-    return original(self, lora_ref)
-
-
-def _handle(original: Callable[..., Any], self: Any, **asked: Any) -> Any:
-    if not asked["action"].startswith(HELD_ADAPTER):
-        return original(self, **asked)
-    from sglang.srt.utils.weight_checker import ChecksumInfo
-
-    try:
-        sums = _held(asked["action"].removeprefix(HELD_ADAPTER))
-    except Exception as error:  # the other ranks wait for this one's answer
-        sums = {CANNOT: f"{type(error).__name__}: {error}"}
-    place = self._parallelism_info(role=asked["role"])
-    return ChecksumInfo(checksums=sums, per_gpu_checksum="", parallelism_info=place).model_dump()
-
-
-def _held(name: str) -> dict[str, str]:
-    """Sum and places of every tensor of the adapter of this name."""
-    for manager in _MANAGERS.values():
+    Args:
+        manager: SGLang's `LoRAManager` of this rank; None: it serves no adapters.
+    """
+    if manager is not None:
         for uid, ref in manager.lora_refs.items():
             if ref.lora_name == name:
-                kept = {key: tensor for layer in manager.loras[uid].layers for key, tensor in layer.weights.items()}
-                return {key: as_text(*whole_sum(tensor)) for key, tensor in taken_apart(kept, _SHAPES[uid])}
+                adapter = manager.loras[uid]
+                kept = {key: tensor for layer in adapter.layers for key, tensor in layer.weights.items()}
+                return {key: format_sum(*whole_sum(tensor)) for key, tensor in taken_apart(kept, _SHAPES[adapter])}
     return {CANNOT: f"there is no adapter {name}"}
 
 

@@ -1,8 +1,7 @@
 """Inside an SGLang server: a bucket of weights comes in a file instead of a broadcast.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for the engines that mslime starts. A request names
-a file where it otherwise names a process group (`group_of`); all else about it, and all that follows, is as with a
-broadcast: the same session, the same loading, the same comparison. A file is of one of these kinds:
+A request says so (`wire.FromFile`); all else about it, and all that follows, is as with a broadcast: the same session,
+the same loading, the same comparison. A file is of one of these kinds:
 
 - `mapped`: shared memory that a sender writes each of its buckets into, mapped once and kept until the sender leaves;
 - `handle`: likewise, of memory that torch opens by a handle: a GPU's own, where the engine runs on one;
@@ -10,7 +9,7 @@ broadcast: the same session, the same loading, the same comparison. A file is of
 - `safetensors`: one bucket, read and closed again; `base`: the same, and changes of it may follow;
 - `changes`: what is different in a bucket that came before (`delta`).
 
-A request that names a version beside its process group is followed by a broadcast, of a bucket or of changes.
+With `wire.FromBroadcast` a broadcast follows, of a bucket or of changes.
 
 Every rank of an engine reads for itself. An answer is rank 0's, so each rank hears first whether all have read: the
 sender may then write the next bucket over this one.
@@ -24,7 +23,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -35,38 +34,24 @@ import torch
 
 from mslime.config.choices import FileKind
 from mslime.config.handles import HandleFields, take_handle
-from mslime.config.keys import BucketVersion
-from mslime.engine_plugin.copy_plan import Bucket, Named, Received, buckets_of, release
-from mslime.engine_plugin.delta import changed, hold, read_changes, receive
+from mslime.engine_plugin import delta
+from mslime.engine_plugin.copy_plan import Bucket, Named, Received, buckets_of
 from mslime.engine_plugin.engine_ranks import Siblings, siblings
-from mslime.engine_plugin.ipc import can_take_handed, take_handed
 from mslime.engine_plugin.rdma import Remote
 from mslime.engine_plugin.wire import (
-    _FORGET,
-    _REACH,
-    _SEE,
-    PROBE_CHANGES,
-    QUESTION,
     REFUSED,
-    UNREACHED,
-    UNSEEN,
-    parse_group,
-    parse_version,
+    Answer,
+    ForgetDirectory,
+    FromBroadcast,
+    FromFile,
+    ReadDirectory,
+    ReadMemory,
 )
 
+Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
+"""Of a bucket: names, dtypes and shapes."""
 ALONE = Siblings()
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _HEADER_LIMIT = 1 << 30
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. Where it fails, SGLang logs it, and a sender is told by `see`."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_UPDATER}.receive_weights_from_distributed", _receive, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.destroy_weights_update_group", _leave, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.update_weights_from_ipc", take_handed, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.end_weight_update", _end, HookType.AROUND)
 
 
 @dataclass
@@ -202,77 +187,72 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
         flat.copy_(host)
 
 
-_FILES = Files()
+FILES = Files()
+"""Of this process."""
 
 
-def answer_leave(files: Files, group: str) -> tuple[bool, str] | None:
-    """Do what leaving this group means, and what is answered; None for a process group."""
-    if group == PROBE_CHANGES:
-        return True, "done"
-    if group == QUESTION:
-        return can_take_handed()
-    for start, call in ((_SEE, files.see), (_FORGET, files.forget)):
-        if group.startswith(start):
-            try:
-                call(Path(group.removeprefix(start)))
-            except OSError as error:
-                return False, f"this server, on {os.uname().nodename}, {UNSEEN}: {error}"
-            return True, "done"
-    if group.startswith(_REACH):
-        said, _, place = group.removeprefix(_REACH).partition(":")
-        try:
-            files.remote.reach(Path(place), bytes.fromhex(said))
-        except (ImportError, OSError, ValueError) as error:
-            return False, f"this server, on {os.uname().nodename}, {UNREACHED}: {error}"
-        return True, "done"
-    return None
+def read_directory(files: Files, request: ReadDirectory) -> Answer:
+    """Whether files of a directory can be read."""
+    try:
+        files.see(request.directory)
+    except OSError as error:
+        return Answer(f"{_here()} cannot read it: {error}")
+    return Answer()
 
 
-def _receive(
-    original: Callable[..., Named], self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str,
-    load_format: str | None = None,
-) -> Named:  # fmt: skip
-    place, sent = parse_group(group_name), parse_version(group_name)
-    if place is None and sent is None:
-        return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
+def forget_directory(files: Files, request: ForgetDirectory) -> Answer:
+    """Unmap the files of a directory."""
+    files.forget(request.directory)
+    return Answer()
+
+
+def read_memory(files: Files, request: ReadMemory) -> Answer:
+    """Whether a sender's memory can be read."""
+    try:
+        files.remote.reach(request.memory, bytes.fromhex(request.expected))
+    except (ImportError, OSError, ValueError) as error:
+        return Answer(f"{_here()} cannot read the sender's memory: {error}")
+    return Answer()
+
+
+def _here() -> str:
+    return f"this server, on {os.uname().nodename},"
+
+
+def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, group: str) -> Received:
+    """The tensors of a bucket, on every rank of the engine.
+
+    Args:
+        updater: SGLang's, of this rank.
+        group: name of the process group of a broadcast.
+
+    Raises:
+        RuntimeError: on every rank; one of them did not receive it.
+    """
     failed, received = "", None
     try:
-        bucket, model = buckets_of(self).of(names, dtypes, shapes), self.get_model()
-        if sent is not None:
-            received = receive(*sent, self._model_update_group[sent[1]], bucket, model)
-        elif place is not None:
-            received = take(_FILES, *place, bucket, model, siblings())
+        bucket, model = buckets_of(updater).of(*tensors), updater.get_model()
+        if isinstance(load, FromBroadcast):
+            received = delta.receive(load.version, group, updater._model_update_group[group], bucket, model)
+        else:
+            received = take(FILES, load, bucket, model, siblings())
     except Exception as error:  # the other ranks wait to hear of it
-        failed = f"{REFUSED + ': ' if is_refusal(place, sent, error) else ''}{type(error).__name__}: {error}"
-    if failed := siblings().first_failure(failed):
-        raise RuntimeError(failed)
+        failed = f"{REFUSED + ': ' if is_refusal(load, error) else ''}{type(error).__name__}: {error}"
+    siblings().heard(failed, None)
     assert received is not None
     return received
 
 
-def is_refusal(place: tuple[FileKind, Path] | None, sent: tuple[BucketVersion, str] | None, error: Exception) -> bool:
-    """Whether all of the bucket may be sent after what went wrong: not where the broadcast itself broke."""
-    if sent is not None:
-        return sent[0].base is not None and isinstance(error, ValueError)
-    return place is not None and place[0] == "changes"
+def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
+    """Whether all of the bucket may be sent after what went wrong: not if the broadcast itself broke."""
+    if isinstance(load, FromBroadcast):
+        return load.version.base is not None and isinstance(error, ValueError)
+    return load.kind == "changes"
 
 
-def take(
-    files: Files, kind: FileKind, path: Path, bucket: Bucket, model: torch.nn.Module, near: Siblings = ALONE
-) -> Received:
+def take(files: Files, load: FromFile, bucket: Bucket, model: torch.nn.Module, near: Siblings = ALONE) -> Received:
     """A bucket that comes in a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
-    if kind == "changes":
-        return changed(read_changes(path), path.parent, bucket, model)
-    files.read(kind, path, bucket.named, bucket.flat, near)
-    return Received(bucket, partial(hold, bucket, model, path.parent) if kind == "base" else None)
-
-
-def _end(original: Callable[..., None], self: Any, **how: Any) -> None:
-    """Around the end of an update, after which buckets have no memory."""
-    _FILES.remote.forget()
-    release(original, self, **how)
-
-
-def _leave(original: Callable[..., tuple[bool, str]], self: Any, group_name: str) -> tuple[bool, str]:
-    answer = answer_leave(_FILES, group_name)
-    return original(self, group_name) if answer is None else answer
+    if load.kind == "changes":
+        return delta.changed(delta.read_changes(load.path), load.path.parent, bucket, model)
+    files.read(load.kind, load.path, bucket.named, bucket.flat, near)
+    return Received(bucket, partial(delta.hold, bucket, model, load.path.parent) if load.kind == "base" else None)

@@ -4,46 +4,18 @@ The copies that were recorded for a bucket (`copy_plan`), made backwards, give t
 has joined, cut or shared out, so that they are compared with the trainer's without anybody knowing how. Each rank sums
 what it holds of a tensor, and the places that this is of (`tensor_sums.place_sum`): sums of different places add up to
 those of the whole.
-
-Part of the plug-in that records, since there is nothing to ask without records. It answers `/weights_checker`, whose
-ranks all speak.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.copy_plan import Bucket, Buckets, Copies
-from mslime.engine_plugin.wire import CANNOT, HELD, as_text
+from mslime.engine_plugin.wire import CANNOT, format_sum
 from mslime.tensor_sums import bits_of, place_sum
-
-_CHECKER = "sglang.srt.utils.weight_checker"
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. What it raises here SGLang only logs: the answers tell."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    copy_plan.install()
-    HookRegistry.register(f"{_CHECKER}.WeightChecker.handle", _handle, HookType.AROUND)
-
-
-def _handle(original: Callable[..., Any], self: Any, **asked: Any) -> Any:
-    if asked["action"] != HELD:
-        return original(self, **asked)
-    from sglang.srt.utils.weight_checker import ChecksumInfo
-
-    try:
-        sums = held(self._get_model(), copy_plan.all_buckets())
-    except Exception as error:  # the other ranks wait for this one's answer
-        sums = {CANNOT: f"{type(error).__name__}: {error}"}
-    place = self._parallelism_info(role=asked["role"])
-    return ChecksumInfo(checksums=sums, per_gpu_checksum="", parallelism_info=place).model_dump()
 
 
 def held(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
@@ -68,7 +40,7 @@ def of_bucket(bucket: Bucket, copies: Copies) -> dict[str, str]:
     copies.make_backwards(bucket.flat)
     totals = torch.stack([place_sum(tensor) for _, tensor in bucket.named]).tolist()
     names = [name for name, _ in bucket.named]
-    found = {name: as_text(*pair) for name, *pair in zip(names, totals, copies.places, strict=True)}
+    found = {name: format_sum(*pair) for name, *pair in zip(names, totals, copies.places, strict=True)}
     starts = [tensor.data_ptr() for _, tensor in bucket.named]
     for into, out_of in copies.apart:
         if not torch.equal(into, out_of.to(into.dtype)):

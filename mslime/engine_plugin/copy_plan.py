@@ -1,9 +1,8 @@
 """Inside an SGLang server: a bucket of weights is loaded by copies that were recorded once, not by the model's loader.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for servers that mslime starts. A model's own
-`load_weights` finds for every tensor, in Python, where its parts belong: some 30 us a tensor, at each sync the same.
-Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is noted. From
-then on one call makes them all.
+A model's own `load_weights` finds for every tensor, in Python, where its parts belong: some 30 us a tensor, at each
+sync the same. Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is
+noted. From then on one call makes them all.
 
 Only copies can be repeated, also of tensors that the loader joins first (DeepSeek's attention). Where a loader does
 anything else with the weights, it goes on loading, and the answer to the sender says why. What a model derives from its
@@ -28,23 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.engine_plugin.wire import OWN_LOADER, RECORDED
 
-_MODULE = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 0))
 """Padding is cleared, and stays so. But a parameter of one value may be filled with what was sent, also with 0."""
 Named = list[tuple[str, torch.Tensor]]
 _BUCKETS: dict[int, tuple[Any, Buckets]] = {}
 """By the `id` of SGLang's updater, which has no room for an attribute and cannot be referred to weakly. It is kept
 beside them, so that no other one gets its `id`."""
-
-
-def install() -> None:
-    """Called in each process of SGLang, by `checksums.install`."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    updater = f"{_MODULE}.WeightUpdater"
-    HookRegistry.register(f"{updater}._receive_bucketed_weights_from_distributed", _receive, HookType.AROUND)
-    HookRegistry.register(f"{updater}.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{updater}.end_weight_update", release, HookType.AROUND)
 
 
 class Received(list[tuple[str, torch.Tensor]]):
@@ -392,15 +380,22 @@ def record(
     return Copies(into, out_of, Homes(model, into), why_not), loaded, message
 
 
-def _receive(original: Any, self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str) -> Named:
-    bucket = buckets_of(self).of(names, dtypes, shapes)
-    torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
+def receive(
+    updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group: str
+) -> Received:
+    """The tensors of a bucket that is broadcast in the updater's process group of this name."""
+    bucket = buckets_of(updater).of(names, dtypes, shapes)
+    torch.distributed.broadcast(bucket.flat, src=0, group=updater._model_update_group[group])
     return Received(bucket)
 
 
-def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
-    if not isinstance(named_tensors, Received):
-        return original(self, named_tensors)
+def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:
+    """Load a bucket by its recorded copies, or by the model's loader, of which they are recorded; whether it was, and
+    how.
+
+    Args:
+        original: SGLang's method of the updater `self`, which calls the model's loader.
+    """
     model, bucket = self.get_model(), named_tensors.bucket
     known = bucket.copies.get(id(model))
     try:

@@ -1,14 +1,14 @@
 """Inside an SGLang server: memory is given back while a trainer uses the same GPU, and no wrong call ends the server.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for engines that share GPUs with the trainer. Stock
-servers die of a release while a request runs, and of a resume of what was not released; nobody can ask them what they
-have released. Here such a call does nothing, and `/weights_checker` tells what is released, with an action of our own:
-the client asks instead of remembering, so that it knows also after a connection broke.
+For engines that share GPUs with the trainer. Stock servers die of a release while a request runs, and of a resume of
+what was not released; nobody can ask them what they have released. Here such a call does nothing, and
+`wire.ReleasedMemory` asks what is released: the client asks instead of remembering, so that it knows also after a
+connection broke.
 
 Weights that come back are zeros until a sync has brought the new ones, also where no tensor of a checkpoint covers them
-(rows of padding), which recorded copies leave alone. A teacher's, which nobody sends, come back as they were
-(SGLang's `enable_weights_cpu_backup`). On a GPU SGLang's memory saver gives the memory back; on a CPU, where it is not
-to be had, pages of parameters and of the cache are dropped here, and what is to come back is in a file meanwhile.
+(rows of padding), which recorded copies leave alone. A teacher's, which nobody sends, come back as they were (SGLang's
+`enable_weights_cpu_backup`). On a GPU SGLang's memory saver gives the memory back; on a CPU, where it is not to be had,
+pages of parameters and of the cache are dropped here, and what is to come back is in a file meanwhile.
 """
 
 from __future__ import annotations
@@ -16,29 +16,19 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any, get_args
+from typing import IO, Any
 
 import torch
 
 from mslime.backends.cpu.pages import drop_pages
-from mslime.config.choices import EngineTag
-from mslime.engine_plugin.wire import RELEASE_REFUSED, RELEASED
+from mslime.config.choices import ENGINE_TAGS
+from mslime.engine_plugin.wire import Released
 
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNS = "requests run"
-_REFUSED = {RELEASE_REFUSED: ""}
+_refused = ""
 _BACKUP: list[IO[bytes]] = []
 """The weights of a server on a CPU that keeps them: a file without a name, written once, since they never change."""
 _log = logging.getLogger(__name__)
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. Where it fails, SGLang logs it, and the handshake finds out."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", _release, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", _resume, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.check_weights", _tell, HookType.AROUND)
 
 
 def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> tuple[list[str], str]:
@@ -49,21 +39,23 @@ def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> t
         released: already.
         idle: whether no request runs.
     """
-    tags = [tag for tag in asked or get_args(EngineTag) if tag not in released]
+    tags = [tag for tag in asked or ENGINE_TAGS if tag not in released]
     return ([], _RUNS) if tags and not idle else (tags, "")
 
 
 def to_resume(asked: Sequence[str] | None, released: set[str]) -> list[str]:
     """What a resume is to take again."""
-    return [tag for tag in asked or get_args(EngineTag) if tag in released]
+    return [tag for tag in asked or ENGINE_TAGS if tag in released]
 
 
-def _release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """Around `release_memory_occupation`."""
+    global _refused
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
     scheduler = self.scheduler
     idle = self.is_fully_idle(ignore_waiting=scheduler is not None and scheduler._engine_paused)
-    tags, _REFUSED[RELEASE_REFUSED] = to_release(recv_req.tags, self.offload_tags, idle)
+    tags, _refused = to_release(recv_req.tags, self.offload_tags, idle)
     if not tags:
         return ReleaseMemoryOccupationReqOutput()
     recv_req.tags = tags
@@ -78,7 +70,8 @@ def _release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> A
     return answer
 
 
-def _resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+def resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """Around `resume_memory_occupation`."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
     tags = to_resume(recv_req.tags, self.offload_tags)
@@ -110,14 +103,9 @@ def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None
         parameter.data.copy_(kept)
 
 
-def _tell(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
-    if recv_req.action != RELEASED:
-        return original(self, recv_req)
-    from sglang.srt.managers.io_struct import ChecksumInfo, CheckWeightsReqOutput
-
-    said = dict.fromkeys(sorted(self.offload_tags), RELEASED) | {why: text for why, text in _REFUSED.items() if text}
-    told = ChecksumInfo(checksums=said, per_gpu_checksum="", parallelism_info=[])
-    return CheckWeightsReqOutput(success=True, message="", payload=[told])
+def released(manager: Any) -> Released:
+    """What a server has released. Args: SGLang's `SchedulerWeightUpdaterManager`."""
+    return Released(frozenset(manager.offload_tags), _refused)
 
 
 def cache_tensors(pool: Any) -> Iterator[torch.Tensor]:

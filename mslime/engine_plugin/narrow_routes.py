@@ -1,9 +1,8 @@
 """Inside an SGLang server: the experts of tokens leave it in one byte each, or in two, instead of four.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for servers that mslime starts. SGLang sends the
-experts of every token and layer as base64 of int32, most of an answer's bytes; few models have more than 256 experts.
-The text then begins with a tag that is no base64 (`wire.NARROW`), so that nobody reads it as int32. What cannot be
-narrowed is sent as SGLang sends it.
+SGLang 0.5.23 sends the experts of every token and layer as base64 of int32, most of an answer's bytes; few models have
+more than 256 experts. The text then begins with a tag that is no base64 (`wire.NARROW`), so that nobody reads it as
+int32. What cannot be narrowed is sent as SGLang sends it.
 """
 
 from __future__ import annotations
@@ -15,15 +14,6 @@ import numpy as np
 import torch
 
 from mslime.engine_plugin.wire import NARROW
-
-_TARGET = "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out"
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. Where it fails, SGLang logs it and answers hold int32."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_TARGET, _handle, HookType.AROUND)
 
 
 def narrowed(experts: torch.Tensor | None) -> tuple[str, torch.Tensor | None]:
@@ -41,7 +31,8 @@ def narrowed(experts: torch.Tensor | None) -> tuple[str, torch.Tensor | None]:
     return "", experts
 
 
-def _handle(original: Any, self: Any, batch: Any) -> Any:
+def narrow(original: Any, self: Any, batch: Any) -> Any:
+    """Around `DetokenizerManager.handle_batch_token_id_out`."""
     if not batch.routed_experts:
         return original(self, batch)
     found = [narrowed(experts) for experts in batch.routed_experts]

@@ -1,21 +1,18 @@
 """Inside an SGLang server: all that a model holds goes to another server that was started alike.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for engines that come back between two weight
-syncs (`sglang.rejoin: peer`). Each rank of the giver sends to the rank of the same number, in a process group of the
-two, what lies in its model as it lies there: fused, cut and quantised, and with what was derived from the parameters,
-so that nothing is loaded or finished anew. Both say beforehand what they hold, and nothing is sent where that differs.
+For engines that come back between two weight syncs (`sglang.rejoin: peer`). Each rank of the giver sends to the rank of
+the same number, in a process group of the two, what lies in its model as it lies there: fused, cut and quantised, and
+with what was derived from the parameters, so that nothing is loaded or finished anew. Both say beforehand what they
+hold, and nothing is sent where that differs.
 
-SGLang has `/send_weights_to_remote_instance` for the giver's half. It is not used: it runs on CUDA alone, sends
+SGLang 0.5.23 has `/send_weights_to_remote_instance` for the giver's half. It is not used: it runs on CUDA alone, sends
 parameters only, tells the other side nothing about them, and its receiver is a server that starts.
-
-Like files (`bucket_files`), a transfer is asked for as a group to be left, which SGLang lets every rank do between two
-batches.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -25,34 +22,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mslime.engine_plugin.engine_ranks import siblings
-from mslime.engine_plugin.wire import PEER, Transfer, parse_transfer
+from mslime.engine_plugin.wire import Offered, Transfer, Transferred
 from mslime.network import listen
 from mslime.tensor_sums import place_sum, signed
 
 UNLIKE = "holds other tensors than its peer"
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. Where it fails, SGLang logs it, and who asks is told of no group."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_UPDATER}.destroy_weights_update_group", _leave, HookType.AROUND)
 
 
 _STORES: dict[str, TCPStore] = {}
 """Where a transfer that was offered meets, in the giver's first process."""
 
 
-def _leave(original: Callable[..., tuple[bool, str]], self: Any, group_name: str) -> tuple[bool, str]:
-    transfer = parse_transfer(group_name)
-    if transfer is None:
-        return original(self, group_name)
-    if transfer.part == "offer":
-        failed, port = _offer(transfer)
-        failed = siblings().first_failure(failed)
-        return not failed, failed or str(max(siblings().gathered(port)))
-    return _run(transfer, self.get_model())
+def transfer(request: Transfer, model: torch.nn.Module) -> Offered | Transferred:
+    """Do this rank's part of a transfer. Raises RuntimeError, on every rank of the engine, if one of them cannot."""
+    if request.part == "offer":
+        return Offered(max(siblings().heard(*_offer(request))))
+    return _run(request, model)
 
 
 def _offer(transfer: Transfer) -> tuple[str, int]:
@@ -76,8 +61,8 @@ def listening(host: str, limit_s: float) -> TCPStore:
     )  # fmt: skip
 
 
-def _run(transfer: Transfer, model: torch.nn.Module) -> tuple[bool, str]:
-    """Give or take; what is answered: the sums of what each rank holds then."""
+def _run(transfer: Transfer, model: torch.nn.Module) -> Transferred:
+    """Give or take; the sums of what each rank holds then."""
     mine = siblings()
     failed, store, tensors = "", None, list[tuple[str, torch.Tensor]]()
     try:
@@ -88,8 +73,7 @@ def _run(transfer: Transfer, model: torch.nn.Module) -> tuple[bool, str]:
         failed = _unlike(store, transfer, mine.rank, signature(tensors, mine.count))
     except Exception as error:  # the other ranks wait to hear of it
         failed = f"{type(error).__name__}: {error}"
-    if failed := mine.first_failure(failed):
-        return False, failed
+    mine.heard(failed, None)
     assert store is not None
     total = 0
     try:
@@ -97,9 +81,7 @@ def _run(transfer: Transfer, model: torch.nn.Module) -> tuple[bool, str]:
             total = _pass(store, transfer, mine.rank, [tensor for _, tensor in tensors])
     except Exception as error:
         failed = f"{type(error).__name__}: {error}"
-    if failed := mine.first_failure(failed):
-        return False, failed
-    return True, json.dumps(mine.gathered(total))
+    return Transferred(tuple(mine.heard(failed, total)))
 
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +122,7 @@ def _pass(store: Store, transfer: Transfer, rank: int, tensors: list[torch.Tenso
     group = init_custom_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",
         store=PrefixStore(f"{transfer.name}/{rank}", store), timeout=limit, world_size=2,
-        rank=0 if gives else 1, group_name=f"{PEER}{transfer.name}/{rank}",
+        rank=0 if gives else 1, group_name=f"mslime-peer-{transfer.name}/{rank}",
         **({} if device.type == "cpu" else {"device_id": device}),
     )  # fmt: skip
     try:

@@ -1,10 +1,9 @@
 """Inside an SGLang server: each rank receives a part of the buckets, and passes it on to the other ranks.
 
-A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for the engines that mslime starts. SGLang itself
-lets every rank receive every bucket, one bucket at a time, so that one sender's network adapter carries all. Here a
-sender meets one rank on each machine of each engine, on a lane of their own: sender i the rank i modulo the ranks that
-an engine has there. All of these receive at the same time, each from its own senders, and while one bucket is passed on
-inside the machine, those after it arrive.
+SGLang itself lets every rank receive every bucket, one bucket at a time, so that one sender's network adapter carries
+all. Here a sender meets one rank on each machine of each engine, on a lane of their own: sender i the rank i modulo the
+ranks that an engine has there. All of these receive at the same time, each from its own senders, and while one bucket
+is passed on inside the machine, those after it arrive.
 
 One request stands for a whole sync. All ranks go through the buckets in the order of the plan: the rank on whose lane a
 bucket came gives it to the others, and each loads it like any other bucket. Where loading is recorded it gives each of
@@ -32,32 +31,18 @@ from mslime.engine_plugin.copy_plan import (
     Buckets,
     Buffer,
     Copies,
-    Named,
     Received,
     buckets_of,
     fitting,
-    release,
 )
 from mslime.engine_plugin.engine_ranks import Ranks, Siblings, ranks
 from mslime.engine_plugin.host_slices import Packed, cut_bytes, cuts_of
 from mslime.engine_plugin.rank_slices import Arrival, Route, Share, Step, share_of
 from mslime.engine_plugin.relay_groups import Lanes, Place, aligned, places
-from mslime.engine_plugin.wire import PROBE, RECORDED, Order, parse_lane, parse_order
+from mslime.engine_plugin.wire import RECORDED, Answer, JoinRelayGroup, Loaded, RelaySync, encode
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _RELAYS: dict[int, Relay] = {}
 """By the `id` of SGLang's updater."""
-
-
-def install() -> None:
-    """Called by SGLang in each of its processes. Where it fails, SGLang logs it, and a sender is told by `PROBE`."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_UPDATER}.init_weights_update_group", _join, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.destroy_weights_update_group", _leave, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.receive_weights_from_distributed", _receive, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.end_weight_update", release, HookType.AROUND)
 
 
 class Relayed(list[tuple[str, torch.Tensor]]):
@@ -65,12 +50,11 @@ class Relayed(list[tuple[str, torch.Tensor]]):
 
     Attributes:
         updater: `id` of the one that loaded it.
-        message: what is said of that.
     """
 
-    def __init__(self, updater: int, message: str) -> None:
+    def __init__(self, updater: int, loaded: Loaded) -> None:
         super().__init__()
-        self.updater, self.message = updater, message
+        self.updater, self.loaded = updater, loaded
 
 
 @dataclass(frozen=True)
@@ -108,7 +92,7 @@ class Relay:
     ) -> None:  # fmt: skip
         self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
         self._plans: dict[str, list[Sent]] = {}
-        self._done: tuple[str, str, str] = ("", "", "")
+        self._done: tuple[str, Loaded, str] = ("", Loaded(""), "")
         self._lanes: Lanes | None = None
         self._room, self._given = Buffer(device), Buffer(device)
         self._in_place = False  # all buckets are loaded from where they arrive
@@ -120,9 +104,9 @@ class Relay:
         self._told: tuple[Cuts, list[Copies | None]] | None = None  # to senders, and this rank's copies then
 
     def obey(
-        self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
         groups: Mapping[str, dist.ProcessGroup], place: Ranks,
-    ) -> str:  # fmt: skip
+    ) -> Loaded:  # fmt: skip
         """Receive, pass on and load a whole sync, once.
 
         Args:
@@ -131,29 +115,30 @@ class Relay:
             place: among the ranks of this engine, which are all told to do the same.
 
         Returns:
-            What is said of it.
+            How it was loaded, and what machines keep if senders were not told so before.
 
         Raises:
             RuntimeError: a bucket did not arrive, or was not loaded, on this rank or another one.
         """
         if self._done[0] != order.sync:
-            message, failed = "", ""
+            loaded, failed = Loaded(""), ""
             try:
                 plan = self._begin(order, names, dtypes, shapes, groups, place)
-                message = self._relay(plan, *self._way(plan, order, place), place.near)
+                how = self._relay(plan, *self._way(plan, order, place), place.near)
+                loaded = Loaded(how)
             except RuntimeError as error:
                 failed = str(error)
             failed = place.whole.first_failure(failed)
             if not failed and self._cuts is not None and (not self._told or self._told[0].name != self._cuts.name):
-                message, self._told = self._cuts.told_with(message), (self._cuts, self._known)
-            self._done = order.sync, message, failed
-        _, message, failed = self._done
+                loaded, self._told = Loaded(loaded.how, self._cuts), (self._cuts, self._known)
+            self._done = order.sync, loaded, failed
+        _, loaded, failed = self._done
         if failed:
             raise RuntimeError(failed)
-        return message
+        return loaded
 
     def _begin(
-        self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
         groups: Mapping[str, dist.ProcessGroup], place: Ranks,
     ) -> list[Sent]:  # fmt: skip
         """Ask for the first buckets, and hear what all ranks keep, where one has other copies than before.
@@ -187,7 +172,7 @@ class Relay:
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
         return plan
 
-    def _check_cuts(self, order: Order, copies: Sequence[Copies | None]) -> None:
+    def _check_cuts(self, order: RelaySync, copies: Sequence[Copies | None]) -> None:
         """Whether this rank still keeps what senders go by. Raises RuntimeError."""
         if not order.cuts:
             return
@@ -197,7 +182,9 @@ class Relay:
         if any(cut is not None and now is not old for cut, now, old in zip(cuts.buckets, copies, then, strict=True)):
             raise RuntimeError("the model's parameters were moved since this engine told what its machines keep")
 
-    def _ask(self, order: Order, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks) -> None:
+    def _ask(
+        self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
+    ) -> None:
         """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
         if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
             self._room, self._route = Buffer(self._device), None
@@ -210,7 +197,7 @@ class Relay:
         room = max((at.start + at.size for _, at in arriving), default=0)
         self._lanes = Lanes(arriving, self._room.head(room))
 
-    def _arriving(self, plan: Sequence[Sent], order: Order, place: Ranks) -> tuple[list[Cut | None], list[Place]]:
+    def _arriving(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[list[Cut | None], list[Place]]:
         """What comes of each bucket to this machine, None for all of it, and its place on the rank that receives it."""
         cuts: list[Cut | None] = [None] * len(plan)
         if order.cuts:
@@ -230,7 +217,7 @@ class Relay:
                 found[index] = at
         return cuts, found
 
-    def _way(self, plan: Sequence[Sent], order: Order, place: Ranks) -> tuple[Route | None, str]:
+    def _way(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[Route | None, str]:
         """How buckets are handed on, and room for it; what this rank has no room for."""
         near = place.near
         try:
@@ -252,7 +239,7 @@ class Relay:
         return self._route, ""
 
     def _plan(
-        self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
     ) -> list[Sent]:
         if order.senders:
             spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
@@ -337,46 +324,35 @@ class Relay:
             return False, f"{type(error).__name__}: {error}"
 
 
-def _join(
-    original: Callable[..., tuple[bool, str]], self: Any, master_address: Any, master_port: Any, rank_offset: int,
-    world_size: int, group_name: str, backend: str = "nccl",
-) -> tuple[bool, str]:  # fmt: skip
-    lane = parse_lane(group_name)
-    if lane is None:
-        return original(self, master_address, master_port, rank_offset, world_size, group_name, backend)
-    (sender, machine, name), place = lane, ranks()
-    joined, said = True, "done"
-    if sender % place.near.count == place.near.rank and machine in (None, place.machine):
-        # One of each machine joins, or of the one. SGLang adds the rank within the engine.
-        own = rank_offset + (place.machine if machine is None else 0) - self.tp_rank
-        joined, said = original(self, master_address, master_port, own, world_size, name, backend)
-    failed = place.whole.first_failure("" if joined else said)
-    return not failed, failed or said
+def join(updater: Any, request: JoinRelayGroup) -> Answer:
+    """Let this rank join a sender's group, if it receives from that. Raises RuntimeError on every rank of the engine if
+    one of them cannot."""
+    place, joined, message = ranks(), True, ""
+    receives = request.sender % place.near.count == place.near.rank and request.machine in (None, place.machine)
+    if receives:  # one on each machine joins, or the one on this; SGLang adds the rank within the engine
+        own = request.rank + (place.machine if request.machine is None else 0) - updater.tp_rank
+        joined, message = updater.init_weights_update_group(
+            request.host, request.port, own, request.world_size, request.name, request.backend
+        )
+    place.whole.heard("" if joined else message, None)
+    return Answer()
 
 
-def _leave(original: Callable[..., tuple[bool, str]], self: Any, group_name: str) -> tuple[bool, str]:
-    return (True, "done") if group_name == PROBE else original(self, group_name)
-
-
-def _receive(
-    original: Callable[..., Named], self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str,
-    load_format: str | None = None,
-) -> Named:  # fmt: skip
-    order = parse_order(group_name)
-    if order is None:
-        return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
-    if id(self) not in _RELAYS:
-        _RELAYS[id(self)] = Relay(
-            buckets_of(self), self.load_weights_from_distributed, self.device,
-            lambda buckets: fitting(self.get_model(), buckets),
+def receive(
+    updater: Any, sync: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+) -> Relayed:
+    """Receive, pass on and load a whole sync. Raises RuntimeError on every rank of the engine if one of them cannot."""
+    if id(updater) not in _RELAYS:
+        _RELAYS[id(updater)] = Relay(
+            buckets_of(updater), updater.load_weights_from_distributed, updater.device,
+            lambda buckets: fitting(updater.get_model(), buckets),
         )  # fmt: skip
-    said = _RELAYS[id(self)].obey(order, names, dtypes, shapes, self._model_update_group, ranks())
-    return Relayed(id(self), said)
+    loaded = _RELAYS[id(updater)].obey(sync, names, dtypes, shapes, updater._model_update_group, ranks())
+    return Relayed(id(updater), loaded)
 
 
-def _load(original: Callable[..., tuple[bool, str]], self: Any, named_tensors: Named) -> tuple[bool, str]:
-    if not isinstance(named_tensors, Relayed):
-        return original(self, named_tensors)
-    if named_tensors.updater != id(self):
+def load(updater: Any, relayed: Relayed) -> tuple[bool, str]:
+    """What SGLang answers of a sync that has been loaded when it was received."""
+    if relayed.updater != id(updater):
         return False, "weights.transport relay loads no draft model: set weights.transport broadcast"
-    return True, named_tensors.message
+    return True, encode(relayed.loaded)

@@ -1,107 +1,71 @@
-"""What an engine's plug-in is asked and answers: names and texts that both sides read. Free of torch and SGLang."""
+"""What the plug-in of an engine is asked and what it replies: typed records, JSON on the way. Free of torch and SGLang.
+
+SGLang 0.5.23 has no route of ours, so records travel in text fields of two of its own, and nowhere else:
+
+- a `Request` is the `action` of `/weights_checker`, and its `Reply` the `message` of the answer. Every rank of an
+  engine gets the request between two batches, whether the engine is paused or not; rank 0 replies.
+- a `Load` is the `load_format` of `/update_weights_from_distributed`: it says how the bucket comes, if not by a plain
+  broadcast. The `message` is how it was loaded, for `RelaySync` a `Loaded`.
+
+A server without the plug-in refuses an action that it does not know (`UNKNOWN`).
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import orjson
+from pydantic import TypeAdapter
 
-from mslime.config.choices import FileKind
+from mslime.config.choices import ENGINE_TAGS, EngineTag, FileKind
 from mslime.config.keys import AnnouncedBucket, BucketVersion
+from mslime.config.slices import Cuts
 
-RECORDED, OWN_LOADER = "loaded by recorded copies", "loaded by the model's own loader: "
-"""What begins the answer to a bucket."""
-NO_SUCH_GROUP, UNSEEN = "The group to be destroyed does not exist", "cannot read it"
-"""What `group_to_see` is answered by a server without the plug-in, and by one that has it and sees no such directory.
-"""
-UNREACHED = "cannot read the sender's memory"
-"""In what `group_to_reach` is answered by a server with the plug-in."""
-REFUSED = "changes are refused"
-"""What begins the answer of an engine that loads nothing of the changes that it was sent."""
-PROBE = "mslime-relay?"
-"""What an engine is asked to leave to say whether its ranks pass buckets on."""
-PROBE_CHANGES = "mslime-changes?"
-"""What an engine is asked to leave to say that it can take changes by a broadcast."""
-GROUP = "mslime-handed"
-"""What a request for a bucket that is handed to a rank names as its group."""
-MARK = "mslime"
-"""Beside the GPUs, in what SGLang is asked with: these are buckets."""
-QUESTION = "mslime-handed?"
-"""What an engine is asked to leave to say whether it can take them."""
-UNABLE = "cannot take buckets from the trainer's rank on its GPU"
-HELD = "mslime-held"
-"""Action of `/weights_checker` that asks for sums (`checksums`)."""
-HELD_ADAPTER = "mslime-held-adapter "
-"""The same of an adapter, whose name follows (`adapter_checksums`)."""
+PATH_ENTRY = Path(__file__).with_name("path_entry")
+"""Directory for the `PYTHONPATH` of a server: SGLang finds the plug-in there as if it were an installed package."""
+LOADER_VARIABLE = "MSLIME_ENGINE_LOADER"
+"""Environment variable of a server; `model`: buckets are loaded by the model's own loader (`weights.loader`)."""
+FLAT = "flattened_bucket"
+"""SGLang's `load_format` of a bucket that comes by a plain broadcast."""
 UNKNOWN = "Unsupported action"
-"""What a server without the plug-in answers."""
+"""In the answer of a server without the plug-in to any `Request`."""
+RECORDED, OWN_LOADER = "loaded by recorded copies", "loaded by the model's own loader: "
+"""What begins the message about a bucket that was loaded."""
+REFUSED = "changes are refused"
+"""In the message of an engine that has loaded nothing of the changes that it was sent."""
 CANNOT = ""
-"""In the place of a tensor's name, why a rank cannot report what it holds of some tensors, or of all."""
-RELEASED = "mslime-released"
-"""Action of `/weights_checker` that asks what is released."""
-RELEASE_REFUSED = "refused"
-"""Beside that, why the last release did nothing."""
+"""In the place of a tensor's name in `Sums`: why a rank cannot report some tensors, or all."""
 NARROW = {"u1:": np.uint8, "u2:": np.uint16}
 """By the tag with which a text of routes begins: what its base64 is of. Without a tag it is of int32."""
 
-_FILE, _SEE, _FORGET, _REACH = "mslime-file-", "mslime-see:", "mslime-forget:", "mslime-reach:"
-_LANE, _SYNC, _SENT, PEER = "mslime-lane:", "mslime-relay:", "mslime-sent:", "mslime-peer:"
+_MARK = "mslime:"
 
-
-def as_text(total: int, places: int) -> str:
-    """What is reported of a tensor. Args: the sum, and that of the places (`tensor_sums`)."""
-    return f"{total} {places}"
-
-
-def group_of(kind: FileKind, path: Path) -> str:
-    """What an update names as its group to be given a bucket in a file."""
-    return f"{_FILE}{kind}:{path}"
-
-
-def parse_group(group: str) -> tuple[FileKind, Path] | None:
-    """The kind and path of the file that an update names; None for a process group."""
-    for kind in get_args(FileKind):
-        if group.startswith(start := f"{_FILE}{kind}:"):
-            return kind, Path(group.removeprefix(start))
-    return None
-
-
-def group_to_see(directory: Path) -> str:
-    """What an engine is asked to leave to say whether it can read files of a directory."""
-    return f"{_SEE}{directory}"
-
-
-def group_to_forget(directory: Path) -> str:
-    """What an engine is asked to leave to unmap the files of a directory."""
-    return f"{_FORGET}{directory}"
-
-
-def group_to_reach(place: Path, said: bytes) -> str:
-    """What an engine is asked to leave to say whether it reads these bytes in a sender's memory."""
-    return f"{_REACH}{said.hex()}:{place}"
-
-
-def group_of_version(version: BucketVersion, group: str) -> str:
-    """What an update names as its group to be given a bucket, or changes of it, by a broadcast in `group`."""
-    return f"{_SENT}{json.dumps(asdict(version), separators=(',', ':'))}:{group}"
-
-
-def parse_version(group: str) -> tuple[BucketVersion, str] | None:
-    """What is broadcast, and in which process group; None for a group that names no version."""
-    if not group.startswith(_SENT):
-        return None
-    said, end = json.JSONDecoder().raw_decode(group, len(_SENT))
-    return BucketVersion(said["number"], said["base"], said["changed"], tuple(said["sums"])), group[end + 1 :]
+# ------------------------------------------------------------------------------------------------------------- loads
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a sender asks for: all buckets of a sync.
+class FromFile:
+    """A bucket that lies in a file, or in memory that `path` names."""
+
+    kind: FileKind
+    path: Path
+
+
+@dataclass(frozen=True)
+class FromBroadcast:
+    """A bucket, or changes of it, that is broadcast in the request's process group."""
+
+    version: BucketVersion
+
+
+@dataclass(frozen=True)
+class RelaySync:
+    """All buckets of a sync, which the engine's ranks receive and pass on to each other.
 
     Attributes:
         sync: names this sync among all; the same from every sender.
@@ -109,7 +73,7 @@ class Order:
         lanes: names of the process groups of senders, by sender.
         senders: of each bucket, who sends it: equal parts of it, in this order; empty where the plan is known.
         tensors: of each bucket, how many; likewise.
-        cuts: names what the machines of each engine keep, where senders send each no more (`config.slices`); empty:
+        cuts: names what the machines of each engine keep, if senders send each no more (`config.slices`); empty:
             they send whole buckets.
     """
 
@@ -120,40 +84,102 @@ class Order:
     tensors: tuple[int, ...] = ()
     cuts: str = ""
 
-    def as_group(self) -> str:
-        """What an update names as its group."""
-        return _SYNC + json.dumps(asdict(self), separators=(",", ":"))
+
+Load = FromFile | FromBroadcast | RelaySync
+
+# ---------------------------------------------------------------------------------------------------------- requests
 
 
-def parse_order(group: str) -> Order | None:
-    """What an update's group asks for; None where it is another group."""
-    if not group.startswith(_SYNC):
-        return None
-    said = json.loads(group.removeprefix(_SYNC))
-    lanes, tensors = tuple(said["lanes"]), tuple(said["tensors"])
-    return Order(said["sync"], said["plan"], lanes, tuple(map(tuple, said["senders"])), tensors, said["cuts"])
+@dataclass(frozen=True)
+class Ping:
+    """Is the plug-in there? Reply: `Answer`."""
 
 
-def lane_to_join(sender: int, name: str, machine: int | None = None) -> str:
-    """What an engine is asked to join so that one of its ranks on each machine joins the process group `name`.
+@dataclass(frozen=True)
+class ReadDirectory:
+    """Can files of this directory be read? Reply: `Answer`."""
 
-    Args:
-        machine: only that of this machine joins.
+    directory: Path
+
+
+@dataclass(frozen=True)
+class ForgetDirectory:
+    """Unmap the files of this directory. Reply: `Answer`."""
+
+    directory: Path
+
+
+@dataclass(frozen=True)
+class ReadMemory:
+    """Can these bytes be read in a sender's memory? Reply: `Answer`.
+
+    Attributes:
+        memory: where they lie (`mslime.remote_memory`).
+        expected: the bytes, as hexadecimal digits.
     """
-    return f"{_LANE}{sender}:{'' if machine is None else machine}:{name}"
+
+    memory: Path
+    expected: str
 
 
-def parse_lane(group: str) -> tuple[int, int | None, str] | None:
-    """The sender, the machine (None: all) and the name of a lane; None where it is another group."""
-    if not group.startswith(_LANE):
-        return None
-    sender, machine, name = group.removeprefix(_LANE).split(":", 2)
-    return int(sender), int(machine) if machine else None, name
+@dataclass(frozen=True)
+class CheckIpc:
+    """Is the package there that takes buckets from a rank on the same GPU? Reply: `Answer`."""
+
+
+@dataclass(frozen=True)
+class TakeIpc:
+    """Take buckets from the trainer's ranks on the same GPUs, each named by its `IpcBucket`. Reply: `Loaded`.
+
+    Attributes:
+        addresses: of the trainer's ranks, by GPU.
+    """
+
+    addresses: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JoinRelayGroup:
+    """On each machine of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
+
+    Attributes:
+        sender: its number.
+        name: of the process group.
+        host, port: of the group's store.
+        rank: of the engine's first member.
+        machine: only the rank on this machine joins; None: one on each.
+    """
+
+    sender: int
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    machine: int | None = None
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What does each rank hold of the tensors that this update has sent? Reply: `Sums`."""
+
+
+@dataclass(frozen=True)
+class HeldAdapter:
+    """What does each rank hold of the tensors of the adapter of this name? Reply: `Sums`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ReleasedMemory:
+    """What has the engine released? Reply: `Released`."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one of the two engines is asked to do.
+    """One engine's part in giving all that its model holds to another engine. Reply: `Offered` or `Transferred`.
 
     Attributes:
         part: `offer` a place to meet at, `give` what it holds, `take` that.
@@ -168,25 +194,170 @@ class Transfer:
     limit_s: float
     port: int = 0
 
-    def as_group(self) -> str:
-        """What an engine is asked to leave."""
-        return PEER + json.dumps(asdict(self), separators=(",", ":"))
+
+Request = (
+    Ping
+    | ReadDirectory
+    | ForgetDirectory
+    | ReadMemory
+    | CheckIpc
+    | TakeIpc
+    | JoinRelayGroup
+    | HeldWeights
+    | HeldAdapter
+    | ReleasedMemory
+    | Transfer
+)
+
+# ----------------------------------------------------------------------------------------------------------- replies
 
 
-def parse_transfer(group: str) -> Transfer | None:
-    """What leaving this group means; None for a process group."""
-    return Transfer(**json.loads(group.removeprefix(PEER))) if group.startswith(PEER) else None
+@dataclass(frozen=True)
+class Answer:
+    """Yes, or done.
+
+    Attributes:
+        why_not: the reason if the answer is no; else empty.
+    """
+
+    why_not: str = ""
 
 
-def update_request(buckets: Sequence[AnnouncedBucket], group: str) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket."""
+@dataclass(frozen=True)
+class Loaded:
+    """Weights were loaded.
+
+    Attributes:
+        how: begins with `RECORDED` or `OWN_LOADER`.
+        cuts: what each machine keeps, if that is news.
+    """
+
+    how: str
+    cuts: Cuts | None = None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an engine's ranks hold.
+
+    Attributes:
+        ranks: of each, sum and places (`format_sum`) by name of the tensor; see `CANNOT`.
+    """
+
+    ranks: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What an engine does not hold.
+
+    Attributes:
+        tags: in SGLang's words.
+        refused: why its last release did nothing; empty if it did what it was asked.
+    """
+
+    tags: frozenset[EngineTag] = field(default_factory=frozenset)
+    refused: str = ""
+
+    def to_release(self, held: Collection[EngineTag]) -> list[EngineTag]:
+        """What to release so that nothing but `held` is held."""
+        return [tag for tag in ENGINE_TAGS if tag not in held and tag not in self.tags]
+
+    def to_resume(self, held: Collection[EngineTag]) -> list[EngineTag]:
+        """What to resume so that all of `held` is held."""
+        return [tag for tag in ENGINE_TAGS if tag in held and tag in self.tags]
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The port at which the giver of a transfer listens."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What each rank of an engine holds after a transfer.
+
+    Attributes:
+        sums: of all bits in all places, by rank.
+    """
+
+    sums: tuple[int, ...]
+
+
+Reply = Answer | Loaded | Sums | Released | Offered | Transferred
+
+
+@dataclass(frozen=True)
+class IpcBucket:
+    """Tensors that lie one after the other in a buffer: the name of a bucket that a trainer's rank hands out."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, bucket: AnnouncedBucket) -> IpcBucket:
+        """The name of a bucket."""
+        return cls(tuple(bucket.names), tuple(bucket.dtypes), tuple(map(tuple, bucket.shapes)))
+
+
+Record = Load | Request | Reply | IpcBucket
+_RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
+
+# ------------------------------------------------------------------------------------------------------------- codec
+
+
+def encode(record: Record) -> str:
+    """A record as text."""
+    kind = type(record)
+    return f"{_MARK}{kind.__name__} {_adapter(kind).dump_json(record).decode()}"
+
+
+def decode(text: str | None) -> Record | None:
+    """The record that a text is; None if it is none of ours. Raises ValueError if it cannot be read."""
+    if text is None or not text.startswith(_MARK):
+        return None
+    name, _, body = text.removeprefix(_MARK).partition(" ")
+    if name not in _RECORDS:
+        raise ValueError(f"there is no record {name!r}: the versions of mslime on both sides differ")
+    return _adapter(_RECORDS[name]).validate_json(body)
+
+
+@cache
+def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def format_sum(total: int, places: int) -> str:
+    """The sum of a tensor, and that of its places (`tensor_sums`), as they stand in `Sums`."""
+    return f"{total} {places}"
+
+
+def parse_sum(text: str) -> tuple[int, int] | None:
+    """What `format_sum` wrote; None for anything else."""
+    match text.split():
+        case [total, places] if total.lstrip("-").isdecimal() and places.lstrip("-").isdecimal():
+            return int(total), int(places)
+        case _:
+            return None
+
+
+def update_request(buckets: Sequence[AnnouncedBucket], group: str = "", load: Load | None = None) -> bytes:
+    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket.
+
+    Args:
+        group: the process group in which they are broadcast; empty if they come otherwise.
+        load: how they come; None: by a plain broadcast.
+    """
     return orjson.dumps(
         {
             "names": [name for bucket in buckets for name in bucket.names],
             "dtypes": [dtype for bucket in buckets for dtype in bucket.dtypes],
             "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes],
             "group_name": group,
-            "load_format": "flattened_bucket",
+            "load_format": FLAT if load is None else encode(load),
             "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
         }
     )

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.config.slices import Cuts, machine_lane, told
+from mslime.config.slices import Cuts, machine_lane
 from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
 from mslime.engine_plugin.engine_ranks import Ranks, Siblings
 from mslime.engine_plugin.relay import Relay
-from mslime.engine_plugin.wire import Order
+from mslime.engine_plugin.wire import Loaded, RelaySync
 from mslime.weights.relay import pack_cut
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_relay_shares import BUCKETS, FakeModel, FakeUpdater, shape, value
@@ -72,20 +72,21 @@ class Engine:
         """What became of it."""
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         names = tuple(next(iter(of_sender)) for of_sender in lanes[self.number].values())
-        order = Order(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
+        order = RelaySync(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
         news = (NAMES, ["float32"] * len(NAMES), [shape(name) for name in NAMES]) if new else ([], [], [])
         groups = {name: group for of_sender in lanes[self.number].values() for name, group in of_sender.items()}
         try:
-            said = self.relay.obey(order, *news, groups, self.place)
+            loaded = self.relay.obey(order, *news, groups, self.place)
         except RuntimeError as error:
-            said = str(error)
+            loaded = Loaded(str(error))
         release(lambda updater: None, self.updater)
         expected = FakeModel(self.rank, self.ranks)
         expected.load_weights((name, value(name, version)) for name in NAMES)
         pairs = zip(self.updater.model.named_parameters(), expected.parameters(), strict=True)
         route = self.relay._route
         return {
-            "said": said, "wrong": [name for (name, held), sent in pairs if not torch.equal(held, sent)],
+            "said": loaded.how, "cuts": loaded.cuts,
+            "wrong": [name for (name, held), sent in pairs if not torch.equal(held, sent)],
             "steps": [(step.buckets, step.shared) for step in route.steps] if route is not None else [],
             "arrive": [arrival.size for arrival in route.arrivals] if route is not None else [],
             "memory": self.relay._room.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
@@ -110,9 +111,9 @@ def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Cu
 def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[Cuts | None]) -> None:
     """What the first rank of each engine says, which all senders hear; it changes `cuts`."""
     for number, machines in enumerate(ENGINES):
-        said = [found[-1]["said"] if engine is not None and engine.number == number else ""]
-        dist.broadcast_object_list(said, src=machines[0][0])
-        cuts[number] = told(said[0])[1] or cuts[number]
+        news = [found[-1]["cuts"] if engine is not None and engine.number == number else None]
+        dist.broadcast_object_list(news, src=machines[0][0])
+        cuts[number] = news[0] or cuts[number]
 
 
 def work(rank: int, world_size: int, init_method: str) -> list[dict[str, Any]]:
@@ -187,13 +188,13 @@ def test_ranks_of_a_machine_give_each_other_shares_of_what_the_machine_received(
 
 def test_an_engine_says_what_its_machines_keep_when_that_is_news(ranks: list[list[dict[str, Any]]]) -> None:
     for rank in ranks[:4]:
-        assert [told(sync["said"])[1] is not None for sync in rank] == [False, True, False, False, False, True, True]
-        first, again, all_again = (told(rank[index]["said"])[1] for index in (1, 5, 6))
+        assert [sync["cuts"] is not None for sync in rank] == [False, True, False, False, False, True, True]
+        first, again, all_again = (rank[index]["cuts"] for index in (1, 5, 6))
         assert first is not None and again is not None and all_again is not None
         assert again.buckets[0] is None and again.buckets[1:] == first.buckets[1:], "one rank records it again"
         assert all_again == first
     for rank in ranks[4:]:
-        assert [told(sync["said"])[1] is not None for sync in rank] == [False, True, False, False, True, False]
+        assert [sync["cuts"] is not None for sync in rank] == [False, True, False, False, True, False]
 
 
 def test_an_engine_whose_parameters_were_moved_refuses_before_anything_is_loaded(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mslime.engine_plugin import dispatch
 from mslime.engine_plugin.copy_plan import Bucket, Buckets, Copies, record
 
 Loader = Callable[["FakeModel", str, torch.Tensor], None]
@@ -311,7 +312,7 @@ def test_what_a_model_derives_from_its_weights_it_derives_once_at_the_end_of_a_s
             for part in (["q", "k"], ["up", "router", "scale"]):
                 sent = {name: tensor for name, tensor in values(seed).items() if name in part}
                 bucket = arrived(plug_in.buckets_of(updater), sent)
-                assert plug_in._load(updater.original, updater, plug_in.Received(bucket))[0]
+                assert plug_in.load(updater.original, updater, plug_in.Received(bucket))[0]
             assert model.times == (2 if seed == 0 else 2 + seed - 1)
             for _ in "ab":  # two plug-ins are hooked
                 plug_in.release(updater.end, updater, run_post_load=False)
@@ -327,15 +328,15 @@ def test_an_updater_records_once_and_says_how_it_loads() -> None:
         updater = FakeUpdater(FakeModel(loader))
         said = []
         refused = plug_in.Received(arrived(plug_in.buckets_of(updater), {"unknown": torch.zeros(3).bfloat16()}))
-        assert [plug_in._load(updater.original, updater, refused) for _ in "ab"] == [(False, "no such tensor")] * 2
+        assert [plug_in.load(updater.original, updater, refused) for _ in "ab"] == [(False, "no such tensor")] * 2
         for seed in (0, 1, 2):
             bucket = arrived(plug_in.buckets_of(updater), values(seed))
-            loaded, message = plug_in._load(updater.original, updater, plug_in.Received(bucket))
+            loaded, message = plug_in.load(updater.original, updater, plug_in.Received(bucket))
             assert loaded
             said.append(message)
             torch.testing.assert_close(updater.get_model().state(), expected(values(seed), loader), rtol=0, atol=0)
         assert said[1].startswith(says) and said[1] == said[2] and updater.own == (1 if loader is None else 3)
-    assert plug_in._load(updater.original, updater, [("unknown", torch.zeros(1))]) == (False, "no such tensor")
+    assert dispatch.load(updater.original, updater, [("unknown", torch.zeros(1))]) == (False, "no such tensor")
 
 
 def test_no_updater_gets_the_buckets_of_one_that_is_gone() -> None:
@@ -351,11 +352,11 @@ def test_a_share_is_not_loaded_into_parameters_that_were_moved() -> None:
 
     updater = FakeUpdater(FakeModel())
     bucket = arrived(plug_in.buckets_of(updater), values(0))
-    assert plug_in._load(updater.original, updater, plug_in.Received(bucket))[0]
+    assert plug_in.load(updater.original, updater, plug_in.Received(bucket))[0]
     (copies,) = bucket.copies.values()
     packed = [view.clone() + 1 for view in copies.out_of]
-    assert plug_in._load(updater.original, updater, plug_in.Received(bucket, packed=packed)) == (True, plug_in.RECORDED)
+    assert plug_in.load(updater.original, updater, plug_in.Received(bucket, packed=packed)) == (True, plug_in.RECORDED)
     assert torch.equal(updater.get_model().up.data[:3], values(0)["up"][3:] + 1)
     updater.get_model().up.data = updater.get_model().up.data.clone()
-    loaded, why = plug_in._load(updater.original, updater, plug_in.Received(bucket, packed=packed))
+    loaded, why = plug_in.load(updater.original, updater, plug_in.Received(bucket, packed=packed))
     assert not loaded and "were moved" in why and updater.own == 1

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import Cuts, Piece, told
+from mslime.config.slices import Cuts, Piece
 from mslime.engine_plugin.host_slices import Packed, cut_bytes, cut_of, cuts_of
 from mslime.engine_plugin.rank_slices import Part, Share
 from mslime.engine_plugin.relay_groups import Place, places
+from mslime.engine_plugin.wire import Loaded, decode, encode
 from mslime.weights.relay import pack_cut
 
 ROWS, COLUMNS = 12, 10
@@ -99,8 +100,8 @@ def test_a_bucket_goes_as_a_whole_where_a_share_is_unknown_or_machines_keep_much
 
 def test_what_machines_keep_survives_the_way_through_an_answer_and_names_itself() -> None:
     cuts = Cuts.of([None, ((Piece(3, 4, (2, 5), (70, 8)), Piece(0, 1)), ())])
-    assert told(cuts.told_with("loaded: \n all")) == ("loaded: \n all", cuts)
-    assert told("loaded") == ("loaded", None)
+    loaded = Loaded("loaded: \n all", cuts)
+    assert decode(encode(loaded)) == loaded
     assert Cuts.of(cuts.buckets).name == cuts.name != replace(cuts, buckets=(None,)).of([None]).name
 
 

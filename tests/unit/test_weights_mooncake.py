@@ -18,10 +18,10 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import rdma
-from mslime.engine_plugin.bucket_files import Files, answer_leave
+from mslime.engine_plugin.bucket_files import Files, read_memory
 from mslime.engine_plugin.engine_ranks import Siblings
 from mslime.engine_plugin.rdma import Remote
-from mslime.engine_plugin.wire import group_of, group_to_reach, parse_group
+from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
 from mslime.weights.contract import check_transport
@@ -111,12 +111,12 @@ def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_buck
 def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() -> None:
     end, room = End("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
     place, files = end.share(room.data_ptr(), 16).as_path(), Files()
-    assert answer_leave(files, group_to_reach(place, bytes(range(16)))) == (True, "done")
-    answer = answer_leave(files, group_to_reach(place, bytes(16)))
-    assert answer is not None and not answer[0] and "something else lies in the memory of 127.0.0.1" in answer[1]
+    assert read_memory(files, ReadMemory(place, bytes(range(16)).hex())) == Answer()
+    why_not = read_memory(files, ReadMemory(place, bytes(16).hex())).why_not
+    assert "something else lies in the memory of 127.0.0.1" in why_not
     end.unregister(room.data_ptr())
-    answer = answer_leave(files, group_to_reach(place, bytes(range(16))))
-    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+    why_not = read_memory(files, ReadMemory(place, bytes(range(16)).hex())).why_not
+    assert "cannot read the sender's memory" in why_not
 
 
 @with_package
@@ -228,7 +228,6 @@ def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.Monke
 def test_memory_has_one_name() -> None:
     memory = RemoteMemory("rdma", "[fe80::1]:15000", 0x7F00DEADBEEF)
     assert RemoteMemory.of_path(memory.as_path()) == memory
-    assert parse_group(group_of("remote", memory.as_path())) == ("remote", memory.as_path())
     for wrong in ("rdma/host:1", "udp/host:1/5", "rdma/host:1/-5", "rdma/host:1/5/6", "/etc/passwd"):
         with pytest.raises(ValueError, match="names no memory"):
             RemoteMemory.of_path(Path(wrong))
@@ -254,8 +253,8 @@ def test_what_is_missing_is_named_with_a_way_out(
         over_tcp(link).connect([EngineInfo(engines[0].url)])
     assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
     assert re.search(way_out, caught.value.way_out)
-    answer = answer_leave(Files(), group_to_reach(Path("rdma/127.0.0.1:1/1"), b"1"))
-    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+    why_not = read_memory(Files(), ReadMemory(Path("rdma/127.0.0.1:1/1"), b"1".hex())).why_not
+    assert "cannot read the sender's memory" in why_not
 
 
 @with_package

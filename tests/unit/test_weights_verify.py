@@ -17,7 +17,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.checksums import held
 from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received, all_buckets, buckets_of, record
-from mslime.engine_plugin.wire import as_text
+from mslime.engine_plugin.wire import format_sum
 from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
 from tests.fixtures.marks import nightly_except
 
@@ -136,16 +136,13 @@ class FakeEngine:
                 bucket.copies[id(model)], *_ = record(model, bucket.flat, lambda b=bucket, m=model: load_all(m, b))
                 buckets.loaded.append(bucket)
 
-    def answers(self) -> list[dict[str, Any]]:
-        """Of all ranks, the last one first."""
-        found = []
-        for model, buckets in zip(self.ranks, self.buckets, strict=True):
-            found.append({"checksums": held(model, [buckets]), "parallelism_info": [{"tp_rank": model.rank}]})
-        return found[::-1]
+    def answers(self) -> list[dict[str, str]]:
+        """Of all ranks."""
+        return [held(model, [buckets]) for model, buckets in zip(self.ranks, self.buckets, strict=True)]
 
     def compare(self) -> int:
         return compare(
-            "http://e", self.answers(), {name: as_text(*whole_sum(tensor)) for name, tensor in self.sent.items()}
+            "http://e", self.answers(), {name: format_sum(*whole_sum(tensor)) for name, tensor in self.sent.items()}
         )
 
 
@@ -288,6 +285,6 @@ def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatc
         bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
         bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
         assert held(model, all_buckets()) == {}
-        copy_plan._load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
-        assert held(model, all_buckets()) == {"a": as_text(*whole_sum(model.weight.data))}
+        copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
+        assert held(model, all_buckets()) == {"a": format_sum(*whole_sum(model.weight.data))}
         copy_plan.release(lambda *_: None, updater)
