@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """Elements of a bucket: runs of neighbours that lie at equal distances. Packed they lie one after the other.
 
     Attributes:
@@ -30,12 +30,12 @@ class Piece:
         return self.width * math.prod(self.sizes)
 
 
-Cut = tuple[Piece, ...]
+HostSlice = tuple[Slice, ...]
 """What one machine keeps of a bucket, in the order in which it is packed; empty: nothing."""
 
 
 @dataclass(frozen=True)
-class Cuts:
+class HostSlices:
     """What each machine of an engine keeps of the buckets of a plan.
 
     Attributes:
@@ -44,10 +44,10 @@ class Cuts:
     """
 
     name: str
-    buckets: tuple[tuple[Cut, ...] | None, ...]
+    buckets: tuple[tuple[HostSlice, ...] | None, ...]
 
     @classmethod
-    def of(cls, buckets: Sequence[tuple[Cut, ...] | None]) -> Cuts:
+    def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
         """With their name."""
         return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
 
@@ -61,7 +61,7 @@ def machine_lane(lane: str, machine: int) -> str:
     return f"{lane}-machine{machine}"
 
 
-def _encoded(buckets: Sequence[tuple[Cut, ...] | None]) -> str:
+def _encoded(buckets: Sequence[tuple[HostSlice, ...] | None]) -> str:
     rows = [
         None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
         for cuts in buckets

@@ -36,8 +36,8 @@ from mslime.config.choices import FileKind
 from mslime.config.handles import HandleFields, take_handle
 from mslime.engine_plugin import delta
 from mslime.engine_plugin.copy_plan import Bucket, Named, Received, buckets_of
-from mslime.engine_plugin.engine_ranks import Siblings, siblings
-from mslime.engine_plugin.rdma import Remote
+from mslime.engine_plugin.engine_ranks import RankGroup, all_ranks
+from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import (
     REFUSED,
     Answer,
@@ -50,7 +50,7 @@ from mslime.engine_plugin.wire import (
 
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Of a bucket: names, dtypes and shapes."""
-ALONE = Siblings()
+ALONE = RankGroup()
 _HEADER_LIMIT = 1 << 30
 
 
@@ -79,7 +79,7 @@ class Files:
 
     def __init__(self) -> None:
         self._mapped: dict[Path, _Mapped] = {}
-        self.remote = Remote()
+        self.remote = RdmaReader()
 
     def see(self, directory: Path) -> None:
         """Return when files of this directory can be read. Raises OSError when not.
@@ -95,7 +95,7 @@ class Files:
         for path in [path for path in self._mapped if path.parent == directory]:
             self._drop(path)
 
-    def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: Siblings = ALONE) -> None:
+    def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: RankGroup = ALONE) -> None:
         """Fill `flat` [bytes] uint8 from a file; returns when the file is not needed any more.
 
         Args:
@@ -235,10 +235,10 @@ def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, grou
         if isinstance(load, FromBroadcast):
             received = delta.receive(load.version, group, updater._model_update_group[group], bucket, model)
         else:
-            received = take(FILES, load, bucket, model, siblings())
+            received = take(FILES, load, bucket, model, all_ranks())
     except Exception as error:  # the other ranks wait to hear of it
         failed = f"{REFUSED + ': ' if is_refusal(load, error) else ''}{type(error).__name__}: {error}"
-    siblings().heard(failed, None)
+    all_ranks().heard(failed, None)
     assert received is not None
     return received
 
@@ -250,9 +250,9 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
     return load.kind == "changes"
 
 
-def take(files: Files, load: FromFile, bucket: Bucket, model: torch.nn.Module, near: Siblings = ALONE) -> Received:
+def take(files: Files, load: FromFile, bucket: Bucket, model: torch.nn.Module, near: RankGroup = ALONE) -> Received:
     """A bucket that comes in a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
     if load.kind == "changes":
-        return delta.changed(delta.read_changes(load.path), load.path.parent, bucket, model)
+        return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)
     return Received(bucket, partial(delta.hold, bucket, model, load.path.parent) if load.kind == "base" else None)

@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class Changes:
+class Delta:
     """What is said to be different.
 
     Attributes:
@@ -66,10 +66,10 @@ def receive(
     of_index, of_value, total = version.sums
     if (word_sum(index), word_sum(value)) != (of_index, of_value):
         raise ValueError("the changes were damaged on their way")
-    return changed(Changes(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
+    return changed(Delta(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
 
 
-def changed(changes: Changes, version: Path, bucket: Bucket, model: torch.nn.Module) -> Received:
+def changed(changes: Delta, version: Path, bucket: Bucket, model: torch.nn.Module) -> Received:
     """The bucket with the changes in it.
 
     Args:
@@ -93,7 +93,7 @@ def changed(changes: Changes, version: Path, bucket: Bucket, model: torch.nn.Mod
     return Received(bucket, partial(hold, bucket, model, version, changes.total))
 
 
-def read_changes(path: Path) -> Changes:
+def read_delta(path: Path) -> Delta:
     """A file of changes. Raises OSError, and ValueError when it is damaged."""
     try:
         sums, index, value = (load(path.read_bytes())[name] for name in CHANGES)
@@ -104,10 +104,10 @@ def read_changes(path: Path) -> Changes:
         raise ValueError(f"{path} is not a file of changes: {error}") from error
     if (word_sum(index), word_sum(value)) != (of_index, of_value) or index.shape != value.shape:
         raise ValueError(f"{path} is damaged")
-    return Changes(version, total, index, value)
+    return Delta(version, total, index, value)
 
 
-def put(changes: Changes, bucket: Bucket) -> None:
+def put(changes: Delta, bucket: Bucket) -> None:
     """Write the changes into the bucket's buffer. Raises ValueError where they do not fit."""
     value, flat = changes.value, _flat_as_one(bucket)
     if value.dtype != flat.dtype:

@@ -23,7 +23,7 @@ from mslime.engine_plugin import (
     wire,
 )
 from mslime.engine_plugin.copy_plan import Named, Received
-from mslime.engine_plugin.engine_ranks import siblings
+from mslime.engine_plugin.engine_ranks import all_ranks
 
 READ_IN = "0.5.23"
 """The SGLang whose methods these are: read them again in another one."""
@@ -112,7 +112,7 @@ def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
         own = sums()
     except Exception as error:  # the other ranks wait for this one's
         own = {wire.CANNOT: f"{type(error).__name__}: {error}"}
-    return wire.Sums(tuple(siblings().gathered(own)))
+    return wire.Sums(tuple(all_ranks().gathered(own)))
 
 
 def _held_weights(manager: Any) -> dict[str, str]:

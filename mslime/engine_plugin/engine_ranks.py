@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Siblings:
+class RankGroup:
     """Ranks of an engine, as one of them sees them. All take part in each call, in the same order.
 
     Attributes:
@@ -82,8 +82,8 @@ class Ranks:
         machine: number of that, among those of the engine.
     """
 
-    whole: Siblings = Siblings()
-    near: Siblings = Siblings()
+    whole: RankGroup = RankGroup()
+    near: RankGroup = RankGroup()
     machine: int = 0
 
     @property
@@ -92,12 +92,12 @@ class Ranks:
         return self.whole.count // self.near.count
 
 
-def siblings() -> Siblings:
+def all_ranks() -> RankGroup:
     """All ranks of this engine, in a server that runs."""
     group = _parallel().tp_group
     if group.world_size == 1:
-        return Siblings()
-    return Siblings(group.rank_in_group, group.world_size, group.device_group, group.cpu_group)
+        return RankGroup()
+    return RankGroup(group.rank_in_group, group.world_size, group.device_group, group.cpu_group)
 
 
 @cache
@@ -107,18 +107,18 @@ def ranks() -> Ranks:
     Where the engine lies over several machines, the first call makes process groups, so that all its ranks make it at
     the same time. SGLang gives each machine as many neighbouring ranks (`_calculate_rank_ranges`).
     """
-    whole, machines = siblings(), _parallel().nnodes
+    whole, machines = all_ranks(), _parallel().nnodes
     if machines == 1 or whole.count == 1:
         return Ranks(whole, whole)
     members, count = _parallel().tp_group.ranks, whole.count // machines
     own, backend = whole.rank // count, dist.get_backend(whole.tensors)
-    near = Siblings(first=whole.rank)
+    near = RankGroup(first=whole.rank)
     for machine in range(machines):
         first = machine * count
         # Every rank makes every group, in the same order.
         tensors, words = (_new_group(members[first : first + count], kind) for kind in (backend, "gloo"))
         if machine == own and count > 1:
-            near = Siblings(whole.rank - first, count, tensors, words, first)
+            near = RankGroup(whole.rank - first, count, tensors, words, first)
     return Ranks(whole, near, own)
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import Cut, Cuts, Piece
-from mslime.engine_plugin.rank_slices import Part, Share
+from mslime.config.slices import HostSlice, HostSlices, Slice
+from mslime.engine_plugin.rank_slices import ElementView, RankSlice
 
 _Runs = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes and strides of a `Piece`."""
+"""Sizes and strides of a `Slice`."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class _Form:
             with 0 for the run itself, and its stride there.
     """
 
-    piece: Piece
+    piece: Slice
     dims: tuple[tuple[int, int], ...]
 
 
-def _form(part: Part) -> _Form | None:
+def _form(part: ElementView) -> _Form | None:
     """None where its elements overlap."""
     sizes, strides = [1], [1]  # innermost first: the run is one of stride 1
     dims = [(0, 0)] * len(part.shape)
@@ -50,11 +50,11 @@ def _form(part: Part) -> _Form | None:
             dims[dim] = len(sizes), 1
             sizes.append(size)
             strides.append(stride)
-    piece = Piece(part.start, sizes[0], tuple(reversed(sizes[1:])), tuple(reversed(strides[1:])))
+    piece = Slice(part.start, sizes[0], tuple(reversed(sizes[1:])), tuple(reversed(strides[1:])))
     return _Form(piece, tuple(dims))
 
 
-def cut_of(shares: Iterable[Share]) -> Cut | None:
+def host_slice_of(shares: Iterable[RankSlice]) -> HostSlice | None:
     """What the ranks of a machine keep together; None where a rank keeps what has no pieces."""
     runs: dict[_Runs, set[tuple[int, int]]] = {}
     for part in {part for share in shares for part in share.parts}:
@@ -64,7 +64,7 @@ def cut_of(shares: Iterable[Share]) -> Cut | None:
         piece = form.piece
         runs.setdefault((piece.sizes, piece.strides), set()).add((piece.start, piece.start + piece.width))
     pieces = [
-        Piece(start, end - start, sizes, strides)
+        Slice(start, end - start, sizes, strides)
         for (sizes, strides), spans in runs.items()
         for start, end in _joined(sorted(spans), strides[-1] if strides else None)
     ]
@@ -83,7 +83,7 @@ def _joined(spans: Sequence[tuple[int, int]], most: int | None) -> Iterator[tupl
     yield begin, end
 
 
-def cuts_of(sizes: Sequence[int], shares: Sequence[Sequence[Share | None]], machines: int) -> Cuts:
+def host_slices_of(sizes: Sequence[int], shares: Sequence[Sequence[RankSlice | None]], machines: int) -> HostSlices:
     """What each machine keeps of the buckets of a plan, as far as it is worth sending alone.
 
     Args:
@@ -92,17 +92,17 @@ def cuts_of(sizes: Sequence[int], shares: Sequence[Sequence[Share | None]], mach
             another one.
     """
     near = len(shares) // machines
-    found: list[tuple[Cut, ...] | None] = []
+    found: list[tuple[HostSlice, ...] | None] = []
     for index, size in enumerate(sizes):
         of_ranks = [share for each in shares if (share := each[index]) is not None]
-        cuts = [cut for m in range(machines) if (cut := cut_of(of_ranks[m * near : (m + 1) * near])) is not None]
+        cuts = [cut for m in range(machines) if (cut := host_slice_of(of_ranks[m * near : (m + 1) * near])) is not None]
         known = len(of_ranks) == len(shares) and len(cuts) == machines
-        sent = sum(cut_bytes(cut, of_ranks[0].itemsize) for cut in cuts) if known else 0
+        sent = sum(host_slice_bytes(cut, of_ranks[0].itemsize) for cut in cuts) if known else 0
         found.append(tuple(cuts) if known and sent <= SHARES_AT_MOST * size else None)
-    return Cuts.of(found)
+    return HostSlices.of(found)
 
 
-def cut_bytes(cut: Cut, itemsize: int) -> int:
+def host_slice_bytes(cut: HostSlice, itemsize: int) -> int:
     """Of a packed cut."""
     return itemsize * sum(piece.numel for piece in cut)
 
@@ -110,8 +110,8 @@ def cut_bytes(cut: Cut, itemsize: int) -> int:
 class Packed:
     """A machine's cut of a bucket, as it arrives."""
 
-    def __init__(self, cut: Cut) -> None:
-        found: dict[_Runs, list[tuple[int, Piece, int]]] = {}
+    def __init__(self, cut: HostSlice) -> None:
+        found: dict[_Runs, list[tuple[int, Slice, int]]] = {}
         begin = 0
         for piece in cut:
             found.setdefault((piece.sizes, piece.strides), []).append((piece.start, piece, begin))
@@ -119,7 +119,7 @@ class Packed:
         self._pieces = found
         self._starts = {runs: [start for start, _, _ in pieces] for runs, pieces in found.items()}
 
-    def within(self, part: Part) -> Part:
+    def within(self, part: ElementView) -> ElementView:
         """Where a part of the bucket that the cut was made for lies in it."""
         form = _form(part)
         assert form is not None, "a cut has been made of it"
@@ -129,4 +129,4 @@ class Packed:
         for size in list(reversed(piece.sizes))[:-1]:
             strides.append(strides[-1] * size)
         stride = tuple(strides[number] * factor for number, factor in form.dims)
-        return Part(begin + part.start - start, part.shape, stride)
+        return ElementView(begin + part.start - start, part.shape, stride)

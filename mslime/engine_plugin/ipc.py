@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mslime.engine_plugin.copy_plan import Received, buckets_of
-from mslime.engine_plugin.engine_ranks import siblings
+from mslime.engine_plugin.engine_ranks import all_ranks
 from mslime.engine_plugin.wire import Answer, IpcBucket, Loaded, TakeIpc, decode
 
 UNABLE = "cannot take buckets from the trainer's rank on its GPU"
@@ -54,7 +54,7 @@ def take(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
         worker.update_weights_from_ipc(request.addresses)
     except Exception as error:  # the other ranks wait to hear of it
         failed = f"{type(error).__name__}: {error}"
-    if failed := siblings().first_failure(failed):
+    if failed := all_ranks().first_failure(failed):
         raise RuntimeError(failed)
     return Loaded(how)
 
@@ -72,7 +72,7 @@ def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
             failed = f"{UNABLE}: none of {len(addresses)} trainer ranks is on {gpu}"
     except Exception as error:  # the other ranks wait to hear of it
         failed = f"{UNABLE}: {type(error).__name__}: {error}"
-    if failed := siblings().first_failure(failed):
+    if failed := all_ranks().first_failure(failed):
         raise RuntimeError(failed)
     return worker
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from mslime.engine_plugin.engine_ranks import siblings
+from mslime.engine_plugin.engine_ranks import all_ranks
 from mslime.engine_plugin.wire import Offered, Transfer, Transferred
 from mslime.network import listen
 from mslime.tensor_sums import place_sum, signed
@@ -36,14 +36,14 @@ _STORES: dict[str, TCPStore] = {}
 def transfer(request: Transfer, model: torch.nn.Module) -> Offered | Transferred:
     """Do this rank's part of a transfer. Raises RuntimeError, on every rank of the engine, if one of them cannot."""
     if request.part == "offer":
-        return Offered(max(siblings().heard(*_offer(request))))
+        return Offered(max(all_ranks().heard(*_offer(request))))
     return _run(request, model)
 
 
 def _offer(transfer: Transfer) -> tuple[str, int]:
     """Listen for the transfer, in the first process; what failed, and the port."""
     _STORES.clear()  # of a transfer that never came about
-    if siblings().rank:
+    if all_ranks().rank:
         return "", 0
     try:
         _STORES[transfer.name] = store = listening(transfer.host, transfer.limit_s)
@@ -63,7 +63,7 @@ def listening(host: str, limit_s: float) -> TCPStore:
 
 def _run(transfer: Transfer, model: torch.nn.Module) -> Transferred:
     """Give or take; the sums of what each rank holds then."""
-    mine = siblings()
+    mine = all_ranks()
     failed, store, tensors = "", None, list[tuple[str, torch.Tensor]]()
     try:
         store = _STORES.pop(transfer.name, None) or TCPStore(

@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.engine_plugin.copy_plan import Bucket, Buffer, Copies
-from mslime.engine_plugin.engine_ranks import Siblings
+from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.engine_plugin.relay_groups import aligned
 from mslime.tensor_sums import BITS
 
 
 @dataclass(frozen=True)
-class Part:
+class ElementView:
     """A view of a bucket, in elements.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSlice:
     """What one rank keeps of a bucket. It is handed on packed: the elements of all parts, in their order.
 
     Attributes:
@@ -54,7 +54,7 @@ class Share:
     """
 
     itemsize: int
-    parts: tuple[Part, ...]
+    parts: tuple[ElementView, ...]
 
     @property
     def bytes(self) -> int:
@@ -62,26 +62,26 @@ class Share:
         return self.itemsize * sum(part.numel for part in self.parts)
 
 
-def share_of(bucket: Bucket, copies: Copies) -> Share | None:
+def rank_slice_of(bucket: Bucket, copies: Copies) -> RankSlice | None:
     """What the recorded copies read of a bucket; None where its tensors have elements of several sizes."""
     sizes = {tensor.itemsize for _, tensor in bucket.named}
     if len(sizes) != 1:
         return None
-    parts: list[Part] = []
+    parts: list[ElementView] = []
     for view in copies.out_of:  # a bucket is the head of its storage
-        part = Part(int(view.storage_offset()), tuple(view.shape), view.stride())
+        part = ElementView(int(view.storage_offset()), tuple(view.shape), view.stride())
         if view.is_contiguous():
-            part = Part(part.start, (part.numel,), (1,))
+            part = ElementView(part.start, (part.numel,), (1,))
             last = parts[-1] if parts else None
             if last is not None and last.stride == (1,) and last.start + last.numel == part.start:
-                parts[-1] = Part(last.start, (last.numel + part.numel,), (1,))
+                parts[-1] = ElementView(last.start, (last.numel + part.numel,), (1,))
                 continue
         parts.append(part)
-    return Share(sizes.pop(), tuple(parts))
+    return RankSlice(sizes.pop(), tuple(parts))
 
 
 @dataclass(frozen=True)
-class Step:
+class ExchangeStep:
     """Buckets that are handed on at once.
 
     Attributes:
@@ -94,8 +94,11 @@ class Step:
 
 
 def steps(
-    sources: Sequence[int], sizes: Sequence[int], shares: Sequence[Sequence[Share | None]], largest: int | None = None
-) -> list[Step]:
+    sources: Sequence[int],
+    sizes: Sequence[int],
+    shares: Sequence[Sequence[RankSlice | None]],
+    largest: int | None = None,
+) -> list[ExchangeStep]:
     """How the buckets of a plan are handed on, in its order.
 
     Args:
@@ -105,13 +108,13 @@ def steps(
         largest: bytes of the largest bucket; default: that of `sizes`.
     """
     largest = max(sizes, default=0) if largest is None else largest
-    most, found, run = SHARES_AT_MOST * largest, list[Step](), list[int]()
+    most, found, run = SHARES_AT_MOST * largest, list[ExchangeStep](), list[int]()
     taken = [0] * len(shares)
 
     def close() -> None:
         nonlocal taken
         if run:
-            found.append(Step(tuple(run), True))
+            found.append(ExchangeStep(tuple(run), True))
         run.clear()
         taken = [0] * len(shares)
 
@@ -119,7 +122,7 @@ def steps(
         of_ranks = [share.bytes for each in shares if (share := each[index]) is not None]
         if len(shares) == 1 or len(of_ranks) < len(shares) or sum(of_ranks) > SHARES_AT_MOST * size:
             close()
-            found.append(Step((index,), False))
+            found.append(ExchangeStep((index,), False))
             continue
         after = [aligned(before) + more for before, more in zip(taken, of_ranks, strict=True)]
         if source in {sources[other] for other in run if sizes[other] and size} or max(after) > most:
@@ -149,8 +152,9 @@ class Exchange:
     """
 
     def __init__(
-        self, sources: Sequence[int], shares: Sequence[Sequence[Share]], copies: Sequence[Copies], beside: Siblings,
-        room: torch.Tensor, within: Callable[[Part], Part], given: Buffer, taken: Buffer,
+        self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[Copies],
+        beside: RankGroup, room: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
+        taken: Buffer,
     ) -> None:  # fmt: skip
         self._beside = beside
         self._give, self._take = [0] * beside.count, [0] * beside.count
@@ -164,13 +168,13 @@ class Exchange:
         self._from_room, self._packed = list[torch.Tensor](), list[torch.Tensor]()
         if beside.rank in sources:
             for share, start in zip(mine, accumulate(self._give, initial=0), strict=False):
-                self._note(Share(share.itemsize, tuple(map(within, share.parts))), room, start)
+                self._note(RankSlice(share.itemsize, tuple(map(within, share.parts))), room, start)
         begins = list(accumulate(self._take, initial=0))
         self.arrived = [
             _views(self._taken, begins[source], each.out_of) for source, each in zip(sources, copies, strict=True)
         ]
 
-    def _note(self, share: Share, room: torch.Tensor, start: int) -> None:
+    def _note(self, share: RankSlice, room: torch.Tensor, start: int) -> None:
         """The copies that pack a share, to a place of what is given."""
         bits = BITS[share.itemsize]
         elements, packed = _typed(room, 0, bits), _typed(self._given, start, bits)
@@ -203,7 +207,7 @@ class Arrival:
     source: int
     size: int
     room: torch.Tensor
-    within: Callable[[Part], Part] | None = None
+    within: Callable[[ElementView], ElementView] | None = None
 
 
 class Route:
@@ -225,8 +229,8 @@ class Route:
     """
 
     def __init__(
-        self, sent: Sequence[Bucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[Share | None]],
-        copies: Sequence[Copies | None], beside: Siblings, given: Buffer, taken: Buffer,
+        self, sent: Sequence[Bucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[RankSlice | None]],
+        copies: Sequence[Copies | None], beside: RankGroup, given: Buffer, taken: Buffer,
     ) -> None:  # fmt: skip
         sizes, sources = [each.size for each in arrivals], [each.source for each in arrivals]
         self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))
@@ -267,22 +271,22 @@ class Route:
         self._taken.make_room(max((each.takes for each in self.exchanges.values()), default=0))
 
 
-def _as_it_is(part: Part) -> Part:
+def _as_it_is(part: ElementView) -> ElementView:
     return part
 
 
 def _views_within(
-    arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[Part], Part]
+    arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[ElementView], ElementView]
 ) -> list[torch.Tensor]:
     """Of what has arrived of a bucket, the views that are others of the whole bucket."""
     views: list[torch.Tensor] = []
     for view in like:
-        part = within(Part(int(view.storage_offset()), tuple(view.shape), view.stride()))
+        part = within(ElementView(int(view.storage_offset()), tuple(view.shape), view.stride()))
         views.append(_view(_typed(arrived, 0, view.dtype), part))
     return views
 
 
-def _view(elements: torch.Tensor, part: Part) -> torch.Tensor:
+def _view(elements: torch.Tensor, part: ElementView) -> torch.Tensor:
     return elements.as_strided(part.shape, part.stride, int(elements.storage_offset()) + part.start)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from mslime.config.choices import MooncakeOver
-from mslime.engine_plugin.engine_ranks import Siblings
+from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import own_address
 from mslime.remote_memory import End, RemoteMemory
 
 
-class Remote:
+class RdmaReader:
     """What one process of an engine reads of senders' memory."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Remote:
         if bytes(into.tolist()) != said:
             raise ValueError(f"something else lies in the memory of {memory.session}")
 
-    def read(self, place: Path, flat: torch.Tensor, near: Siblings) -> None:
+    def read(self, place: Path, flat: torch.Tensor, near: RankGroup) -> None:
         """Fill `flat` [bytes] uint8; returns when the memory is not needed any more.
 
         Args:

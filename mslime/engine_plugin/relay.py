@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import Cut, Cuts, machine_lane
+from mslime.config.slices import HostSlice, HostSlices, machine_lane
 from mslime.engine_plugin.copy_plan import (
     Bucket,
     Buckets,
@@ -35,10 +35,10 @@ from mslime.engine_plugin.copy_plan import (
     buckets_of,
     fitting,
 )
-from mslime.engine_plugin.engine_ranks import Ranks, Siblings, ranks
-from mslime.engine_plugin.host_slices import Packed, cut_bytes, cuts_of
-from mslime.engine_plugin.rank_slices import Arrival, Route, Share, Step, share_of
-from mslime.engine_plugin.relay_groups import Lanes, Place, aligned, places
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks, ranks
+from mslime.engine_plugin.host_slices import Packed, host_slice_bytes, host_slices_of
+from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
+from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
 from mslime.engine_plugin.wire import RECORDED, Answer, JoinRelayGroup, Loaded, RelaySync, encode
 
 _RELAYS: dict[int, Relay] = {}
@@ -93,15 +93,15 @@ class Relay:
         self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
         self._plans: dict[str, list[Sent]] = {}
         self._done: tuple[str, Loaded, str] = ("", Loaded(""), "")
-        self._lanes: Lanes | None = None
+        self._lanes: RelayGroups | None = None
         self._room, self._given = Buffer(device), Buffer(device)
         self._in_place = False  # all buckets are loaded from where they arrive
         self._known: list[Copies | None] = []
-        self._shares: list[list[Share | None]] = []
+        self._shares: list[list[RankSlice | None]] = []
         self._route: Route | None = None
         self._routed = ""  # name of the cuts that the route is for
-        self._cuts: Cuts | None = None  # by the shares that ranks have now
-        self._told: tuple[Cuts, list[Copies | None]] | None = None  # to senders, and this rank's copies then
+        self._cuts: HostSlices | None = None  # by the shares that ranks have now
+        self._told: tuple[HostSlices, list[Copies | None]] | None = None  # to senders, and this rank's copies then
 
     def obey(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
@@ -147,7 +147,7 @@ class Relay:
         """
         failed, plan = "", list[Sent]()
         copies: list[Copies | None] | None = None
-        news: list[Share | None] | None = None
+        news: list[RankSlice | None] | None = None
         try:
             plan = self._plan(order, names, dtypes, shapes)
             copies = list(self._copies([sent.bucket for sent in plan]))
@@ -158,7 +158,7 @@ class Relay:
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
                 pairs = zip(plan, copies, strict=True)
-                news = [None if known is None else share_of(sent.bucket, known) for sent, known in pairs]
+                news = [None if known is None else rank_slice_of(sent.bucket, known) for sent, known in pairs]
         except Exception as error:  # the other ranks wait for this one
             failed = f"{type(error).__name__}: {error}"
         told = place.whole.heard(failed, news)
@@ -168,7 +168,7 @@ class Relay:
             self._known, self._route = copies, None
             self._shares = [before if each is None else each for each, before in zip(told, old, strict=True)]
             if place.machines > 1:
-                cuts = cuts_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
+                cuts = host_slices_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
         return plan
 
@@ -188,32 +188,34 @@ class Relay:
         """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
         if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
             self._room, self._route = Buffer(self._device), None
-        arriving = list[tuple[list[dist.ProcessGroup], Place]]()
+        arriving = list[tuple[list[dist.ProcessGroup], ArrivalSlot]]()
         for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
             if at.size and sent.sender % place.near.count == place.near.rank:
                 lanes = [order.lanes[sender] for sender in sent.senders]
                 names = lanes if cut is None else [machine_lane(lane, place.machine) for lane in lanes]
                 arriving.append(([groups[name] for name in names], at))
         room = max((at.start + at.size for _, at in arriving), default=0)
-        self._lanes = Lanes(arriving, self._room.head(room))
+        self._lanes = RelayGroups(arriving, self._room.head(room))
 
-    def _arriving(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[list[Cut | None], list[Place]]:
+    def _arriving(
+        self, plan: Sequence[Sent], order: RelaySync, place: Ranks
+    ) -> tuple[list[HostSlice | None], list[ArrivalSlot]]:
         """What comes of each bucket to this machine, None for all of it, and its place on the rank that receives it."""
-        cuts: list[Cut | None] = [None] * len(plan)
+        cuts: list[HostSlice | None] = [None] * len(plan)
         if order.cuts:
             assert self._told is not None, "that was checked"
             cuts = [cuts[place.machine] if cuts is not None else None for cuts in self._told[0].buckets]
         sizes = [
-            len(sent.bucket.flat) if cut is None else cut_bytes(cut, sent.bucket.named[0][1].itemsize)
+            len(sent.bucket.flat) if cut is None else host_slice_bytes(cut, sent.bucket.named[0][1].itemsize)
             for sent, cut in zip(plan, cuts, strict=True)
         ]
         capacity = int(SHARES_AT_MOST * _largest(plan)) if order.cuts else 0
         if self._in_place:  # one arrives while another one is loaded
             capacity = 2 * aligned(max(sizes, default=0))
-        found = [Place(0, 0, 0)] * len(plan)
+        found = [ArrivalSlot(0, 0, 0)] * len(plan)
         for rank in range(place.near.count):
             own = [i for i, sent in enumerate(plan) if sizes[i] and sent.sender % place.near.count == rank]
-            for index, at in zip(own, places([sizes[i] for i in own], capacity), strict=True):
+            for index, at in zip(own, arrival_slots([sizes[i] for i in own], capacity), strict=True):
                 found[index] = at
         return cuts, found
 
@@ -250,7 +252,7 @@ class Relay:
             raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: Siblings) -> str:
+    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: RankGroup) -> str:
         """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
 
         Args:
@@ -290,7 +292,12 @@ class Relay:
         return min(said - {RECORDED}, default=", ".join([RECORDED, *parts]))
 
     def _hand_on(
-        self, step: Step, plan: Sequence[Sent], route: Route, beside: Siblings, load: Callable[[Received], None]
+        self,
+        step: ExchangeStep,
+        plan: Sequence[Sent],
+        route: Route,
+        beside: RankGroup,
+        load: Callable[[Received], None],
     ) -> None:
         """Load the buckets of a step, when this rank has them, or its shares."""
         assert self._lanes is not None

@@ -20,7 +20,7 @@ def aligned(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrivalSlot:
     """Where one arrival of a rank lies in the room for all of them.
 
     Attributes:
@@ -33,30 +33,30 @@ class Place:
     taken: int
 
 
-def places(sizes: Sequence[int], capacity: int) -> list[Place]:
+def arrival_slots(sizes: Sequence[int], capacity: int) -> list[ArrivalSlot]:
     """Where arrivals lie one after the other, again from the room's beginning where it ends.
 
     Args:
         sizes: bytes of each.
         capacity: bytes of the room. One that is larger has the room for itself, from its beginning.
     """
-    found: list[Place] = []
+    found: list[ArrivalSlot] = []
     start = first = 0  # `first`: of those that lie in the room with the next, as far as they are in its way
     for size in sizes:
         if start + size > capacity:
             start = 0
         while any(_meet(each, start, size) for each in found[first:]):
             first += 1
-        found.append(Place(start, size, first))
+        found.append(ArrivalSlot(start, size, first))
         start += aligned(size)
     return found
 
 
-def _meet(place: Place, start: int, size: int) -> bool:
+def _meet(place: ArrivalSlot, start: int, size: int) -> bool:
     return place.start < start + size and start < place.start + place.size
 
 
-class Lanes:
+class RelayGroups:
     """What one rank receives. As many arrivals are on their way as there is room for.
 
     Args:
@@ -68,7 +68,7 @@ class Lanes:
         failed: why nothing comes any more; empty while all is well.
     """
 
-    def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], Place]], room: torch.Tensor) -> None:
+    def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], ArrivalSlot]], room: torch.Tensor) -> None:
         self._room, self._coming, self._taken = room, deque(arriving), 0
         self._on_the_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
         self.failed = ""

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from mslime.config.choices import ENGINE_TAGS, EngineTag, FileKind
 from mslime.config.keys import AnnouncedBucket, BucketVersion
-from mslime.config.slices import Cuts
+from mslime.config.slices import HostSlices
 
 PATH_ENTRY = Path(__file__).with_name("path_entry")
 """Directory for the `PYTHONPATH` of a server: SGLang finds the plug-in there as if it were an installed package."""
@@ -233,7 +233,7 @@ class Loaded:
     """
 
     how: str
-    cuts: Cuts | None = None
+    cuts: HostSlices | None = None
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.config.slices import Cuts, machine_lane
+from mslime.config.slices import HostSlices, machine_lane
 from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
-from mslime.engine_plugin.engine_ranks import Ranks, Siblings
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import Loaded, RelaySync
 from mslime.weights.relay import pack_cut
@@ -61,8 +61,8 @@ class Engine:
         whole, near = tuple(each for near in machines for each in near), machines[machine]
         self.rank, self.ranks = whole.index(rank), len(whole)
         among = groups.get(near)
-        beside = Siblings(near.index(rank), len(near), among, among, whole.index(near[0]))
-        self.place = Ranks(Siblings(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
+        beside = RankGroup(near.index(rank), len(near), among, among, whole.index(near[0]))
+        self.place = Ranks(RankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
         self.updater = FakeUpdater(self.rank, self.ranks)
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
@@ -93,7 +93,7 @@ class Engine:
         }  # fmt: skip
 
 
-def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Cuts | None]) -> None:
+def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[HostSlices | None]) -> None:
     for index, (_, names) in ((i, each) for i, each in enumerate(BUCKETS) if each[0] == sender):
         flat, works = torch.cat([value(name, version).flatten() for name in names]), list[Any]()
         for of_engine, each in zip(lanes, cuts, strict=True):
@@ -108,7 +108,7 @@ def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Cu
             work.wait(timedelta(seconds=60))
 
 
-def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[Cuts | None]) -> None:
+def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[HostSlices | None]) -> None:
     """What the first rank of each engine says, which all senders hear; it changes `cuts`."""
     for number, machines in enumerate(ENGINES):
         news = [found[-1]["cuts"] if engine is not None and engine.number == number else None]
@@ -122,7 +122,7 @@ def work(rank: int, world_size: int, init_method: str) -> list[dict[str, Any]]:
     groups = {members: dist.new_group(list(members)) for members in ((2, 3), (4, 5), (2, 3, 4, 5), (6, 7, 8))}
     engine, found = Engine(rank, groups) if rank > 1 else None, list[dict[str, Any]]()
     for versions, lanes in zip(CONNECTIONS, all_lanes, strict=True):
-        cuts: list[Cuts | None] = [None, None]
+        cuts: list[HostSlices | None] = [None, None]
         for version in versions:
             if engine is None:
                 send(rank, version, lanes, cuts)

@@ -12,12 +12,12 @@ import pytest
 
 from mslime.backends.cpu.sglang import SGLANG_VERSION
 from mslime.config.keys import BucketVersion
-from mslime.config.slices import Cuts, Piece
+from mslime.config.slices import HostSlices, Slice
 from mslime.engine_plugin import dispatch, wire
 from mslime.engine_plugin.copy_plan import Buckets, Received
 from mslime.engine_plugin.relay import Relayed
 
-CUTS = Cuts.of([None, ((Piece(3, 4, (2, 5), (70, 8)), Piece(0, 1)), ())])
+CUTS = HostSlices.of([None, ((Slice(3, 4, (2, 5), (70, 8)), Slice(0, 1)), ())])
 RECORDS: tuple[wire.Record, ...] = (
     wire.FromFile("mapped", Path("/dev/shm/a:b {}")),
     wire.FromBroadcast(BucketVersion(4, 3, 17, (-(1 << 63), 2, (1 << 63) - 1))),

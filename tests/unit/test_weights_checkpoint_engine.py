@@ -20,7 +20,7 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import ipc, wire
-from mslime.engine_plugin.engine_ranks import Siblings
+from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import free_port
 from mslime.weights import checkpoint_engine
 from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
@@ -228,7 +228,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
     ours = type("Ours", (Worker,), {"hooks": []})
     module = SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=ours)
     monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, module)
-    monkeypatch.setattr(ipc, "siblings", Siblings)
+    monkeypatch.setattr(ipc, "all_ranks", RankGroup)
     return ours
 
 

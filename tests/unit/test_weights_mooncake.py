@@ -19,8 +19,8 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import rdma
 from mslime.engine_plugin.bucket_files import Files, read_memory
-from mslime.engine_plugin.engine_ranks import Siblings
-from mslime.engine_plugin.rdma import Remote
+from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
@@ -149,7 +149,7 @@ class FakeEnd:
         ctypes.memmove(into, memory.address + offset, size)
 
 
-class Recording(Siblings):
+class Recording(RankGroup):
     """Rank `rank` of `count`, alone in this process: what others read is put there by `pass_on`."""
 
     def __init__(self, rank: int, count: int, source: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ def test_ranks_read_a_part_each_and_give_it_to_the_others(
         end, flat, near = FakeEnd(), torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
         monkeypatch.setattr(rdma, "End", lambda host, over, end=end: end)
         monkeypatch.setattr(rdma, "own_address", lambda url: "here")
-        Remote().read(place, flat, near)
+        RdmaReader().read(place, flat, near)
         assert flat.tolist() == source.tolist()
         read += sum(call[2] for call in end.calls if call[0] == "read")
         assert sum(passed for _, passed in near.passed) == size
@@ -191,14 +191,14 @@ def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch:
     end, source, buffer = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(rdma, "End", lambda host, over: end)
     monkeypatch.setattr(rdma, "own_address", lambda url: "here")
-    place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), Remote()
+    place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), RdmaReader()
     for size in (8, 4, 6):
-        reader.read(place, buffer[:size], Siblings())
+        reader.read(place, buffer[:size], RankGroup())
     reader.forget()
     reader.forget()
-    reader.read(place, buffer[:2], Siblings())
+    reader.read(place, buffer[:2], RankGroup())
     larger = torch.zeros(9, dtype=torch.uint8)
-    reader.read(place, larger[:2], Siblings())
+    reader.read(place, larger[:2], RankGroup())
     kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
 
@@ -211,7 +211,7 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monke
     monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
-    Remote().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, Siblings())
+    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, RankGroup())
     assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
@@ -220,9 +220,9 @@ def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.Monke
     monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
     with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
-        Remote().read(place, flat, Recording(1, 2, flat))
+        RdmaReader().read(place, flat, Recording(1, 2, flat))
     with pytest.raises(OSError, match="the cable is cut"):
-        Remote().read(place, flat, Siblings())
+        RdmaReader().read(place, flat, RankGroup())
 
 
 def test_memory_has_one_name() -> None:

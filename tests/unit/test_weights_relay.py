@@ -13,7 +13,7 @@ import torch
 from mslime.backends.sglang.client import EngineClient
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.config.slices import Cuts, Piece
+from mslime.config.slices import HostSlices, Slice
 from mslime.engine_plugin.wire import Answer, JoinRelayGroup, RelaySync, decode
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
@@ -259,7 +259,7 @@ class TwoMachines:
     """Fake receivers: engines over two machines, which say what a test lets them say, and a record of what is sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
-        self.says: dict[str, Cuts | None] = {}
+        self.says: dict[str, HostSlices | None] = {}
         self.named: list[str] = []
         self.left: list[str] = []
         self.sent: list[list[tuple[str, torch.Tensor]]] = []
@@ -303,7 +303,7 @@ def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
 ) -> None:
     fleet, transport = TwoMachines(monkeypatch, link), RelayTransport(link)
     transport.connect(fleet.infos)
-    kept = Cuts.of([((Piece(0, 9),), (Piece(5, 22),)), None, ((), (Piece(1, 2, (3,), (2,)),))])
+    kept = HostSlices.of([((Slice(0, 9),), (Slice(5, 22),)), None, ((), (Slice(1, 2, (3,), (2,)),))])
     whole, parts = [["all"]] * 3, [["machine 0", "machine 1"], ["all"], ["machine 1"]]
     fleet.says = {fleet.infos[0].url: kept}
     assert fleet.sync(transport, 1) == whole
@@ -315,7 +315,7 @@ def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
     first, last = contract._filled(BUCKETS[0], 4), contract._filled(BUCKETS[2], 4)
     assert [flat.tolist() for _, flat in fleet.sent[0]] == [first[:9].tolist(), first[5:27].tolist()]
     assert fleet.sent[2][0][1].tolist() == last[[1, 2, 3, 4, 5, 6]].tolist()
-    fleet.says = {fleet.infos[1].url: Cuts.of([None, None, kept.buckets[2]])}
+    fleet.says = {fleet.infos[1].url: HostSlices.of([None, None, kept.buckets[2]])}
     assert fleet.sync(transport, 5) == parts
     assert fleet.sync(transport, 6) == whole, "they keep different things now"
     fleet.says = dict.fromkeys((each.url for each in fleet.infos), kept)

@@ -22,7 +22,7 @@ from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
 from mslime.config.schema import DeadlineConfig
-from mslime.config.slices import Cuts
+from mslime.config.slices import HostSlices
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import OWN_LOADER, RECORDED, update_request
 from mslime.tensor_sums import whole_sum, word_sum
@@ -201,10 +201,10 @@ class SGLangReceivers:
 
         return self._submit(received(), "send", engine.url)
 
-    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[Cuts | None]:
+    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[HostSlices | None]:
         """Let an engine take a whole sync; done when it has loaded it. What its machines keep, where that is news."""
 
-        async def received() -> Cuts | None:
+        async def received() -> HostSlices | None:
             message = await self._received(engine, announcement)
             with self._client(engine.endpoint).reading("the sync"):
                 loaded = wire.decode(message)
