@@ -34,9 +34,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.sglang.recorded import Buckets, Received
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
+from mslime.engine_plugin.copy_plan import Buckets, Received
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import RelaySync
 
 BUCKETS = 16
 WIRE, INSIDE = "wire", "inside"
@@ -112,7 +113,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
 
     # No recorded copies: whole buckets are passed on.
     relay = Relay(Buckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
-    told = Siblings(rank - lanes, lanes, beside, beside) if lanes > 1 else Siblings()
+    told = RankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else RankGroup()
     for number in range(rounds + 1):
         dist.barrier()
         begin = time.monotonic()
@@ -127,7 +128,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
                 dist.broadcast(torch.arange(numel, dtype=torch.float32) + bucket, group=mine, group_src=0)
         else:
             groups = {f"lane{rank - lanes}": mine} if mine is not None else {}
-            order = Order(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
+            order = RelaySync(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
                           tuple((i % lanes,) for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
             names = [str(i) for i in range(BUCKETS)]
             relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, Ranks(told, told))

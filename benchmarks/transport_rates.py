@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.digest import word_sum
 from mslime.planner.ways import Changing
 from mslime.remote_memory import End, RemoteMemory
+from mslime.tensor_sums import word_sum
 from mslime.threads import in_thread
 from mslime.weights.differences import Differences, find_changes
 

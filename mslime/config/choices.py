@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from mslime.config.errors import ConfigError, nearest
@@ -59,6 +59,8 @@ LoraExperts = Literal["per_expert", "shared_outer"]
 
 EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
 """What an engine can give back, by SGLang's tags."""
+
+ENGINE_TAGS: tuple[EngineTag, ...] = get_args(EngineTag)
 
 AsleepIn = Literal["auto", "memory", "disk"]
 """Where a trainer that sleeps keeps its weights and optimizer."""

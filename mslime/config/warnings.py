@@ -243,10 +243,9 @@ def _weights(config: RunConfig) -> Iterator[str]:
             f"weights.transport {weights.delta_over}."
         )
     if weights.transport in ("relay", "shm", "handles", "disk", "delta", "mooncake") and config.sglang.urls:
-        plug_in = "relay" if weights.transport == "relay" else "files"
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
-            f"plug-in (mslime/backends/sglang/plugins/{plug_in} on its PYTHONPATH) is refused when the run meets it. "
+            f"plug-in (mslime/engine_plugin/path_entry on its PYTHONPATH) is refused when the run meets it. "
             "Set weights.transport broadcast."
         )
 

@@ -68,7 +68,7 @@ class EngineSide:
         lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
-        from mslime.backends.sglang.released import TAGS
+        from mslime.config.choices import ENGINE_TAGS
         from mslime.control.attached import make_clean
 
         hide(address.keys.api, address.keys.admin)
@@ -83,7 +83,7 @@ class EngineSide:
                 await make_clean(client)
                 client.deadlines = limits
                 if self._needs.memory:  # it may have been given up while it slept
-                    await client.hold_memory(TAGS)
+                    await client.hold_memory(ENGINE_TAGS)
                 await handshake(client, self._needs)
                 await client.pause(self._config.rollout.pause_mode)
         except BaseException as error:

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from mslime.backends.sglang.released import TAGS
-from mslime.config.choices import EngineTag, TrainerPart
+from mslime.config.choices import ENGINE_TAGS, EngineTag, TrainerPart
 from mslime.config.errors import EngineError, UserError
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import LOOK_EVERY_S
@@ -50,7 +49,7 @@ class Phase:
 
 
 PHASES: dict[PhaseName, Phase] = {
-    "generate": Phase(engines=frozenset(TAGS), teachers=frozenset(TAGS)),
+    "generate": Phase(engines=frozenset(ENGINE_TAGS), teachers=frozenset(ENGINE_TAGS)),
     "train": Phase(trainer=frozenset(("weights", "optimizer", "gradients"))),
     "send": Phase(trainer=frozenset(("weights",)), engines=frozenset(("weights",))),
     "save": Phase(trainer=frozenset(("weights", "optimizer")), engines=frozenset(("weights",))),
@@ -210,7 +209,7 @@ class Shared(Apart):
     def _let_engines_hold(self, tags: frozenset[EngineTag], what: str) -> None:
         if tags == self._engine:
             return
-        begin, self._engine = time.monotonic(), frozenset(TAGS)  # if this fails, they may hold anything
+        begin, self._engine = time.monotonic(), frozenset(ENGINE_TAGS)  # if this fails, they may hold anything
         try:
             self._rollouts.engines.call(RunEngines.hold_memory, tags)
         finally:
@@ -222,7 +221,7 @@ class Shared(Apart):
         """One that died, also while it slept, is done without. Raises EngineError where none is left: the run ends."""
         if self._teachers is None or tags == self._teacher:
             return
-        begin, self._teacher = time.monotonic(), frozenset(TAGS)
+        begin, self._teacher = time.monotonic(), frozenset(ENGINE_TAGS)
         try:
             dead = self._rollouts.engines.call(RunEngines.hold_teachers, tags)
         except EngineError as error:

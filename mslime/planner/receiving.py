@@ -35,7 +35,7 @@ def buckets_held(config: RunConfig) -> float:
 
 
 def _records(config: RunConfig) -> bool:
-    """Whether engines load by recorded copies: those that mslime started (`backends/sglang/recorded.py`)."""
+    """Whether engines load by recorded copies: those that mslime started (`engine_plugin/copy_plan.py`)."""
     return config.weights.loader == "recorded" and not config.sglang.urls
 
 

@@ -9,7 +9,7 @@ knows no noise, no congestion, and no part of a sync beside the sending: neither
 bucket gets from its sender into an engine. With `relay` sender number i sends only to rank i mod T of the T that an
 engine has on a machine, its lane, and that rank passes the bucket on within its machine, while the other lanes receive.
 Where engines load by recorded copies it passes on shares, of several lanes' buckets at once
-(`backends/sglang/shares.py`); every rank is taken to keep the same share of every bucket.
+(`engine_plugin/rank_slices.py`); every rank is taken to keep the same share of every bucket.
 """
 
 from __future__ import annotations

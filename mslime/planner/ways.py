@@ -1,7 +1,7 @@
 """The ways of `broadcast`, `handles`, `shm`, `disk`, `delta` and `mooncake`, by what each moves over which link.
 
-Each follows its transport in `weights/` and what an engine does with a bucket in `backends/sglang/files.py` and
-`changes.py`. Engines are taken to read the same bucket at the same time, which is the worst of the orders that they may
+Each follows its transport in `weights/` and what an engine does with a bucket in `engine_plugin/bucket_files.py` and
+`delta.py`. Engines are taken to read the same bucket at the same time, which is the worst of the orders that they may
 be in. On CPUs all were compared with syncs (`benchmarks/weight_sync.py --predict`,
 `benchmarks/predict_transports.py`), and `mooncake` takes up to 1.4 times as long, over TCP; none was on GPUs.
 """

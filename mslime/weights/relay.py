@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import Store
 from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
-from mslime.config.pieces import Cut, Cuts, machine_lane
+from mslime.config.slices import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype
@@ -58,9 +58,9 @@ class RelayTransport:
         self._machines: list[dist.ProcessGroup] = []  # lanes to one machine of each engine
         self._stores: list[Store] = []
         self._device = torch.device("cpu")
-        self._answers: list[Future[Cuts | None]] = []
-        self._told: dict[str, Cuts] = {}  # by engines' URLs
-        self._cuts: Cuts | None = None  # by which this sync is sent
+        self._answers: list[Future[HostSlices | None]] = []
+        self._told: dict[str, HostSlices] = {}  # by engines' URLs
+        self._cuts: HostSlices | None = None  # by which this sync is sent
         self._known: tuple[Bucket, ...] = ()  # to the engines, under the name `_plan`
         self._syncs, self._plan, self._broken, self._under_way = 0, "", False, False
 
@@ -107,7 +107,7 @@ class RelayTransport:
     def _sent_by(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.members if self.comes_in_parts(bucket) else (bucket.sender,)
 
-    def _agreed(self) -> Cuts | None:
+    def _agreed(self) -> HostSlices | None:
         """What the machines of one number keep in all engines; None where engines differ, or did not all say it."""
         told = [self._told.get(engine.url) for engine in self._engines]
         same = len({cuts.name for cuts in told if cuts is not None}) == 1 and None not in told
@@ -177,7 +177,7 @@ def _name(buckets: Sequence[Bucket]) -> str:
     return hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
 
 
-def pack_cut(flat: torch.Tensor, cut: Cut) -> torch.Tensor:
+def pack_cut(flat: torch.Tensor, cut: HostSlice) -> torch.Tensor:
     """What a machine keeps of a bucket, its pieces one after the other; a view where it is one run.
 
     Args:
@@ -225,7 +225,7 @@ class PendingLane:
     transport: RelayTransport
     bucket: Bucket
     sent: Future[str]
-    answers: Sequence[Future[Cuts | None]]
+    answers: Sequence[Future[HostSlices | None]]
 
     def wait(self) -> None:
         """Return when the bucket has arrived there. It is loaded when the transport's `complete` returns.
@@ -248,11 +248,11 @@ class PendingLane:
             raise _cause(self.bucket.describe(), self.answers, broke)
 
 
-def _failures(answers: Sequence[Future[Cuts | None]]) -> list[BaseException]:
+def _failures(answers: Sequence[Future[HostSlices | None]]) -> list[BaseException]:
     return [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
 
 
-def _cause(where: str, answers: Sequence[Future[Cuts | None]], broke: str) -> WeightSyncError:
+def _cause(where: str, answers: Sequence[Future[HostSlices | None]], broke: str) -> WeightSyncError:
     """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine."""
     wait(answers, timeout=ECHO_S)
     failures = _failures(answers)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from mslime.config.choices import AUTO, FileKind, MooncakeOver
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
-from mslime.config.pieces import Cuts
+from mslime.config.slices import HostSlices
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 from mslime.weights.waiting import all_done
@@ -135,7 +135,7 @@ class Receivers(Protocol):
         """
         ...
 
-    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[Cuts | None]:
+    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[HostSlices | None]:
         """Let an engine take all of a sync; done when all its ranks have loaded it. What its machines keep of each
         bucket, where that is news."""
         ...

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.comparison import CANNOT, HELD_ADAPTER
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest
@@ -34,6 +33,7 @@ from mslime.convert.peft import CONFIG, WEIGHTS
 from mslime.data.probe import joined_routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
+from mslime.engine_plugin.wire import CANNOT, HeldAdapter
 from mslime.offline.jobs import run_job
 from mslime.offline.merge_lora import MergeLora
 from tests.engines.conftest import SharedServer, serve
@@ -271,8 +271,8 @@ def test_a_running_request_keeps_its_adapter_which_is_unloaded_when_it_has_ended
         await client.adapters.settled()
         assert client.adapters.loaded == (two,)
         for adapter, is_there in ((one, False), (two, True)):
-            (rank,) = await client._held(HELD_ADAPTER + adapter.name) or ()
-            assert (CANNOT not in rank["checksums"]) == is_there, "the engine has forgotten the older one"
+            (rank,) = await client._held(HeldAdapter(adapter.name)) or ()
+            assert (CANNOT not in rank) == is_there, "the engine has forgotten the older one"
 
     with_engine(server, work)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from mslime.backends.cpu.pages import drop_pages
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.released import TAGS
+from mslime.config.choices import ENGINE_TAGS
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_beneath_the_cache, load_from_disk
@@ -64,10 +63,10 @@ def test_memory_of_an_engine_falls_and_comes_back_and_says_the_same_under_the_sa
             await client.pause("retract")
             for name, tags in (("weights", ("weights",)), ("nothing", ()), ("again", ("weights",))):
                 await client.hold_memory(tags)  # type: ignore[arg-type]
-                assert (await client.released_memory()).tags == set(TAGS) - set(tags)
+                assert (await client.released_memory()).tags == set(ENGINE_TAGS) - set(tags)
                 found[name] = own_memory(server)
             await load_from_disk(client, server.checkpoint, 0)
-            await client.hold_memory(TAGS)
+            await client.hold_memory(ENGINE_TAGS)
             await client.resume()
             after = await sample(client, "after")
             assert after.output_ids.tolist() == before.output_ids.tolist()
@@ -88,7 +87,7 @@ def test_weights_that_come_back_are_zeros_until_they_are_sent(server: SharedServ
         async with server.client() as client:
             await client.pause("retract")
             await client.hold_memory(())
-            await client.hold_memory(TAGS)
+            await client.hold_memory(ENGINE_TAGS)
             await client.resume()
             found = await sample(client, "zeros")
             assert len(set(found.log_probs.tolist())) == 1 and found.log_probs[0] < -5, "every token is as likely"
@@ -133,7 +132,7 @@ def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(s
             await client.hold_memory(())
             await client.hold_memory(("weights",))
             await load_beneath_the_cache(client, server.checkpoint, 2)
-            await client.hold_memory(TAGS)
+            await client.hold_memory(ENGINE_TAGS)
             await client.resume()
             result = await running
             assert len(result.output_ids) == 400
@@ -168,14 +167,3 @@ def test_only_whole_pages_are_dropped_and_addresses_stay() -> None:
     assert tensor.data_ptr() == address and int((tensor == 0).sum()) * 4 == dropped
     tensor.fill_(2)
     assert bool((view == 2).all())
-
-
-def test_a_server_without_the_plug_in_is_refused_by_name(sglang_server: SharedServer, tmp_path: Path) -> None:
-    from mslime.backends.sglang.handshake import Needs, handshake
-
-    async def run() -> None:
-        async with sglang_server.client() as client:
-            with pytest.raises(EngineError, match="memory that is given back"):
-                await handshake(client, Needs(routes=False, memory=True))
-
-    asyncio.run(run())

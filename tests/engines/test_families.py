@@ -26,12 +26,12 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.choices import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.probe import NEW_TOKENS, Differences, Probed, joined_routes
+from mslime.engine_plugin.wire import RECORDED
 from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import PROMPT, are_those_of, change_weights, engine_log_probs, publish

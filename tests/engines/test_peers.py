@@ -17,10 +17,11 @@ from mslime.backends.sglang.catching_up import catch_up
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.transfers import Transfer
 from mslime.config.errors import EngineError
+from mslime.engine_plugin.wire import Offered, Transfer, Transferred
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_from_disk
+from tests.unit.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -103,26 +104,24 @@ def test_an_engine_that_is_back_serves_what_the_other_one_holds_bit_for_bit(
 def test_a_giver_whose_peer_never_comes_refuses_and_goes_on(pair: list[SharedServer]) -> None:
     async def run() -> None:
         async with pair[0].client() as giver:
-            port = await giver.transfer(Transfer("offer", "alone", "127.0.0.1", 2))
+            port = (await giver.ask(Transfer("offer", "alone", "127.0.0.1", 2), Offered)).port
             with pytest.raises(EngineError, match="wait timeout after 2000ms"):
-                await giver.transfer(Transfer("give", "alone", "127.0.0.1", 2, int(port)))
+                await giver.ask(Transfer("give", "alone", "127.0.0.1", 2, port), Transferred)
             assert len((await sample(giver, "goes-on"))[0]) == 24
 
     asyncio.run(run())
 
 
 @pytest.mark.nightly
-def test_an_engine_without_the_plug_in_is_given_nothing_and_keeps_its_version(
-    pair: list[SharedServer], sglang_server: SharedServer
-) -> None:
-    """What engines say that hold other tensors is in the unit tests."""
+def test_an_engine_without_the_plug_in_is_given_nothing_and_keeps_its_version(pair: list[SharedServer]) -> None:
+    """What engines answer that hold other tensors is in the unit tests."""
 
     async def run() -> None:
-        async with pair[0].client() as giver, sglang_server.client() as stranger:
+        async with pair[0].client() as giver, FakeEngine() as fake, EngineClient(fake.url, "stranger") as stranger:
+            fake.sums = None
             stranger.deadlines = giver.deadlines = giver.deadlines.model_copy(update={"weight_sync_s": 8})
-            before = await held(stranger), await stranger.version()
-            with pytest.raises(EngineError, match="does not exist"):
+            with pytest.raises(EngineError, match="without mslime's plug-in"):
                 await catch_up(stranger, giver)
-            assert (await held(stranger), await stranger.version()) == before
+            assert fake.model["weight_version"] == "default"
 
     asyncio.run(run())

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.keys import Endpoint
 from mslime.convert.encoding import encoded_weights
 from mslime.convert.hf import HFCheckpoint
+from mslime.engine_plugin.wire import RECORDED
 from mslime.offline.jobs import run_job
 from mslime.offline.merge_lora import MergeLora
 from mslime.offline.requantise import ToFp8, ToInt4, ToPlain

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Received, buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks
+from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, release
+from mslime.engine_plugin.engine_ranks import Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import RelaySync
 from tests.engines import test_relay_shares as shares
 from tests.engines.megatron_ranks import run_ranks
 
@@ -58,7 +59,8 @@ class Engine:
             if new
             else ((), ())
         )
-        said = self.relay.obey(Order(f"{version}", "plan", ("lane0", "lane1"), *known), *news, self.groups, Ranks())
+        order = RelaySync(f"{version}", "plan", ("lane0", "lane1"), *known)
+        said = self.relay.obey(order, *news, self.groups, Ranks()).how
         release(lambda updater: None, self.updater)
         expected = shares.FakeModel(0, 1)
         expected.load_weights((name, shares.value(name, version)) for name in names)

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
-from mslime.config.pieces import Cuts, machine_lane, told
+from mslime.config.slices import HostSlices, machine_lane
+from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import Loaded, RelaySync
 from mslime.weights.relay import pack_cut
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_relay_shares import BUCKETS, FakeModel, FakeUpdater, shape, value
@@ -60,8 +61,8 @@ class Engine:
         whole, near = tuple(each for near in machines for each in near), machines[machine]
         self.rank, self.ranks = whole.index(rank), len(whole)
         among = groups.get(near)
-        beside = Siblings(near.index(rank), len(near), among, among, whole.index(near[0]))
-        self.place = Ranks(Siblings(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
+        beside = RankGroup(near.index(rank), len(near), among, among, whole.index(near[0]))
+        self.place = Ranks(RankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
         self.updater = FakeUpdater(self.rank, self.ranks)
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
@@ -71,27 +72,28 @@ class Engine:
         """What became of it."""
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         names = tuple(next(iter(of_sender)) for of_sender in lanes[self.number].values())
-        order = Order(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
+        order = RelaySync(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
         news = (NAMES, ["float32"] * len(NAMES), [shape(name) for name in NAMES]) if new else ([], [], [])
         groups = {name: group for of_sender in lanes[self.number].values() for name, group in of_sender.items()}
         try:
-            said = self.relay.obey(order, *news, groups, self.place)
+            loaded = self.relay.obey(order, *news, groups, self.place)
         except RuntimeError as error:
-            said = str(error)
+            loaded = Loaded(str(error))
         release(lambda updater: None, self.updater)
         expected = FakeModel(self.rank, self.ranks)
         expected.load_weights((name, value(name, version)) for name in NAMES)
         pairs = zip(self.updater.model.named_parameters(), expected.parameters(), strict=True)
         route = self.relay._route
         return {
-            "said": said, "wrong": [name for (name, held), sent in pairs if not torch.equal(held, sent)],
+            "said": loaded.how, "cuts": loaded.cuts,
+            "wrong": [name for (name, held), sent in pairs if not torch.equal(held, sent)],
             "steps": [(step.buckets, step.shared) for step in route.steps] if route is not None else [],
             "arrive": [arrival.size for arrival in route.arrivals] if route is not None else [],
             "memory": self.relay._room.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
         }  # fmt: skip
 
 
-def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Cuts | None]) -> None:
+def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[HostSlices | None]) -> None:
     for index, (_, names) in ((i, each) for i, each in enumerate(BUCKETS) if each[0] == sender):
         flat, works = torch.cat([value(name, version).flatten() for name in names]), list[Any]()
         for of_engine, each in zip(lanes, cuts, strict=True):
@@ -106,12 +108,12 @@ def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Cu
             work.wait(timedelta(seconds=60))
 
 
-def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[Cuts | None]) -> None:
+def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[HostSlices | None]) -> None:
     """What the first rank of each engine says, which all senders hear; it changes `cuts`."""
     for number, machines in enumerate(ENGINES):
-        said = [found[-1]["said"] if engine is not None and engine.number == number else ""]
-        dist.broadcast_object_list(said, src=machines[0][0])
-        cuts[number] = told(said[0])[1] or cuts[number]
+        news = [found[-1]["cuts"] if engine is not None and engine.number == number else None]
+        dist.broadcast_object_list(news, src=machines[0][0])
+        cuts[number] = news[0] or cuts[number]
 
 
 def work(rank: int, world_size: int, init_method: str) -> list[dict[str, Any]]:
@@ -120,7 +122,7 @@ def work(rank: int, world_size: int, init_method: str) -> list[dict[str, Any]]:
     groups = {members: dist.new_group(list(members)) for members in ((2, 3), (4, 5), (2, 3, 4, 5), (6, 7, 8))}
     engine, found = Engine(rank, groups) if rank > 1 else None, list[dict[str, Any]]()
     for versions, lanes in zip(CONNECTIONS, all_lanes, strict=True):
-        cuts: list[Cuts | None] = [None, None]
+        cuts: list[HostSlices | None] = [None, None]
         for version in versions:
             if engine is None:
                 send(rank, version, lanes, cuts)
@@ -186,13 +188,13 @@ def test_ranks_of_a_machine_give_each_other_shares_of_what_the_machine_received(
 
 def test_an_engine_says_what_its_machines_keep_when_that_is_news(ranks: list[list[dict[str, Any]]]) -> None:
     for rank in ranks[:4]:
-        assert [told(sync["said"])[1] is not None for sync in rank] == [False, True, False, False, False, True, True]
-        first, again, all_again = (told(rank[index]["said"])[1] for index in (1, 5, 6))
+        assert [sync["cuts"] is not None for sync in rank] == [False, True, False, False, False, True, True]
+        first, again, all_again = (rank[index]["cuts"] for index in (1, 5, 6))
         assert first is not None and again is not None and all_again is not None
         assert again.buckets[0] is None and again.buckets[1:] == first.buckets[1:], "one rank records it again"
         assert all_again == first
     for rank in ranks[4:]:
-        assert [told(sync["said"])[1] is not None for sync in rank] == [False, True, False, False, True, False]
+        assert [sync["cuts"] is not None for sync in rank] == [False, True, False, False, True, False]
 
 
 def test_an_engine_whose_parameters_were_moved_refuses_before_anything_is_loaded(

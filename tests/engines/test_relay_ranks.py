@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Bucket, Buckets, Received
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
 from mslime.config.choices import NOT_ARRIVED
+from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,10 +39,10 @@ def value(bucket: int, version: int) -> torch.Tensor:
     return torch.arange(SIZES[bucket], dtype=torch.float32) + 1000 * bucket + version
 
 
-def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any], first: int = 0) -> Siblings:
+def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any], first: int = 0) -> RankGroup:
     if len(members) == 1:
-        return Siblings(first=first)
-    return Siblings(members.index(rank), len(members), groups[members], groups[members], first)
+        return RankGroup(first=first)
+    return RankGroup(members.index(rank), len(members), groups[members], groups[members], first)
 
 
 def nothing_recorded(buckets: Sequence[Bucket]) -> list[None]:
@@ -74,12 +75,12 @@ class Engine:
     def sync(self, version: int, plan_is_known: bool) -> str:
         """What became of it."""
         known = ((), ()) if plan_is_known else (tuple((s,) for s in SENDERS), (1,) * len(SENDERS))
-        order = Order(f"sync {version}", "plan", ("lane0", "lane1"), *known)
+        order = RelaySync(f"sync {version}", "plan", ("lane0", "lane1"), *known)
         news = ([], [], []) if plan_is_known else (NAMES, DTYPES, SHAPES)
         said: set[str] = set()
         for _ in range(2):  # the other sender's request is answered without a second sync
             try:
-                said.add(self.relay.obey(order, *news, self.groups, self.place))
+                said.add(self.relay.obey(order, *news, self.groups, self.place).how)
             except RuntimeError as error:
                 said.add(str(error))
         (outcome,) = said
@@ -131,7 +132,7 @@ def work(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         for lane in {id(lane): lane for lane in engine.groups.values()}.values():
             dist.destroy_process_group(lane)
         with pytest.raises(RuntimeError, match="does not know the plan"):
-            another.obey(Order("s", "other", ("lane0", "lane1")), [], [], [], {}, engine.place)
+            another.obey(RelaySync("s", "other", ("lane0", "lane1")), [], [], [], {}, engine.place)
     return found
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Received, _load, buckets_of, fitting, release
-from mslime.backends.sglang.relay import Order, Relay
-from mslime.backends.sglang.siblings import Ranks, Siblings
 from mslime.config.choices import NOT_ARRIVED
+from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, load, release
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.relay import Relay
+from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,7 +93,7 @@ class FakeUpdater:
     def _assert_weight_cache_inactive(self, what: str) -> None: ...
 
     def load(self, received: Received) -> tuple[bool, str]:
-        return _load(self._by_the_model, self, received)
+        return load(self._by_the_model, self, received)
 
     def _by_the_model(self, _: Any, named: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         self.loaded += 1
@@ -106,7 +107,7 @@ class Engine:
     def __init__(self, rank: int, lanes: list[Any], group: Any) -> None:
         self.rank, self.updater = rank, FakeUpdater(rank)
         self.rooms: list[Any] = []  # kept, so that another one is another object
-        near = Siblings(rank, RANKS, group, group)
+        near = RankGroup(rank, RANKS, group, group)
         self.place, self.groups = Ranks(near, near), {f"lane{i}": lane for i, lane in enumerate(lanes)}
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
@@ -119,9 +120,9 @@ class Engine:
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         known = ((), ()) if plan_is_known else (senders, counts)
         self.updater.loaded = 0
-        order = Order(f"sync {version}", "plan", ("lane0", "lane1"), *known)
+        order = RelaySync(f"sync {version}", "plan", ("lane0", "lane1"), *known)
         try:
-            said = self.relay.obey(order, *news, self.groups, self.place)
+            said = self.relay.obey(order, *news, self.groups, self.place).how
         except RuntimeError as error:
             said = str(error)
         release(lambda updater: None, self.updater)

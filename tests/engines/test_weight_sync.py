@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.backends.sglang.recorded import RECORDED
 from mslime.backends.sglang.server import ServerPart, ServerProcess
 from mslime.config.choices import FileKind
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.serving import engine_spec
 from mslime.convert.hf import HFCheckpoint, copy_side_files
+from mslime.engine_plugin.wire import RECORDED
 from mslime.network import free_port
 from mslime.remote_memory import End
 from mslime.weights.delta import DeltaTransport

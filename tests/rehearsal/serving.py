@@ -49,7 +49,7 @@ DECIDED = ("attention_backend", "moe_runner_backend", "moe_a2a_backend", "page_s
 
 def inner(code: str, argument: Any, gpus: int, memory_gib: float) -> Any:
     """The result of a function of this module, in a process with an engine's environment and GPUs."""
-    env = environment(os.environ, cpu=False, ranks=gpus, gpus=[str(i) for i in range(gpus)], recorded=True, files=True)
+    env = environment(os.environ, cpu=False, ranks=gpus, gpus=[str(i) for i in range(gpus)])
     env |= {"FAKE_CUDA_DEVICES": str(gpus), "FAKE_CUDA_GIB": str(int(memory_gib))}
     command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.serving", "--inner", code, json.dumps(argument)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -15,6 +15,8 @@ from typing import Any, Self
 import numpy as np
 from aiohttp import web
 
+from mslime.engine_plugin.wire import Sums, encode
+
 LAYERS, TOP_K, VOCABULARY = 3, 2, 50
 
 
@@ -136,7 +138,7 @@ class FakeEngine:
         if request.path == "/tokenize":
             return web.json_response({"tokens": [self.tokens(text) for text in body["prompt"]]})
         if request.path == "/weights_checker":
-            return self._held(body["action"])
+            return self._ask(body["action"])
         if request.path == "/pause_generation":
             self.paused = self.pause_works
         if request.path == "/continue_generation":
@@ -145,11 +147,10 @@ class FakeEngine:
             self.model["weight_version"] = body["new_version"]
         return web.json_response({"success": True})
 
-    def _held(self, action: str) -> web.Response:
+    def _ask(self, action: str) -> web.Response:
         if self.sums is None:
             return web.json_response({"success": False, "message": f"Unsupported action='{action}'"}, status=400)
-        rank = {"checksums": self.sums, "parallelism_info": [{"tp_rank": 0}]}
-        return web.json_response({"success": True, "ranks": [rank]})
+        return web.json_response({"success": True, "message": encode(Sums((self.sums,)))})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

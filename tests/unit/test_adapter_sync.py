@@ -14,10 +14,9 @@ import torch
 from mslime.backends.sglang import adapter_update
 from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.flags import command_line, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
 from mslime.backends.sglang.handshake import Needs, handshake
-from mslime.backends.sglang.held_adapters import taken_apart
 from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.choices import adapter_directory
@@ -32,6 +31,8 @@ from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
+from mslime.engine_plugin.adapter_checksums import taken_apart
+from mslime.engine_plugin.wire import HeldAdapter, encode
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
@@ -141,8 +142,6 @@ def test_flags_of_a_server_with_adapters(tmp_path: Path) -> None:
         for flag in command_line(server_fields(engine_spec(run), 0, "h", 1))
         if flag.startswith("--") and "lora" in flag
     ]
-    assert "plugins/adapters" in environment({}, cpu=True, ranks=1, gpus=None, adapters=True)["PYTHONPATH"]
-    assert "plugins/adapters" not in environment({}, cpu=True, ranks=1, gpus=None)["PYTHONPATH"]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +419,7 @@ def test_several_adapters_have_versions_of_their_own() -> None:
         assert client.adapters.of_version(1, "maths") is None and client.adapters.of_version(1) is None
         fakes[0].sums = {"a": "1 2"}
         await pool.compare({"a": "1 2"}, True, 1, "code")
-        assert fakes[0].seen[-1] == ("/weights_checker", {"action": "mslime-held-adapter code-v1"})
+        assert fakes[0].seen[-1] == ("/weights_checker", {"action": encode(HeldAdapter("code-v1"))})
 
     with_pool(work, engines=1)
 
@@ -500,11 +499,11 @@ def test_adapters_that_differ_are_named_with_their_engine() -> None:
         fakes[0].sums = {"a": "1 2"}
         assert await pool.compare({"a": "1 2"}, True, adapter=1) == 1
         action = [body["action"] for path, body in fakes[0].seen if path == "/weights_checker"]
-        assert action == ["mslime-held-adapter run-v1"]
+        assert action == [encode(HeldAdapter("run-v1"))]
         with pytest.raises(WeightSyncError, match="something else"):
             await pool.compare({"a": "3 2"}, True, adapter=1)
         fakes[0].sums = None
-        with pytest.raises(WeightSyncError, match="plugins/adapters"):
+        with pytest.raises(WeightSyncError, match="engine_plugin/path_entry"):
             await pool.compare({"a": "1 2"}, True, adapter=1)
 
     with_pool(work, engines=1)

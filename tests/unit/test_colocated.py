@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from mslime.backends.sglang.flags import server_fields
-from mslime.backends.sglang.memory import backup_of, restore, to_release, to_resume
-from mslime.backends.sglang.released import REFUSED, RELEASED, TAGS, Released
-from mslime.config.choices import EngineTag
+from mslime.config.choices import ENGINE_TAGS, EngineTag
 from mslime.config.cluster import claims, count_gpus, describe_gpus
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.loader import build
@@ -20,6 +18,8 @@ from mslime.config.serving import engine_spec, teacher_spec
 from mslime.config.training import asleep_directory, policy_spec
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
+from mslime.engine_plugin.memory_release import backup_of, restore, to_release, to_resume
+from mslime.engine_plugin.wire import Released
 from mslime.planner.command import plan_of as plan_of_values
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime.planner.plan import RunPlan
@@ -182,14 +182,14 @@ def test_calls_of_an_engine_are_made_harmless() -> None:
     assert to_resume(["weights", "kv_cache"], {"kv_cache"}) == ["kv_cache"] and to_resume(None, set()) == []
 
 
-@pytest.mark.parametrize("released", [set[str](), {"weights"}, {"weights", "kv_cache", "cuda_graph"}])
-@pytest.mark.parametrize("held", [set[EngineTag](), {"weights"}, set(TAGS)])
-def test_what_is_released_and_resumed_leads_to_what_is_to_be_held(released: set[str], held: set[EngineTag]) -> None:
-    said = {"checksums": dict.fromkeys(sorted(released), RELEASED) | {REFUSED: "why"}}
-    found = Released.read([said])
-    assert found.tags == released and found.refused == "why"
+@pytest.mark.parametrize("released", [set[EngineTag](), {"weights"}, set(ENGINE_TAGS)])
+@pytest.mark.parametrize("held", [set[EngineTag](), {"weights"}, set(ENGINE_TAGS)])
+def test_what_is_released_and_resumed_leads_to_what_is_to_be_held(
+    released: set[EngineTag], held: set[EngineTag]
+) -> None:
+    found = Released(frozenset(released))
     after = (released | set(found.to_release(held))) - set(found.to_resume(held))
-    assert after == set(TAGS) - held
+    assert after == set(ENGINE_TAGS) - held
     assert not set(found.to_release(held)) & released and set(found.to_resume(held)) <= released
 
 

@@ -115,7 +115,7 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"weights": {"transport": "shm", "directory": "there"}}, "weights.directory has no effect"),
         ({"weights": {"transport": "disk"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
         ({"weights": {"transport": "delta"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
-        ({"weights": {"transport": "relay"}, "sglang": {"urls": ["http://a:1"]}}, "sglang/plugins/relay"),
+        ({"weights": {"transport": "relay"}, "sglang": {"urls": ["http://a:1"]}}, "engine_plugin/path_entry"),
         ({"weights": {"transport": "delta", "loader": "model"}}, "all of every bucket will be sent"),
         ({"weights": {"delta_over": "broadcast"}}, "weights.delta_over has no effect"),
         (

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.backends.sglang.generating import decode_routes
-from mslime.backends.sglang.narrow_routes import _handle, narrowed
 from mslime.config.model_facts import ModelFacts
+from mslime.engine_plugin.narrow_routes import narrow, narrowed
 
 LAYERS, TOP_K = 3, 2
 
@@ -32,7 +32,7 @@ def as_sglang(self: Any, batch: Any) -> Any:
 
 
 def sent(*routes: torch.Tensor | None) -> list[str | None]:
-    return _handle(as_sglang, None, SimpleNamespace(routed_experts=list(routes))).routed_experts
+    return narrow(as_sglang, None, SimpleNamespace(routed_experts=list(routes))).routed_experts
 
 
 @given(st.sampled_from([8, 256, 257, 384, 65536]), st.integers(0, 20), st.integers(0, 2**32 - 1))
@@ -61,4 +61,4 @@ def test_what_cannot_be_narrowed_is_sent_as_it_is(routes: torch.Tensor) -> None:
 @pytest.mark.parametrize("nothing", [None, []])
 def test_a_batch_without_routes_is_left_alone(nothing: list[torch.Tensor] | None) -> None:
     answers = SimpleNamespace(routed_experts=nothing)
-    assert _handle(lambda self, batch: answers, None, SimpleNamespace(routed_experts=nothing)) is answers
+    assert narrow(lambda self, batch: answers, None, SimpleNamespace(routed_experts=nothing)) is answers

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from mslime.backends.sglang.peers import UNLIKE, _unlike, all_tensors, listening, signature, sum_of
-from mslime.backends.sglang.transfers import Transfer, parse_transfer
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
+from mslime.engine_plugin.peers import UNLIKE, _unlike, all_tensors, listening, signature, sum_of
+from mslime.engine_plugin.wire import Transfer
 
 RUN = {"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}}
 
@@ -75,12 +75,6 @@ def test_both_find_out_that_they_hold_other_tensors() -> None:
     turned = Attention()
     turned.derived = torch.zeros(4, 3).t()
     assert told(Attention(), turned) == [UNLIKE, UNLIKE], "the same shape, lying otherwise"
-
-
-def test_an_order_is_read_as_it_was_written_and_no_other_group_is_one() -> None:
-    order = Transfer("give", "a1", "::1", 2.5, 4711)
-    assert parse_transfer(order.as_group()) == order
-    assert parse_transfer("weights-3") is None
 
 
 def test_the_place_to_meet_is_on_the_given_address_alone() -> None:

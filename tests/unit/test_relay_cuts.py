@@ -1,4 +1,4 @@
-"""What a machine of an engine keeps of a bucket (`cuts`), how a sender packs it, and where it arrives (`lanes`)."""
+"""What a machine of an engine keeps of a bucket (`host_slices`), how a sender packs it, where it arrives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.cuts import Packed, cut_bytes, cut_of, cuts_of
-from mslime.backends.sglang.lanes import Place, places
-from mslime.backends.sglang.shares import Part, Share
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.pieces import Cuts, Piece, told
+from mslime.config.slices import HostSlices, Slice
+from mslime.engine_plugin.host_slices import Packed, host_slice_bytes, host_slice_of, host_slices_of
+from mslime.engine_plugin.rank_slices import ElementView, RankSlice
+from mslime.engine_plugin.relay_groups import ArrivalSlot, arrival_slots
+from mslime.engine_plugin.wire import Loaded, decode, encode
 from mslime.weights.relay import pack_cut
 
 ROWS, COLUMNS = 12, 10
@@ -22,12 +23,12 @@ MATRIX = WHOLE[7 : 7 + ROWS * COLUMNS].view(ROWS, COLUMNS)
 STACK = WHOLE[7 + ROWS * COLUMNS :][: 4 * 3 * 5].view(4, 3, 5)
 
 
-def part(view: torch.Tensor) -> Part:
-    return Part(int(view.storage_offset()), tuple(view.shape), view.stride())
+def part(view: torch.Tensor) -> ElementView:
+    return ElementView(int(view.storage_offset()), tuple(view.shape), view.stride())
 
 
-def share(*views: torch.Tensor) -> Share:
-    return Share(8, tuple(map(part, views)))
+def share(*views: torch.Tensor) -> RankSlice:
+    return RankSlice(8, tuple(map(part, views)))
 
 
 def spans(most: int) -> st.SearchStrategy[slice]:
@@ -50,10 +51,10 @@ VIEWS = st.one_of(
 
 @given(st.lists(st.lists(VIEWS, max_size=4), min_size=1, max_size=4))
 def test_every_view_of_every_rank_is_found_in_what_a_sender_packs(ranks: list[list[torch.Tensor]]) -> None:
-    cut = cut_of(share(*views) for views in ranks)
+    cut = host_slice_of(share(*views) for views in ranks)
     assert cut is not None
     packed = pack_cut(WHOLE, cut) if cut else WHOLE[:0]
-    assert packed.numel() * 8 == cut_bytes(cut, 8)
+    assert packed.numel() * 8 == host_slice_bytes(cut, 8)
     within = Packed(cut).within
     for view in (view for views in ranks for view in views):
         place = within(part(view))
@@ -62,24 +63,24 @@ def test_every_view_of_every_rank_is_found_in_what_a_sender_packs(ranks: list[li
 
 def test_what_several_ranks_keep_is_sent_once_and_neighbours_are_one_piece() -> None:
     vector = WHOLE[:7]
-    assert cut_of([share(vector, MATRIX[:3]), share(vector, MATRIX[3:6])]) == (Piece(0, 7 + 60),)
+    assert host_slice_of([share(vector, MATRIX[:3]), share(vector, MATRIX[3:6])]) == (Slice(0, 7 + 60),)
     left, right = MATRIX[:, :2], MATRIX[:, 2:5]
-    assert cut_of([share(left), share(right), share(right.T)]) == (Piece(7, 5, (ROWS,), (COLUMNS,)),)
-    assert cut_of([share(left), share(MATRIX[:, 3:5])]) == (
-        Piece(7, 2, (ROWS,), (COLUMNS,)), Piece(10, 2, (ROWS,), (COLUMNS,)),
+    assert host_slice_of([share(left), share(right), share(right.T)]) == (Slice(7, 5, (ROWS,), (COLUMNS,)),)
+    assert host_slice_of([share(left), share(MATRIX[:, 3:5])]) == (
+        Slice(7, 2, (ROWS,), (COLUMNS,)), Slice(10, 2, (ROWS,), (COLUMNS,)),
     )  # fmt: skip
     # Runs that would reach into the next row are not joined: more would be sent.
-    assert len(cut_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :7])]) or ()) == 2
-    assert len(cut_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :6])]) or ()) == 1
-    assert cut_of([share()]) == ()
-    assert cut_of([share(WHOLE.as_strided((4, 6), (3, 1)))]) is None, "its rows overlap"
+    assert len(host_slice_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :7])]) or ()) == 2
+    assert len(host_slice_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :6])]) or ()) == 1
+    assert host_slice_of([share()]) == ()
+    assert host_slice_of([share(WHOLE.as_strided((4, 6), (3, 1)))]) is None, "its rows overlap"
 
 
 def test_a_sender_sends_one_run_as_it_lies_also_out_of_a_larger_buffer() -> None:
     bucket = WHOLE[10:50]
-    run = pack_cut(bucket, (Piece(3, 20),))
+    run = pack_cut(bucket, (Slice(3, 20),))
     assert run.data_ptr() == bucket[3:].data_ptr() and torch.equal(run, WHOLE[13:33])
-    assert pack_cut(bucket, (Piece(0, 2), Piece(1, 2, (3,), (10,)))).tolist() == [10, 11, 11, 12, 21, 22, 31, 32]
+    assert pack_cut(bucket, (Slice(0, 2), Slice(1, 2, (3,), (10,)))).tolist() == [10, 11, 11, 12, 21, 22, 31, 32]
 
 
 def test_a_bucket_goes_as_a_whole_where_a_share_is_unknown_or_machines_keep_much_of_the_same() -> None:
@@ -89,24 +90,24 @@ def test_a_bucket_goes_as_a_whole_where_a_share_is_unknown_or_machines_keep_much
     more = [share(MATRIX[:7]), share(), share(MATRIX[2:]), share()]
     one = [share(), share(), share(MATRIX), share()]
     ranks = [list(each) for each in zip(halves, all_of_it, [*halves[:3], None], most, more, one, strict=True)]
-    found = cuts_of([ROWS * COLUMNS * 8] * 6, ranks, machines=2)
+    found = host_slices_of([ROWS * COLUMNS * 8] * 6, ranks, machines=2)
     assert SHARES_AT_MOST == 1.25, "15 of 12 rows, and no more"
     assert found.buckets == (
-        ((Piece(7, 60),), (Piece(67, 60),)), None, None, ((Piece(7, 60),), (Piece(37, 90),)), None,
-        ((), (Piece(7, 120),)),
+        ((Slice(7, 60),), (Slice(67, 60),)), None, None, ((Slice(7, 60),), (Slice(37, 90),)), None,
+        ((), (Slice(7, 120),)),
     )  # fmt: skip
 
 
 def test_what_machines_keep_survives_the_way_through_an_answer_and_names_itself() -> None:
-    cuts = Cuts.of([None, ((Piece(3, 4, (2, 5), (70, 8)), Piece(0, 1)), ())])
-    assert told(cuts.told_with("loaded: \n all")) == ("loaded: \n all", cuts)
-    assert told("loaded") == ("loaded", None)
-    assert Cuts.of(cuts.buckets).name == cuts.name != replace(cuts, buckets=(None,)).of([None]).name
+    cuts = HostSlices.of([None, ((Slice(3, 4, (2, 5), (70, 8)), Slice(0, 1)), ())])
+    loaded = Loaded("loaded: \n all", cuts)
+    assert decode(encode(loaded)) == loaded
+    assert HostSlices.of(cuts.buckets).name == cuts.name != replace(cuts, buckets=(None,)).of([None]).name
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.sampled_from([0, 60, 100, 125, 250]))
 def test_no_arrival_lies_on_one_that_may_still_be_there(sizes: list[int], capacity: int) -> None:
-    found = places(sizes, capacity)
+    found = arrival_slots(sizes, capacity)
     assert [place.size for place in found] == sizes
     for number, place in enumerate(found):
         assert place.start + place.size <= max(capacity, place.size) and place.start % 16 == 0
@@ -117,6 +118,11 @@ def test_no_arrival_lies_on_one_that_may_still_be_there(sizes: list[int], capaci
 
 
 def test_arrivals_come_at_once_as_far_as_there_is_room() -> None:
-    assert places([60, 60, 60], 128) == [Place(0, 60, 0), Place(64, 60, 0), Place(0, 60, 1)]
-    assert places([60, 60], 0) == [Place(0, 60, 0), Place(0, 60, 1)], "one at a time"
-    assert places([20, 20, 100, 20], 128) == [Place(0, 20, 0), Place(32, 20, 0), Place(0, 100, 2), Place(0, 20, 3)]
+    assert arrival_slots([60, 60, 60], 128) == [ArrivalSlot(0, 60, 0), ArrivalSlot(64, 60, 0), ArrivalSlot(0, 60, 1)]
+    assert arrival_slots([60, 60], 0) == [ArrivalSlot(0, 60, 0), ArrivalSlot(0, 60, 1)], "one at a time"
+    assert arrival_slots([20, 20, 100, 20], 128) == [
+        ArrivalSlot(0, 20, 0),
+        ArrivalSlot(32, 20, 0),
+        ArrivalSlot(0, 100, 2),
+        ArrivalSlot(0, 20, 3),
+    ]

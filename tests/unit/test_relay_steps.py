@@ -1,4 +1,4 @@
-"""How the buckets of a plan are handed on within an engine (`shares.steps`), and what a share is."""
+"""How the buckets of a plan are handed on within an engine (`rank_slices.steps`), and what a share is."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.recorded import Bucket, Copies, Homes
-from mslime.backends.sglang.shares import Part, Share, Step, share_of, steps
 from mslime.config.choices import SHARES_AT_MOST
+from mslime.engine_plugin.copy_plan import Bucket, Copies, Homes
+from mslime.engine_plugin.rank_slices import ElementView, ExchangeStep, RankSlice, rank_slice_of, steps
 
 
-def share(size: int) -> Share:
-    return Share(2, (Part(0, (size // 2,), (1,)),))
+def share(size: int) -> RankSlice:
+    return RankSlice(2, (ElementView(0, (size // 2,), (1,)),))
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[Share | None]]]:
+def plans(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[RankSlice | None]]]:
     ranks = draw(st.integers(1, 4))
     buckets = draw(st.integers(0, 12))
     sources = draw(st.lists(st.integers(0, ranks - 1), min_size=buckets, max_size=buckets))
     sizes = draw(st.lists(st.sampled_from([64, 640, 6400]), min_size=buckets, max_size=buckets))
     kinds = ["even", "one", "all", "unknown"]
-    shares: list[list[Share | None]] = [[] for _ in range(ranks)]
+    shares: list[list[RankSlice | None]] = [[] for _ in range(ranks)]
     for size in sizes:
         kind, owner = draw(st.sampled_from(kinds)), draw(st.integers(0, ranks - 1))
         for rank, mine in enumerate(shares):
@@ -33,7 +33,7 @@ def plans(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[Share | None
 
 @given(plans())
 def test_every_bucket_is_handed_on_once_in_order_and_no_rank_takes_more_than_there_is_room_for(
-    plan: tuple[list[int], list[int], list[list[Share | None]]],
+    plan: tuple[list[int], list[int], list[list[RankSlice | None]]],
 ) -> None:
     sources, sizes, shares = plan
     found = steps(sources, sizes, shares)
@@ -56,11 +56,11 @@ def test_every_bucket_is_handed_on_once_in_order_and_no_rank_takes_more_than_the
 def test_buckets_of_several_lanes_are_handed_on_at_once_up_to_what_is_larger_or_has_the_same_source() -> None:
     even = [[share(100)] * 6] * 2
     assert steps([0, 1, 0, 0, 1, 0], [200] * 6, even) == [
-        Step((0, 1), True), Step((2,), True), Step((3, 4), True), Step((5,), True),
+        ExchangeStep((0, 1), True), ExchangeStep((2,), True), ExchangeStep((3, 4), True), ExchangeStep((5,), True),
     ]  # fmt: skip
     one_takes_all = [[share(200)] * 2, [share(0)] * 2]
-    assert steps([0, 1], [200] * 2, one_takes_all) == [Step((0,), True), Step((1,), True)]
-    assert steps([0, 1], [200, 2000], one_takes_all) == [Step((0, 1), True)]
+    assert steps([0, 1], [200] * 2, one_takes_all) == [ExchangeStep((0,), True), ExchangeStep((1,), True)]
+    assert steps([0, 1], [200, 2000], one_takes_all) == [ExchangeStep((0, 1), True)]
 
 
 def copies(*views: torch.Tensor) -> Copies:
@@ -73,16 +73,18 @@ def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:
     flat = whole.view(torch.uint8)
     rows, square = whole[:24], whole[24:60].view(6, 6)
     bucket = Bucket(flat, [("rows", rows), ("square", square)])
-    assert share_of(bucket, copies(rows[4:10], rows[10:12], square[0], square[:, 2:4])) == Share(
-        2, (Part(4, (8,), (1,)), Part(24, (6,), (1,)), Part(26, (6, 2), (6, 1)))
+    assert rank_slice_of(bucket, copies(rows[4:10], rows[10:12], square[0], square[:, 2:4])) == RankSlice(
+        2, (ElementView(4, (8,), (1,)), ElementView(24, (6,), (1,)), ElementView(26, (6, 2), (6, 1)))
     )
-    assert share_of(bucket, copies()) == Share(2, ())
-    assert share_of(bucket, copies(square.T)) == Share(2, (Part(24, (6, 6), (1, 6)),))
+    assert rank_slice_of(bucket, copies()) == RankSlice(2, ())
+    assert rank_slice_of(bucket, copies(square.T)) == RankSlice(2, (ElementView(24, (6, 6), (1, 6)),))
     # Neighbours that are not in order stay apart: shares are packed in the order of the copies.
-    assert share_of(bucket, copies(rows[10:12], rows[4:10])) == Share(2, (Part(10, (2,), (1,)), Part(4, (6,), (1,))))
+    assert rank_slice_of(bucket, copies(rows[10:12], rows[4:10])) == RankSlice(
+        2, (ElementView(10, (2,), (1,)), ElementView(4, (6,), (1,)))
+    )
 
 
 def test_a_bucket_of_elements_of_several_sizes_has_no_shares() -> None:
     flat = torch.zeros(16, dtype=torch.uint8)
     bucket = Bucket(flat, [("a", flat[:8].view(torch.float32)), ("b", flat[8:].view(torch.bfloat16))])
-    assert share_of(bucket, copies(flat[:8].view(torch.float32))) is None
+    assert rank_slice_of(bucket, copies(flat[:8].view(torch.float32))) is None

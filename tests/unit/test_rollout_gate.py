@@ -55,7 +55,7 @@ def test_without_stragglers_nothing_trained_is_older_than_the_bound(per_step: in
     gate, chance = SubmitGate(per_step, staleness), random.Random(seed)
     version, running, accepted, taken = 0, [], [], 0
     for _ in range(300):
-        running += [version] * gate.room(taken + len(accepted), len(running), version)
+        running += [version] * room_of(gate, taken + len(accepted), len(running), version)
         for _ in range(chance.randint(0, len(running))):
             accepted.append(running.pop(0))
         if len(accepted) >= per_step and chance.random() < 0.5:

@@ -26,6 +26,7 @@ from mslime.backends.sglang.generating import (
 )
 from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
+from mslime.engine_plugin.wire import Loaded, TakeIpc, encode
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.supports import rows_of
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
@@ -185,20 +186,20 @@ def test_a_step_of_a_weight_update_may_take_its_whole_deadline_to_connect() -> N
     class FakeConnections(EngineClient):
         async def _call(self, method: str, path: str, body: Any, timeout_s: float, *rest: Any, **more: Any) -> Any:
             seen[path] = more.get("connect_s", CONNECT_S)
-            return {"success": True, "message": ""}
+            return {"success": True, "message": encode(Loaded(""))}
 
     async def work() -> None:
         made = FakeConnections("http://e", "e", DeadlineConfig(weight_sync_s=77, engine_control_s=55))
         await made.join_group("127.0.0.1", 1, 1, 2, "g", "gloo")
         await made.receive_bucket(b"{}")
-        await made.take_handed({"GPU-a": "ipc://@a"})
+        await made.ask(TakeIpc({"GPU-a": "ipc://@a"}), Loaded)
         await made.leave_group("g")
         await made.pause("abort")
 
     run(work())
     assert seen == {
         "/init_weights_update_group": 77, "/update_weights_from_distributed": 77, "/destroy_weights_update_group": 77,
-        "/update_weights_from_ipc": 77, "/pause_generation": CONNECT_S,
+        "/weights_checker": 77, "/pause_generation": CONNECT_S,
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], An
     with pytest.raises(EngineError) as caught:
         shake(spoil)
     assert caught.value.field == "engine0" and caught.value.value == f"without {feature}"
+
+
+def test_a_server_without_the_plug_in_cannot_be_asked_what_it_has_released() -> None:
+    with pytest.raises(EngineError, match="memory that is given back.*without mslime's plug-in"):
+        shake(lambda engine: setattr(engine, "sums", None), replace(ALL, memory=True))
 
 
 def test_one_half_of_a_pair_is_told_its_role_and_is_asked_to_generate_nothing() -> None:

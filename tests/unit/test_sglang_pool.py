@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.comparison import CANNOT
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.config.errors import EngineError, WeightSyncError
+from mslime.engine_plugin.wire import CANNOT
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
@@ -219,7 +219,7 @@ def test_an_engine_that_cannot_say_what_it_holds_is_left_alone_unless_it_must(wh
 
     compared, said = with_pool(work)
     assert compared == 1 and said.startswith("weights.check = 'the second': weights are not compared")
-    assert (why or "plugins/receiver on its PYTHONPATH") in said and "set weights.verify: probe" in said
+    assert (why or "engine_plugin/path_entry on its PYTHONPATH") in said and "set weights.verify: probe" in said
 
 
 def test_all_engines_whose_tensors_differ_are_named_and_live() -> None:
@@ -334,8 +334,6 @@ UPDATE: dict[str, Callable[[EnginePool], Awaitable[Any]]] = {
 @pytest.mark.parametrize("path", UPDATE)
 def test_an_engine_that_refuses_a_step_of_an_update_is_dead_and_the_others_go_on(path: str) -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> dict[str, EngineError]:
-        for fake in fakes:
-            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
         fakes[1].broken.add(path)
         for step in UPDATE.values():
             await step(pool)

@@ -27,6 +27,8 @@ from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, engine_spec
+from mslime.engine_plugin import dispatch
+from mslime.engine_plugin.wire import LOADER_VARIABLE
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
 from tests.fixtures.processes import alive
 
@@ -549,18 +551,12 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
     assert base == {"PYTHONPATH": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NO_PROXY": "a"}
 
 
-@pytest.mark.parametrize(
-    ("has", "plugins"),
-    [
-        ({}, ["mslime_routes"]),
-        ({"files": True}, ["mslime_routes", "mslime_files", "mslime_relay"]),
-        ({"recorded": True, "files": True}, ["mslime_routes", "mslime_receiver", "mslime_files", "mslime_relay"]),
-    ],
-)
-def test_a_server_finds_its_plugins_beside_those_of_the_user(has: dict[str, bool], plugins: list[str]) -> None:
-    env = environment({}, cpu=False, ranks=1, gpus=None, **has)
-    found = [point.name for d in metadata.distributions(path=env["PYTHONPATH"].split(os.pathsep))
+def test_a_server_finds_the_plug_in_beside_those_of_the_user() -> None:
+    env = environment({}, cpu=False, ranks=1, gpus=None)
+    found = [point for d in metadata.distributions(path=env["PYTHONPATH"].split(os.pathsep))
              for point in d.entry_points if point.group == "sglang.srt.plugins"]  # fmt: skip
-    assert found == plugins and "SGLANG_PLUGINS" not in env
-    users = environment({"SGLANG_PLUGINS": "theirs"}, cpu=False, ranks=1, gpus=None, **has)
-    assert users["SGLANG_PLUGINS"] == ",".join(["theirs", *plugins])
+    assert [point.name for point in found] == ["mslime"] and found[0].load() is dispatch.install
+    users = environment({"SGLANG_PLUGINS": "theirs"}, cpu=False, ranks=1, gpus=None)
+    assert "SGLANG_PLUGINS" not in env and users["SGLANG_PLUGINS"] == "theirs,mslime"
+    own_loader = environment({}, cpu=False, ranks=1, gpus=None, recorded=False)
+    assert (env[LOADER_VARIABLE], own_loader[LOADER_VARIABLE]) == ("recorded", "model")

@@ -45,7 +45,8 @@ CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "deadl
 BUCKETS = contract._buckets()
 GROUPS = (f"failures-{i}" for i in itertools.count())
 BEGIN, JOIN, BUCKET = "/begin_weight_update", "/init_weights_update_group", "/update_weights_from_distributed"
-COMPARE, END, STAMP = "/weights_checker", "/end_weight_update", "/update_weight_version"
+COMPARE, LANE = "/weights_checker:HeldWeights", "/weights_checker:JoinRelayGroup"
+END, STAMP = "/end_weight_update", "/update_weight_version"
 
 
 class Sender:
@@ -221,6 +222,11 @@ def both(*spoils: Callable[[Plane], None]) -> Callable[[Plane], None]:
     return spoil
 
 
+def joining(*faults: str) -> Callable[[Plane], None]:
+    """Whichever group it joins."""
+    return both(fault(JOIN, *faults), fault(LANE, *faults))
+
+
 def killed(plane: Plane) -> None:
     plane.engines["b"].stop()
 
@@ -244,8 +250,8 @@ POINTS: dict[str, tuple[Callable[[Plane], None], str, int]] = {
     "it dies between two buckets": (fault(BUCKET, "", "die"), "a", 1),
     "it dies after the last bucket": (fault(BUCKET, "", "", "die after"), "a", 1),
     "it says nothing at a bucket": (fault(BUCKET, "silent"), "ab", 1),
-    "it refuses to join again": (both(fault(BUCKET, "refuse"), fault(JOIN, "refuse", "refuse")), "a", 2),
-    "it dies when it joins again": (both(fault(BUCKET, "refuse"), fault(JOIN, "die")), "a", 2),
+    "it refuses to join again": (both(fault(BUCKET, "refuse"), joining("refuse", "refuse")), "a", 2),
+    "it dies when it joins again": (both(fault(BUCKET, "refuse"), joining("die")), "a", 2),
     "it keeps nothing of what it takes": (mode("discard"), "a", 2),
     "it refuses the comparison": (fault(COMPARE, "refuse"), "a", 0),
     "it dies in the comparison": (fault(COMPARE, "die"), "a", 0),

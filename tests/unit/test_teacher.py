@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.released import TAGS
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.teacher import meet_teacher
+from mslime.config.choices import ENGINE_TAGS
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
@@ -226,10 +226,10 @@ def test_only_trained_tokens_are_scored_and_only_what_they_need_is_sent() -> Non
 
 def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() -> None:
     class FakeSleeper(FakeTeacher):
-        held, running = frozenset[str](TAGS), 0
+        held, running = frozenset[str](ENGINE_TAGS), 0
 
         async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-            assert self.held == set(TAGS), "nobody asks while it sleeps"
+            assert self.held == set(ENGINE_TAGS), "nobody asks while it sleeps"
             self.running += 1
             await asyncio.sleep(0.05)
             self.running -= 1
@@ -250,11 +250,11 @@ def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() 
         await asyncio.sleep(0.1)
         await teacher.hold_memory(("weights",))
         assert len(engines.requests) == 1 and not any(task.done() for task in waiting)
-        await teacher.hold_memory(TAGS)
+        await teacher.hold_memory(ENGINE_TAGS)
         await teacher.hold_memory([])  # before those that wait have gone on
         await asyncio.sleep(0.1)
         assert len(engines.requests) == 1
-        await teacher.hold_memory(TAGS)
+        await teacher.hold_memory(ENGINE_TAGS)
         assert all(scores.any() for scores in await asyncio.gather(first, *waiting)) and len(engines.requests) == 4
 
     run(go())

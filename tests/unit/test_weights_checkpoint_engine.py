@@ -17,11 +17,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mslime.backends.sglang import handed
-from mslime.backends.sglang.files import Files, answer_leave
-from mslime.backends.sglang.siblings import Siblings
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import ipc, wire
+from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import free_port
 from mslime.weights import checkpoint_engine
 from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
@@ -228,58 +227,45 @@ class Worker:
 def end(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
     ours = type("Ours", (Worker,), {"hooks": []})
     module = SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=ours)
-    monkeypatch.setitem(sys.modules, handed._ENDS_MODULE, module)
-    monkeypatch.setattr(handed, "siblings", Siblings)
+    monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, module)
+    monkeypatch.setattr(ipc, "all_ranks", RankGroup)
     return ours
 
 
-def request_of(*gpus: str) -> SimpleNamespace:
-    return SimpleNamespace(zmq_handles=dict.fromkeys(gpus, "ipc://@there"))
-
-
-def take(request: SimpleNamespace) -> tuple[bool, str]:
-    def original(updater: object, request: object) -> tuple[bool, str]:
-        return True, "SGLang's own"
-
-    updater = SimpleNamespace(get_model_runner=lambda: "runner")
-    return handed.take_handed(original, updater, request)
+def take(*gpus: str) -> wire.Loaded:
+    return ipc.take("updater", "runner", wire.TakeIpc(dict.fromkeys(gpus, "ipc://@there")))
 
 
 def test_buckets_are_loaded_in_the_place_of_the_models_loader_and_finished_by_the_session(
     end: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[str] = []
-    monkeypatch.setattr(handed, "load_bucket", lambda updater, name, flat: came.append(name) or f"loaded {name}")
+    monkeypatch.setattr(ipc, "load_bucket", lambda updater, name, flat: came.append(name) or f"loaded {name}")
     end.loaded = (("first", torch.zeros(1)), ("second", torch.zeros(1)))
-    assert take(request_of("GPU-a", handed.MARK)) == (True, "loaded second")
+    assert take("GPU-a") == wire.Loaded("loaded second")
     assert came == ["first", "second"] and end.hooks == [None]
 
 
-def test_who_asks_without_our_mark_gets_sglangs_own(end: type[Worker]) -> None:
-    assert take(request_of("GPU-a")) == (True, "SGLang's own") and end.hooks == []
-
-
 def test_an_engine_on_another_gpu_connects_to_nobody(end: type[Worker]) -> None:
-    loaded, said = take(request_of("GPU-b", handed.MARK))
-    assert not loaded and "none of 1 trainer ranks is on GPU-a" in said and end.hooks == []
+    with pytest.raises(RuntimeError, match="none of 1 trainer ranks is on GPU-a"):
+        take("GPU-b")
+    assert end.hooks == []
 
 
-def test_what_fails_in_an_engine_is_its_answer_and_no_exception(
-    end: type[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_an_engine_is_told_in_its_words(end: type[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> str:
-        raise RuntimeError("no room")
+        raise ValueError("no room")
 
-    monkeypatch.setattr(handed, "load_bucket", fails)
+    monkeypatch.setattr(ipc, "load_bucket", fails)
     end.loaded = (("first", torch.zeros(1)),)
-    assert take(request_of("GPU-a", handed.MARK)) == (False, "RuntimeError: no room")
+    with pytest.raises(RuntimeError, match="ValueError: no room"):
+        take("GPU-a")
 
 
 def test_an_engine_says_whether_the_package_is_there(end: type[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answer_leave(Files(), handed.QUESTION) == (True, "done")
-    monkeypatch.setitem(sys.modules, handed._ENDS_MODULE, cast(Any, None))
-    answer = answer_leave(Files(), handed.QUESTION)
-    assert answer is not None and not answer[0] and handed.UNABLE in answer[1]
+    assert ipc.check() == wire.Answer()
+    monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, cast(Any, None))
+    assert ipc.UNABLE in ipc.check().why_not
 
 
 # ------------------------------------------------------------------------------------------------- asking an engine
@@ -289,7 +275,7 @@ def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
     engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for mode, said, way_out in (
-        ("obey", handed.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "plugins/files"),
+        ("obey", ipc.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "path_entry"),
     ):  # fmt: skip
         engines[0].set_mode(mode)
         with pytest.raises(WeightSyncError, match=said) as caught:
@@ -297,19 +283,19 @@ def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
         assert caught.value.value == engines[0].url and way_out in caught.value.way_out
 
 
-def test_an_engine_is_given_all_addresses_with_our_mark_and_what_it_says_is_noted(
+def test_an_engine_is_given_all_addresses_and_what_it_replies_is_noted(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, str]] = []
+    asked: list[object] = []
 
-    async def take_handed(addresses: dict[str, str]) -> str:
-        asked.append(addresses)
-        return "loaded by recorded copies"
+    async def ask(request: object, reply: type) -> wire.Loaded:
+        asked.append(request)
+        return wire.Loaded("loaded by recorded copies")
 
     receivers: Any = link.receivers
-    monkeypatch.setattr(receivers, "_client", lambda engine: SimpleNamespace(take_handed=take_handed))
+    monkeypatch.setattr(receivers, "_client", lambda engine: SimpleNamespace(ask=ask))
     receivers.take_handed(EngineInfo("http://e"), {"GPU-a": "ipc://@a"}).result()
-    assert asked == [{"GPU-a": "ipc://@a", handed.MARK: handed.GROUP}]
+    assert asked == [wire.TakeIpc({"GPU-a": "ipc://@a"})]
     assert receivers.heard == {("http://e", "loaded by recorded copies")}
 
 

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.changes import changed as changed_by
-from mslime.backends.sglang.changes import hold, put, read_changes, take_back
-from mslime.backends.sglang.digest import word_sum
-from mslime.backends.sglang.recorded import Bucket as EngineBucket
-from mslime.backends.sglang.recorded import Buckets, Copies, Homes, Received
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin.copy_plan import Bucket as EngineBucket
+from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
+from mslime.engine_plugin.delta import changed as changed_by
+from mslime.engine_plugin.delta import hold, put, read_delta, take_back
+from mslime.tensor_sums import word_sum
 from mslime.weights import differences
 from mslime.weights.contract import check_transport
 from mslime.weights.delta import DeltaTransport
@@ -315,7 +315,7 @@ def test_changes_are_those_that_numpy_finds_of_any_bits_size_and_address(
 
 def changed(path: Path, bucket: EngineBucket, model: torch.nn.Module) -> Received:
     """The bucket with the changes of a file."""
-    return changed_by(read_changes(path), path.parent, bucket, model)
+    return changed_by(read_delta(path), path.parent, bucket, model)
 
 
 class Holding(torch.nn.Module):
@@ -435,7 +435,7 @@ def test_what_is_taken_back_of_a_part_has_zeros_for_the_rest(tmp_path: Path) -> 
 
 def test_no_changes_at_all_are_a_version_of_their_own(tmp_path: Path) -> None:
     path = written(tmp_path / version_name(5) / "x", 4, [], torch.zeros(0), 7)
-    changes = read_changes(path)
+    changes = read_delta(path)
     assert (changes.version, changes.total, len(changes.index)) == (4, 7, 0)
     bucket, _ = loaded(False, tmp_path / version_name(4))
     put(changes, bucket)

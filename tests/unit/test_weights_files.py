@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
-from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, open_handle, parse_group
-from mslime.backends.sglang.recorded import Buckets
 from mslime.config.errors import WeightSyncError
 from mslime.config.handles import take_handle, write_handle
 from mslime.config.keys import EngineInfo
 from mslime.convert.hf import INDEX_NAME
+from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
+from mslime.engine_plugin.copy_plan import Buckets
+from mslime.engine_plugin.wire import Answer, ReadDirectory
 from mslime.weights import contract, shm
 from mslime.weights.buckets import named_tensors
 from mslime.weights.contract import check_transport
@@ -208,7 +209,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.backends.sglang.recorded import Buckets
+from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
 from mslime.weights import contract, shm
@@ -428,7 +429,7 @@ def test_a_server_without_the_plug_in_is_refused_when_it_is_met(
 ) -> None:
     engines[1].set_mode("no plug-in")
     transport = make(link)
-    with pytest.raises(WeightSyncError, match=r"weights\.transport.*takes no buckets in files") as caught:
+    with pytest.raises(WeightSyncError, match=r"weights\.transport.*without mslime's plug-in") as caught:
         transport.connect(infos(engines))
     assert engines[1].url in str(caught.value) and "weights.transport: broadcast" in caught.value.way_out
     transport.disconnect()
@@ -449,7 +450,5 @@ def test_an_engine_on_another_machine_is_refused_when_it_is_met(
     transport.disconnect()
 
 
-def test_a_process_group_is_not_taken_for_a_file() -> None:
-    assert parse_group("run-1234-rank0") is None and answer_leave(Files(), "run-1234-rank0") is None
-    assert parse_group(group_of("mapped", Path("/dev/shm/a:b"))) == ("mapped", Path("/dev/shm/a:b"))
-    assert answer_leave(Files(), group_to_see(Path("/"))) == (True, "done")
+def test_a_directory_that_is_there_can_be_read() -> None:
+    assert read_directory(Files(), ReadDirectory(Path("/"))) == Answer()

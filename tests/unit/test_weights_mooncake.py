@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.sglang import remote
-from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_reach, parse_group
-from mslime.backends.sglang.remote import Remote
-from mslime.backends.sglang.siblings import Siblings
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import rdma
+from mslime.engine_plugin.bucket_files import Files, read_memory
+from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.rdma import RdmaReader
+from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
 from mslime.weights.contract import check_transport
@@ -110,12 +111,12 @@ def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_buck
 def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() -> None:
     end, room = End("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
     place, files = end.share(room.data_ptr(), 16).as_path(), Files()
-    assert answer_leave(files, group_to_reach(place, bytes(range(16)))) == (True, "done")
-    answer = answer_leave(files, group_to_reach(place, bytes(16)))
-    assert answer is not None and not answer[0] and "something else lies in the memory of 127.0.0.1" in answer[1]
+    assert read_memory(files, ReadMemory(place, bytes(range(16)).hex())) == Answer()
+    why_not = read_memory(files, ReadMemory(place, bytes(16).hex())).why_not
+    assert "something else lies in the memory of 127.0.0.1" in why_not
     end.unregister(room.data_ptr())
-    answer = answer_leave(files, group_to_reach(place, bytes(range(16))))
-    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+    why_not = read_memory(files, ReadMemory(place, bytes(range(16)).hex())).why_not
+    assert "cannot read the sender's memory" in why_not
 
 
 @with_package
@@ -148,7 +149,7 @@ class FakeEnd:
         ctypes.memmove(into, memory.address + offset, size)
 
 
-class Recording(Siblings):
+class Recording(RankGroup):
     """Rank `rank` of `count`, alone in this process: what others read is put there by `pass_on`."""
 
     def __init__(self, rank: int, count: int, source: torch.Tensor) -> None:
@@ -177,9 +178,9 @@ def test_ranks_read_a_part_each_and_give_it_to_the_others(
     read = 0
     for rank in range(count):
         end, flat, near = FakeEnd(), torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
-        monkeypatch.setattr(remote, "End", lambda host, over, end=end: end)
-        monkeypatch.setattr(remote, "own_address", lambda url: "here")
-        Remote().read(place, flat, near)
+        monkeypatch.setattr(rdma, "End", lambda host, over, end=end: end)
+        monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+        RdmaReader().read(place, flat, near)
         assert flat.tolist() == source.tolist()
         read += sum(call[2] for call in end.calls if call[0] == "read")
         assert sum(passed for _, passed in near.passed) == size
@@ -188,16 +189,16 @@ def test_ranks_read_a_part_each_and_give_it_to_the_others(
 
 def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     end, source, buffer = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    monkeypatch.setattr(remote, "End", lambda host, over: end)
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
-    place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), Remote()
+    monkeypatch.setattr(rdma, "End", lambda host, over: end)
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+    place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), RdmaReader()
     for size in (8, 4, 6):
-        reader.read(place, buffer[:size], Siblings())
+        reader.read(place, buffer[:size], RankGroup())
     reader.forget()
     reader.forget()
-    reader.read(place, buffer[:2], Siblings())
+    reader.read(place, buffer[:2], RankGroup())
     larger = torch.zeros(9, dtype=torch.uint8)
-    reader.read(place, larger[:2], Siblings())
+    reader.read(place, larger[:2], RankGroup())
     kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
 
@@ -206,28 +207,27 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monke
     """It writes past all streams, into a buffer out of which copies may still run."""
     end, source, flat = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     fake_stream = SimpleNamespace(synchronize=lambda: end.calls.append(("synchronize",)))
-    monkeypatch.setattr(remote, "End", lambda host, over: end)
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(rdma, "End", lambda host, over: end)
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
-    Remote().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, Siblings())
+    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, RankGroup())
     assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
 def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "End", lambda host, over: FakeEnd("the cable is cut"))
-    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(rdma, "End", lambda host, over: FakeEnd("the cable is cut"))
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
     with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
-        Remote().read(place, flat, Recording(1, 2, flat))
+        RdmaReader().read(place, flat, Recording(1, 2, flat))
     with pytest.raises(OSError, match="the cable is cut"):
-        Remote().read(place, flat, Siblings())
+        RdmaReader().read(place, flat, RankGroup())
 
 
 def test_memory_has_one_name() -> None:
     memory = RemoteMemory("rdma", "[fe80::1]:15000", 0x7F00DEADBEEF)
     assert RemoteMemory.of_path(memory.as_path()) == memory
-    assert parse_group(group_of("remote", memory.as_path())) == ("remote", memory.as_path())
     for wrong in ("rdma/host:1", "udp/host:1/5", "rdma/host:1/-5", "rdma/host:1/5/6", "/etc/passwd"):
         with pytest.raises(ValueError, match="names no memory"):
             RemoteMemory.of_path(Path(wrong))
@@ -253,8 +253,8 @@ def test_what_is_missing_is_named_with_a_way_out(
         over_tcp(link).connect([EngineInfo(engines[0].url)])
     assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
     assert re.search(way_out, caught.value.way_out)
-    answer = answer_leave(Files(), group_to_reach(Path("rdma/127.0.0.1:1/1"), b"1"))
-    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+    why_not = read_memory(Files(), ReadMemory(Path("rdma/127.0.0.1:1/1"), b"1".hex())).why_not
+    assert "cannot read the sender's memory" in why_not
 
 
 @with_package

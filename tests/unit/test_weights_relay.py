@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.relay import Order, lane_to_join, parse_lane, parse_order
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.config.pieces import Cuts, Piece
+from mslime.config.slices import HostSlices, Slice
+from mslime.engine_plugin.wire import Answer, JoinRelayGroup, RelaySync, decode
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport
@@ -65,13 +65,6 @@ def test_a_relay_keeps_the_contract(engines: list[StandInEngine], link: Link) ->
     assert isinstance(made, SyncObserver) and isinstance(made, OrderKeeper)
     said = check_transport(find_transport("relay"), link, infos(engines), lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
-
-
-def test_what_is_asked_survives_the_way_through_a_name_of_a_group() -> None:
-    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), ((0,), (1, 0), (0,)), (2, 1, 7), "what is kept")
-    assert parse_order(order.as_group()) == order and parse_order("job-rank0") is None
-    assert parse_lane(lane_to_join(12, "mslime-lane:3:x")) == (12, None, "mslime-lane:3:x") and parse_lane("x") is None
-    assert parse_lane(lane_to_join(12, "a:b", 0)) == (12, 0, "a:b")
 
 
 def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
@@ -167,9 +160,9 @@ def test_a_server_without_the_plug_in_is_told_apart_before_anything_is_made(
 ) -> None:
     engines[0].set_mode("no plug-in")
     transport = RelayTransport(link)
-    with pytest.raises(WeightSyncError, match="pass no buckets on") as caught:
+    with pytest.raises(WeightSyncError, match="without mslime's plug-in") as caught:
         transport.connect(infos(engines))
-    assert caught.value.field == "weights.transport" and "plugins/relay" in caught.value.way_out
+    assert caught.value.field == "weights.transport" and "path_entry" in caught.value.way_out
     transport.disconnect()
 
 
@@ -186,19 +179,24 @@ def test_the_sent_buffer_may_be_written_to_when_the_wait_is_over(engines: list[S
 
 
 def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
+    asked: list[object] = []
 
     async def join_group(self: EngineClient, *place: Any) -> None:
         asked.append(place)
 
+    async def ask(self: EngineClient, request: object, reply: type) -> Answer:
+        asked.append(request)
+        return Answer()
+
     monkeypatch.setattr(EngineClient, "join_group", join_group)
+    monkeypatch.setattr(EngineClient, "ask", ask)
     engine = EngineInfo("http://127.0.0.1:9")
     for lane, machine in ((None, None), (3, None), (3, 1)):
         link.receivers.join(
             engine, host="h", port=5, rank=2, world_size=4, name="n", backend="gloo", lane=lane, machine=machine
         ).result()
-    names = ["n", lane_to_join(3, "n"), lane_to_join(3, "n", 1)]
-    assert asked == [("h", 5, 2, 4, name, "gloo") for name in names]
+    lanes = [JoinRelayGroup(3, "n", "h", 5, 2, 4, "gloo", machine) for machine in (None, 1)]
+    assert asked == [("h", 5, 2, 4, "n", "gloo"), *lanes]
 
 
 def test_every_bucket_is_announced_with_the_lane_of_its_sender_and_its_tensors(
@@ -212,8 +210,12 @@ def test_every_bucket_is_announced_with_the_lane_of_its_sender_and_its_tensors(
     buckets = [replace(bucket, sender=sender) for bucket, sender in zip(BUCKETS, (4, 0, 0), strict=True)]
     transport.begin(1, buckets)
     (said,) = asked
-    order = parse_order(said["group_name"])
-    assert order is not None and order.lanes == ("job-rank0", "job-rank4") and order.senders == ((1,), (0,), (0,))
+    order = decode(said["load_format"])
+    assert (
+        isinstance(order, RelaySync)
+        and order.lanes == ("job-rank0", "job-rank4")
+        and order.senders == ((1,), (0,), (0,))
+    )
     assert order.tensors == tuple(len(bucket.names) for bucket in buckets)
     assert said["names"] == [name for bucket in buckets for name in bucket.names]
     assert said["shapes"] == [list(shape) for bucket in buckets for shape in bucket.shapes]
@@ -247,8 +249,8 @@ def test_members_send_their_parts_where_all_have_a_lane_and_engines_have_one_ran
     monkeypatch.setattr(transport, "_group", "a group")
     assert isinstance(transport, PartTaker) and transport.comes_in_parts(bucket) == in_parts
     transport.begin(1, [bucket])
-    order = parse_order(asked[0]["group_name"])
-    assert order is not None and order.senders == (((1, 0) if in_parts else (1,)),)
+    order = decode(asked[0]["load_format"])
+    assert isinstance(order, RelaySync) and order.senders == (((1, 0) if in_parts else (1,)),)
     transport.skip(bucket)
     assert sent == [bucket.hf_numel // (2 if in_parts else 1)]
 
@@ -257,7 +259,7 @@ class TwoMachines:
     """Fake receivers: engines over two machines, which say what a test lets them say, and a record of what is sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
-        self.says: dict[str, Cuts | None] = {}
+        self.says: dict[str, HostSlices | None] = {}
         self.named: list[str] = []
         self.left: list[str] = []
         self.sent: list[list[tuple[str, torch.Tensor]]] = []
@@ -301,7 +303,7 @@ def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
 ) -> None:
     fleet, transport = TwoMachines(monkeypatch, link), RelayTransport(link)
     transport.connect(fleet.infos)
-    kept = Cuts.of([((Piece(0, 9),), (Piece(5, 22),)), None, ((), (Piece(1, 2, (3,), (2,)),))])
+    kept = HostSlices.of([((Slice(0, 9),), (Slice(5, 22),)), None, ((), (Slice(1, 2, (3,), (2,)),))])
     whole, parts = [["all"]] * 3, [["machine 0", "machine 1"], ["all"], ["machine 1"]]
     fleet.says = {fleet.infos[0].url: kept}
     assert fleet.sync(transport, 1) == whole
@@ -313,7 +315,7 @@ def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
     first, last = contract._filled(BUCKETS[0], 4), contract._filled(BUCKETS[2], 4)
     assert [flat.tolist() for _, flat in fleet.sent[0]] == [first[:9].tolist(), first[5:27].tolist()]
     assert fleet.sent[2][0][1].tolist() == last[[1, 2, 3, 4, 5, 6]].tolist()
-    fleet.says = {fleet.infos[1].url: Cuts.of([None, None, kept.buckets[2]])}
+    fleet.says = {fleet.infos[1].url: HostSlices.of([None, None, kept.buckets[2]])}
     assert fleet.sync(transport, 5) == parts
     assert fleet.sync(transport, 6) == whole, "they keep different things now"
     fleet.says = dict.fromkeys((each.url for each in fleet.infos), kept)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.sglang import digest, recorded
-from mslime.backends.sglang.comparison import as_text, compare, why_not
-from mslime.backends.sglang.digest import BLOCK, all_places, place_sum, whole_sum
-from mslime.backends.sglang.held import held
-from mslime.backends.sglang.recorded import Bucket, Buckets, Received, all_buckets, buckets_of, record
+from mslime import tensor_sums
+from mslime.backends.sglang.comparison import compare, why_not
 from mslime.config.errors import WeightSyncError
+from mslime.engine_plugin import copy_plan
+from mslime.engine_plugin.checksums import held
+from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received, all_buckets, buckets_of, record
+from mslime.engine_plugin.wire import format_sum
+from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
 from tests.fixtures.marks import nightly_except
 
 M64 = 0xFFFFFFFFFFFFFFFF
@@ -45,14 +47,14 @@ def test_a_sum_is_that_of_its_elements_each_times_the_number_of_its_place(numel:
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
     values = tensor.view(torch.int16).tolist()
     assert int(place_sum(tensor)) == slow_place_sum(values)
-    assert whole_sum(tensor) == as_text(slow_place_sum(values), all_places(numel))
+    assert whole_sum(tensor) == (slow_place_sum(values), all_places(numel))
     assert all_places(numel) == slow_place_sum([1] * numel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
 def test_a_sum_is_of_bits_and_differs_where_one_does_or_two_change_places(dtype: torch.dtype) -> None:
     tensor = torch.randn(60, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bits = digest.bits_of(tensor)
+    bits = tensor_sums.bits_of(tensor)
     before = int(place_sum(tensor))
     assert before == slow_place_sum(bits.flatten().tolist()) == int(place_sum(tensor.T.contiguous().T))
     swapped = tensor.clone()
@@ -60,7 +62,9 @@ def test_a_sum_is_of_bits_and_differs_where_one_does_or_two_change_places(dtype:
     assert int(place_sum(swapped)) != before
     for bit in range(8 * tensor.itemsize):
         changed = tensor.clone()
-        digest.bits_of(changed)[7, 11] ^= np.array(1 << bit, f"u{tensor.itemsize}").view(f"i{tensor.itemsize}").item()
+        tensor_sums.bits_of(changed)[7, 11] ^= (
+            np.array(1 << bit, f"u{tensor.itemsize}").view(f"i{tensor.itemsize}").item()
+        )
         assert int(place_sum(changed)) != before, bit
 
 
@@ -68,7 +72,7 @@ def test_sums_of_parts_add_up_to_that_of_the_whole() -> None:
     tensor = torch.randn(8, 40)
     left, right = torch.zeros_like(tensor), torch.zeros_like(tensor)
     left[:, :13], right[:, 13:] = tensor[:, :13], tensor[:, 13:]
-    assert digest.signed(int(place_sum(left)) + int(place_sum(right))) == int(place_sum(tensor))
+    assert tensor_sums.signed(int(place_sum(left)) + int(place_sum(right))) == int(place_sum(tensor))
 
 
 SENT = {"q": (8, 6), "k": (4, 6), "up": (8, 6), "down": (6, 8), "router": (3, 6), "norm": (6,), "tied": (4, 4)}
@@ -132,15 +136,14 @@ class FakeEngine:
                 bucket.copies[id(model)], *_ = record(model, bucket.flat, lambda b=bucket, m=model: load_all(m, b))
                 buckets.loaded.append(bucket)
 
-    def answers(self) -> list[dict[str, Any]]:
-        """Of all ranks, the last one first."""
-        found = []
-        for model, buckets in zip(self.ranks, self.buckets, strict=True):
-            found.append({"checksums": held(model, [buckets]), "parallelism_info": [{"tp_rank": model.rank}]})
-        return found[::-1]
+    def answers(self) -> list[dict[str, str]]:
+        """Of all ranks."""
+        return [held(model, [buckets]) for model, buckets in zip(self.ranks, self.buckets, strict=True)]
 
     def compare(self) -> int:
-        return compare("http://e", self.answers(), {name: whole_sum(tensor) for name, tensor in self.sent.items()})
+        return compare(
+            "http://e", self.answers(), {name: format_sum(*whole_sum(tensor)) for name, tensor in self.sent.items()}
+        )
 
 
 def load_all(model: FakeRank, bucket: Bucket) -> tuple[bool, str]:
@@ -173,7 +176,7 @@ PARAMETERS = {
 def test_one_bit_on_one_rank_is_found(parameter: str, ranks: int) -> None:
     for rank in range(ranks):
         engine = FakeEngine(ranks)
-        digest.bits_of(getattr(engine.ranks[rank], parameter).data)[0, ...].view(-1)[0] ^= 1
+        tensor_sums.bits_of(getattr(engine.ranks[rank], parameter).data)[0, ...].view(-1)[0] ^= 1
         with pytest.raises(WeightSyncError, match=rf"http://e: {PARAMETERS[parameter]}.*so it is with 1 of 7 tensors"):
             engine.compare()
 
@@ -269,7 +272,7 @@ def test_tensors_that_are_joined_before_they_are_copied_are_recorded_as_their_pa
 
 
 def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_BUCKETS", {})
+    monkeypatch.setattr(copy_plan, "_BUCKETS", {})
     model = torch.nn.Linear(3, 2, bias=False).bfloat16()
     updater: Any = SimpleNamespace(device="cpu", get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
     buckets = buckets_of(updater)
@@ -282,6 +285,6 @@ def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatc
         bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
         bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
         assert held(model, all_buckets()) == {}
-        recorded._load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
-        assert held(model, all_buckets()) == {"a": whole_sum(model.weight.data)}
-        recorded.release(lambda *_: None, updater)
+        copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
+        assert held(model, all_buckets()) == {"a": format_sum(*whole_sum(model.weight.data))}
+        copy_plan.release(lambda *_: None, updater)

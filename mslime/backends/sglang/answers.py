@@ -26,8 +26,6 @@ import orjson
 from numpy.typing import NDArray
 
 ROUTES, MASKS = "routed_experts", "output_token_sampling_mask"
-NARROW = {"u1:": np.uint8, "u2:": np.uint16}
-"""By the tag with which a text of routes begins: what its base64 is of. Without a tag it is of int32."""
 _STAND_IN = secrets.token_hex(16)
 _STAND_IN_BYTES = orjson.dumps(_STAND_IN)
 _ROUTES_START, _MASKS_START = f'"{ROUTES}":"'.encode(), f'"{MASKS}":[['.encode()

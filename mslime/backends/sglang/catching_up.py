@@ -8,8 +8,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.transfers import Transfer
-from mslime.config.errors import MALFORMED
+from mslime.engine_plugin.wire import Offered, Transfer, Transferred
 
 
 async def catch_up(client: EngineClient, giver: EngineClient) -> int:
@@ -24,21 +23,18 @@ async def catch_up(client: EngineClient, giver: EngineClient) -> int:
     version, limit_s = await giver.version(), giver.deadlines.weight_sync_s
     name, host = uuid.uuid4().hex, urlsplit(giver.url).hostname or ""
     offer = Transfer("offer", name, host, limit_s / 2)
-    port = await giver.transfer(offer)
-    try:
-        meeting = Transfer("give", name, host, limit_s / 2, int(port))
-    except MALFORMED as error:
-        raise giver.error("peer", f"says {port!r} of the place to meet at") from error
+    port = (await giver.ask(offer, Offered)).port
+    meeting = Transfer("give", name, host, limit_s / 2, port)
     given, taken = await asyncio.gather(
-        giver.transfer(meeting),
-        client.transfer(replace(meeting, part="take")),
-        return_exceptions=True,
+        giver.ask(meeting, Transferred), client.ask(replace(meeting, part="take"), Transferred), return_exceptions=True
     )
     for answer in (taken, given):
         if isinstance(answer, BaseException):
             raise answer
+    assert isinstance(given, Transferred) and isinstance(taken, Transferred)
     if given != taken:
-        raise client.error("peer", f"holds bits with the sums {taken}, and {giver.url}, which sent them, {given}")
+        sums = f"holds bits with the sums {[*taken.sums]}, and {giver.url}, which sent them, {[*given.sums]}"
+        raise client.error("peer", sums)
     await client.flush_cache()
     await client.stamp(version)
     return version

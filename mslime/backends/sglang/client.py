@@ -25,7 +25,6 @@ import tenacity
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import load_answer
-from mslime.backends.sglang.comparison import HELD, HELD_ADAPTER, UNKNOWN
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
@@ -36,19 +35,19 @@ from mslime.backends.sglang.generating import (
     parse_version,
 )
 from mslime.backends.sglang.probing import ProbeRequest, parse_probe
-from mslime.backends.sglang.released import RELEASED, Released
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
-from mslime.backends.sglang.transfers import Transfer
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
 from mslime.data.probe import Probed
+from mslime.engine_plugin import wire
 from mslime.threads import in_thread
 
 T = TypeVar("T")
+R = TypeVar("R", bound=wire.Reply)
 CONNECT_S = 10.0
 KEEPALIVE_S = 2.0
 """After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
@@ -61,6 +60,10 @@ LARGEST_ANSWER = 256 << 20
 
 class EngineDied(EngineError):
     """The connection to an engine broke, or it missed a deadline: nothing more is to be expected of it."""
+
+
+class NoPlugIn(EngineError):
+    """The server was started without mslime's plug-in, which what it was asked needs."""
 
 
 class EngineBusy(EngineError):
@@ -228,28 +231,41 @@ class EngineClient:
         await self._once("/init_weights_update_group", body)
 
     async def receive_bucket(self, description: bytes) -> str:
-        """Let the engine take part in a broadcast (see `receivers.update_request`).
+        """Let the engine take part in a broadcast (see `wire.update_request`).
 
         Returns:
             When it has loaded the bucket, what it says of that.
         """
-        return await self._once("/update_weights_from_distributed", description)
-
-    async def take_handed(self, addresses: Mapping[str, str]) -> str:
-        """Let the engine's ranks take weights from who has the same GPU (see `handed`); what it says of that.
-
-        Args:
-            addresses: by GPU.
-        """
-        return await self._once("/update_weights_from_ipc", {"zmq_handles": dict(addresses), "flush_cache": False})
+        answer = await self._once("/update_weights_from_distributed", description)
+        return str(answer.get("message"))
 
     async def leave_group(self, name: str) -> None:
         """Let the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
-    async def transfer(self, part: Transfer) -> str:
-        """Let the engine do its part of a transfer of weights between engines; what it says of that."""
-        return await self._once("/destroy_weights_update_group", {"group_name": part.as_group()})
+    async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
+        """What the plug-in in this server replies.
+
+        Args:
+            reply: what the request is replied with.
+            repeat: whether the request is sent again if the connection fails; a step of a weight update never is.
+
+        Raises:
+            NoPlugIn: the server has no plug-in.
+            EngineError: it could not do what it was asked. EngineDied: it died meanwhile.
+        """
+        path, body, limit = "/weights_checker", {"action": wire.encode(request)}, self.deadlines.weight_sync_s
+        try:
+            answer = await (self._control(path, body, limit, True) if repeat else self._once(path, body))
+        except EngineError as error:
+            if wire.UNKNOWN in error.rule:
+                raise self.error(path, "it was started without mslime's plug-in", NoPlugIn) from error
+            raise
+        with self.reading(path):
+            found = wire.decode(answer["message"])
+            if not isinstance(found, reply):
+                raise TypeError(f"it replied to {type(request).__name__} with {answer['message']!r}")
+            return found
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Let the engine have an adapter beside those that it has, while its requests go on.
@@ -266,26 +282,22 @@ class EngineClient:
     async def _unload_adapter(self, name: str) -> None:
         await self._control("/unload_lora_adapter", {"lora_name": name}, self.deadlines.weight_sync_s)
 
-    async def held_weights(self) -> list[dict[str, Any]] | None:
-        """What every rank holds of the tensors that it was sent, for `comparison`; None where the server lacks the
-        plug-in that can say."""
-        return await self._held(HELD)
+    async def held_weights(self) -> Sequence[Mapping[str, str]] | None:
+        """What every rank holds of the tensors that it was sent, for `comparison`; None if the server lacks the
+        plug-in."""
+        return await self._held(wire.HeldWeights())
 
-    async def held_adapter(self, version: int, owner: str = "") -> list[dict[str, Any]] | None:
+    async def held_adapter(self, version: int, owner: str = "") -> Sequence[Mapping[str, str]] | None:
         """What every rank holds of the tensors of the loaded adapter of a version; see `held_weights`."""
         adapter = self.adapters.of_version(version, owner)
         assert adapter is not None, f"{self.url} has no adapter of version {version}"
-        return await self._held(HELD_ADAPTER + adapter.name)
+        return await self._held(wire.HeldAdapter(adapter.name))
 
-    async def _held(self, action: str) -> list[dict[str, Any]] | None:
+    async def _held(self, request: wire.Request) -> Sequence[Mapping[str, str]] | None:
         try:
-            answer = await self._control("/weights_checker", {"action": action}, self.deadlines.weight_sync_s, True)
-        except EngineError as error:
-            if UNKNOWN in error.rule:
-                return None
-            raise
-        with self.reading("/weights_checker"):
-            return [dict(rank) for rank in answer["ranks"]]
+            return (await self.ask(request, wire.Sums, repeat=True)).ranks
+        except NoPlugIn:
+            return None
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
         """Let an engine on shared GPUs hold these, and give back the rest. Its weights are zeros when they come back.
@@ -305,11 +317,9 @@ class EngineClient:
             why = after.refused or "it does not do so"
             raise self.error("memory", f"it is to hold {', '.join(tags) or 'nothing'}: {', '.join(give)}: {why}")
 
-    async def released_memory(self) -> Released:
+    async def released_memory(self) -> wire.Released:
         """What an engine on shared GPUs has given back."""
-        answer = await self._control("/weights_checker", {"action": RELEASED}, self.deadlines.weight_sync_s, True)
-        with self.reading("/weights_checker"):
-            return Released.read(answer["ranks"])
+        return await self.ask(wire.ReleasedMemory(), wire.Released, repeat=True)
 
     async def stamp(self, version: int) -> None:
         """Let the weights count as `version`; running requests go on, and their spans show the change."""
@@ -403,12 +413,12 @@ class EngineClient:
         self._refuse(path, answer)
         return answer
 
-    async def _once(self, path: str, body: dict[str, Any] | bytes) -> str:
-        """A step of a weight update, which is never repeated: a peer waits for it in a collective. Its message."""
+    async def _once(self, path: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
+        """A step of a weight update, which is never repeated: a peer waits for it in a collective."""
         limit = self.deadlines.weight_sync_s
         answer = await self._call("POST", path, body, limit, connect_s=limit)
         self._refuse(path, answer)
-        return str(answer.get("message"))
+        return answer
 
     def _refuse(self, path: str, answer: dict[str, Any]) -> None:
         if answer.get("success") is False:

@@ -8,51 +8,36 @@ sum; those of different places must together have the sums of the whole, of whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from mslime.config.errors import sync_error
-
-HELD = "mslime-held"
-"""Action of `/weights_checker` that asks for the sums: of mslime's plug-in (`held`)."""
-HELD_ADAPTER = "mslime-held-adapter "
-"""The same of an adapter, whose name follows (`held_adapters`)."""
-UNKNOWN = "Unsupported action"
-"""What a server without it answers."""
-CANNOT = ""
-"""In the place of a tensor's name, why a rank cannot say what it holds of some tensors, or of all."""
+from mslime.engine_plugin.wire import CANNOT, parse_sum
 
 Sums = Mapping[str, str]
-"""Sum and places (`as_text`) of tensors, by Hugging Face name."""
+"""Sum and places (`wire.format_sum`) of tensors, by Hugging Face name."""
 
 _HALF, _WHOLE = 1 << 63, 1 << 64
 
 
-def as_text(total: int, places: int) -> str:
-    """What is said of a tensor. Args: the sum, and that of the places."""
-    return f"{total} {places}"
-
-
-def why_not(reported: Sequence[Mapping[str, Any]]) -> str:
+def why_not(reported: Sequence[Sums]) -> str:
     """Why ranks cannot say what they hold of some tensors, or of all; empty where they have told everything."""
-    return next((str(said) for rank in reported if (said := rank["checksums"].get(CANNOT))), "")
+    return next((why for rank in reported if (why := rank.get(CANNOT))), "")
 
 
-def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Sums) -> int:
+def compare(where: str, reported: Sequence[Sums], expected: Sums) -> int:
     """Compare what one engine's ranks hold with what is expected of the whole tensors; the number of tensors.
 
     Args:
         where: the engine, for the message.
-        reported: `ranks` of the engine's answer: `checksums` by tensor, and `parallelism_info`. Where a rank says that
-            there is something that it cannot tell (`why_not`), tensors of which it tells nothing are left out.
+        reported: by rank of the engine. If a rank cannot report everything (`why_not`), tensors of which it reports
+            nothing are left out.
 
     Raises:
         WeightSyncError: a tensor differs, or is not all there.
     """
-    ranks = sorted(reported, key=_tp_rank)
-    parts = [rank["checksums"] for rank in ranks if CANNOT in rank["checksums"]]
+    parts = [rank for rank in reported if CANNOT in rank]
     told = {name: want for name, want in expected.items() if all(name in part for part in parts)}
-    wrong = {name: fault for name, want in told.items() if (fault := _fault(name, ranks, want))}
+    wrong = {name: fault for name, want in told.items() if (fault := _fault(name, reported, want))}
     if wrong:
         name, fault = next(iter(wrong.items()))
         raise sync_error(
@@ -64,12 +49,12 @@ def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Sums) -
     return len(told)
 
 
-def _fault(name: str, ranks: Sequence[Mapping[str, Any]], want: str) -> str:
+def _fault(name: str, ranks: Sequence[Sums], want: str) -> str:
     """What is wrong with a tensor; empty when nothing is."""
     by_places = dict[int, tuple[int, int]]()
-    for rank in ranks:
-        number, said = _tp_rank(rank), rank["checksums"].get(name)
-        numbers = _numbers(said)
+    for number, rank in enumerate(ranks):
+        said = rank.get(name, "")
+        numbers = parse_sum(said)
         if numbers is None:
             return f"of rank {number}, {said}" if said else f"rank {number} did not load it"
         total, places = numbers
@@ -82,19 +67,6 @@ def _fault(name: str, ranks: Sequence[Mapping[str, Any]], want: str) -> str:
     return "" if _added(total for _, total in by_places.values()) == whole_total else "the engine holds something else"
 
 
-def _numbers(said: str | None) -> tuple[int, int] | None:
-    match (said or "").split():
-        case [total, places] if total.lstrip("-").isdecimal() and places.lstrip("-").isdecimal():
-            return int(total), int(places)
-        case _:
-            return None
-
-
-def _added(numbers: Any) -> int:
+def _added(numbers: Iterable[int]) -> int:
     """Modulo 2^64, as int64 has it."""
     return (sum(numbers) + _HALF) % _WHOLE - _HALF
-
-
-def _tp_rank(rank: Mapping[str, Any]) -> int:
-    info = rank["parallelism_info"]  # a list: one entry for each model (target, drafts) of the rank
-    return int(info[0]["tp_rank"])

@@ -14,9 +14,8 @@ from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.choices import Half
 from mslime.config.hf_config import read_hf_config
 from mslime.config.serving import ServedLora, ServerSpec
+from mslime.engine_plugin.wire import LOADER_VARIABLE, PATH_ENTRY
 
-PLUGINS_DIR = Path(__file__).with_name("plugins")
-"""A directory for each of our plug-ins of SGLang, which lies there as if it were an installed package."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
 
@@ -104,7 +103,7 @@ def server_fields(
         "enable_return_routed_experts": routes,
         "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
-        "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory`)
+        "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory_release`)
         "enable_weights_cpu_backup": spec.gives_back and spec.role == "teacher",
     }
     if spec.lora is not None:
@@ -158,8 +157,8 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 
 def environment(
-    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
-    files: bool = False, gives_back: bool = False, adapters: bool = False, peers: bool = False, masks: bool = False,
+    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = True,
+    masks: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
@@ -167,11 +166,7 @@ def environment(
         base: the environment to start from.
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
-        recorded: it loads buckets of weights by recorded copies (see `recorded`).
-        files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
-        gives_back: it gives its memory back when asked (see `memory`).
-        adapters: it says what it holds of adapters (see `held_adapters`).
-        peers: it gives its weights to an engine that is back (see `peers`).
+        recorded: it loads buckets of weights by recorded copies, not by the model's own loader.
         masks: it is one of a pair, whose sampling masks go from one to the other.
     """
     env = dict(base)
@@ -181,11 +176,8 @@ def environment(
     env["no_proxy"] = env["NO_PROXY"] = ",".join(filter(None, [around, "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
-    plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
-    plugins += [*(["memory"] if gives_back else []), *(["adapters"] if adapters else [])]
-    plugins += ["peers"] if peers else []
-    own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
-    paths = [*map(str, own), env.get("PYTHONPATH")]
+    paths = [str(Path(__file__).resolve().parents[3]), str(PATH_ENTRY), env.get("PYTHONPATH")]
+    env[LOADER_VARIABLE] = "recorded" if recorded else "model"
     if cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"  # it waits for an event of a GPU's stream
@@ -202,6 +194,6 @@ def environment(
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all
-        env["SGLANG_PLUGINS"] = ",".join([env["SGLANG_PLUGINS"], *(f"mslime_{plugin}" for plugin in plugins)])
+        env["SGLANG_PLUGINS"] += ",mslime"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env

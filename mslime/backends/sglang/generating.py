@@ -20,11 +20,12 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.answers import MASKS, NARROW, ROUTES, IntegerRows
+from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
 from mslime.data.supports import Supports
+from mslime.engine_plugin.wire import NARROW
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -159,7 +160,7 @@ def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> ND
     Raises ValueError for what is not base64, AssertionError for another number of entries or ids out of range.
 
     Args:
-        encoded: base64 of int32, or of what its tag says (`answers.NARROW`).
+        encoded: base64 of int32, or of what its tag says (`wire.NARROW`).
     """
     dtype, text = _untagged(encoded)
     decoded = pybase64.b64decode(text, validate=True)

@@ -13,13 +13,13 @@ import re
 import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import CONNECT_S, LARGEST_ANSWER, EngineClient, EngineDied
+from mslime.backends.sglang.client import CONNECT_S, LARGEST_ANSWER, EngineClient, EngineDied, R
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
@@ -33,6 +33,7 @@ from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
 from mslime.data.probe import Probed
+from mslime.engine_plugin import wire
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
@@ -106,6 +107,13 @@ class PairClient(EngineClient):
             text = parse_scores(ScoreRequest(request.rid, request.input_ids), first, self.model.vocab_size)
             return probed(request, text, self._joined(request.generation, first, rest), self.model)
 
+    async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
+        """What both reply: the sums of both, else what the one that decodes replies. See `EngineClient`."""
+        first, rest = await _together(*(server.ask(request, reply, repeat=repeat) for server in self.servers))
+        if isinstance(first, wire.Sums) and isinstance(rest, wire.Sums):
+            return cast("R", wire.Sums((*first.ranks, *rest.ranks)))
+        return rest
+
     async def _both_halves(
         self, request: GenerateRequest, limit_s: float, of_prompt: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,11 +174,7 @@ class PairClient(EngineClient):
         answers = await _together(
             *(server._call(method, path, body, timeout_s, limit, connect_s) for server in self.servers)
         )
-        refused = next((answer for answer in answers if answer.get("success") is False), None)
-        if refused is not None or "ranks" not in answers[1]:
-            return refused or answers[1]
-        with self.reading(path):
-            return answers[1] | {"ranks": [rank for answer in answers for rank in answer["ranks"]]}
+        return next((answer for answer in answers if answer.get("success") is False), answers[1])
 
     async def _status(self, path: str, patience_s: float) -> int | None:
         found = await asyncio.gather(*(server._status(path, patience_s) for server in self.servers))

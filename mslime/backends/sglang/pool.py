@@ -40,7 +40,7 @@ MAX_SESSIONS = 65536
 INTERRUPT_S = 5.0
 """For requests to return what they have; who does not goes on under its adapter."""
 _CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
-_NO_PLUG_IN = "it was started without mslime/backends/sglang/plugins/{} on its PYTHONPATH"
+_NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 
 
@@ -332,11 +332,11 @@ class EnginePool:
 
         async def one(client: EngineClient) -> int:
             if adapter is None:
-                reported, plug_in = await client.held_weights(), "receiver"
+                reported = await client.held_weights()
             else:
-                reported, plug_in = await client.held_adapter(adapter, owner), "adapters"
+                reported = await client.held_adapter(adapter, owner)
             with client.reading("sums of its weights"):
-                cannot = _NO_PLUG_IN.format(plug_in) if reported is None else why_not(reported)
+                cannot = _NO_PLUG_IN if reported is None else why_not(reported)
                 if cannot:
                     _log.warning("%s: %s: %s", client.url, _CANNOT_SAY, cannot)
                 try:

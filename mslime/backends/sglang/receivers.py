@@ -15,38 +15,25 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 import torch
 
-from mslime.backends.sglang.changes import PROBE_CHANGES, group_of_version
-from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.digest import whole_sum, word_sum
-from mslime.backends.sglang.files import (
-    NO_SUCH_GROUP,
-    REFUSED,
-    UNREACHED,
-    UNSEEN,
-    group_of,
-    group_to_forget,
-    group_to_reach,
-    group_to_see,
-)
-from mslime.backends.sglang.handed import GROUP, MARK, QUESTION, UNABLE
-from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
-from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
+from mslime.backends.sglang.client import EngineClient, NoPlugIn
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
-from mslime.config.pieces import Cuts, told
 from mslime.config.schema import DeadlineConfig
+from mslime.config.slices import HostSlices
+from mslime.engine_plugin import wire
+from mslime.engine_plugin.wire import OWN_LOADER, RECORDED, update_request
+from mslime.tensor_sums import whole_sum, word_sum
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
 NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
-WITHOUT_FILES = "the server takes no buckets in files: it was started without mslime's plug-in"
-WITHOUT_HANDED = "the server takes nothing that is handed to it: it was started without mslime's plug-in"
-WITHOUT_CHANGES = "the server takes no changes by broadcasts: it was started without mslime's plug-in"
-WITHOUT_RELAY = "the server's ranks pass no buckets on: it was started without mslime's plug-in"
+WITHOUT_PLUG_IN = "the server was started without mslime's plug-in"
+USE_PLUG_IN = (
+    "set weights.transport: broadcast, or start the server with mslime/engine_plugin/path_entry on its PYTHONPATH"
+)
 USE_BROADCAST = (
     "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "
     "delta for a weights.directory that all machines share"
@@ -115,8 +102,11 @@ class SGLangReceivers:
             lane: one on each machine joins: that which receives from the sender of this number.
             machine: with `lane`, only the one on this machine.
         """
-        name = name if lane is None else lane_to_join(lane, name, machine)
-        call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
+        if lane is None:
+            call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
+        else:
+            request = wire.JoinRelayGroup(lane, name, host, port, rank, world_size, backend, machine)
+            call = self._do(engine, request)
         return self._submit(call, "connect", engine.url)
 
     def announce(self, bucket: AnnouncedBucket, group: str) -> bytes:
@@ -129,15 +119,15 @@ class SGLangReceivers:
         Args:
             kind: what lies in the file.
         """
-        return update_request([bucket], group_of(kind, path))
+        return update_request([bucket], load=wire.FromFile(kind, path))
 
     def announce_version(self, bucket: AnnouncedBucket, group: str, version: BucketVersion) -> bytes:
         """The request for a bucket, or for changes of it, that is broadcast: see `receive`."""
-        return update_request([bucket], group_of_version(version, group))
+        return update_request([bucket], group, wire.FromBroadcast(version))
 
     def can_take_changes(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that it can take changes by a broadcast. Raises WeightSyncError."""
-        return self._submit(self._ask(engine, PROBE_CHANGES, WITHOUT_CHANGES, "files"), "connect", engine.url)
+        """Done when an engine replies that it has the plug-in. Raises WeightSyncError."""
+        return self._able(engine, wire.Ping())
 
     def announce_relay(
         self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket],
@@ -145,77 +135,63 @@ class SGLangReceivers:
     ) -> bytes:  # fmt: skip
         """The request for a whole sync: see `receive_all`."""
         tensors = tuple(len(each.names) for each in buckets)
-        order = Order(sync, plan, tuple(lanes), tuple(map(tuple, senders)), tensors, cuts)
-        return update_request(buckets, order.as_group())
+        load = wire.RelaySync(sync, plan, tuple(lanes), tuple(map(tuple, senders)), tensors, cuts)
+        return update_request(buckets, load=load)
 
     def can_relay(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that its ranks can pass buckets on. Raises WeightSyncError."""
-        return self._submit(self._ask(engine, PROBE, WITHOUT_RELAY, "relay"), "connect", engine.url)
-
-    async def _ask(self, engine: EngineInfo, question: str, without: str, plug_in: str) -> None:
-        """Let one of our plug-ins answer. Raises WeightSyncError `without` it, EngineError for what it answers."""
-        try:
-            await self._client(engine.endpoint).leave_group(question)
-        except EngineError as error:
-            if NO_SUCH_GROUP in error.rule:
-                raise sync_error("transport", engine.url, without, use_plug_in(plug_in)) from error
-            raise
+        """Done when an engine replies that it has the plug-in. Raises WeightSyncError."""
+        return self._able(engine, wire.Ping())
 
     def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
-        """Done when an engine says that it can take buckets in files of this directory. Raises WeightSyncError."""
-
-        async def seen() -> None:
-            try:
-                await self._ask(engine, group_to_see(directory), WITHOUT_FILES, "files")
-            except EngineError as error:
-                if UNSEEN in error.rule:
-                    raise sync_error("transport", engine.url, f"{directory}: {error.rule}", USE_BROADCAST) from error
-                raise
-
-        return self._submit(seen(), "connect", f"{engine.url}: {directory}")
+        """Done when an engine replies that it reads files of this directory. Raises WeightSyncError."""
+        return self._able(engine, wire.ReadDirectory(directory), USE_BROADCAST, str(directory))
 
     def reach(self, engine: EngineInfo, place: Path, said: bytes) -> Future[None]:
         """Done when an engine has read these bytes in memory of this process. Raises WeightSyncError."""
+        return self._able(engine, wire.ReadMemory(place, said.hex()), USE_MOONCAKE)
 
-        async def reached() -> None:
-            try:
-                await self._ask(engine, group_to_reach(place, said), WITHOUT_FILES, "files")
-            except EngineError as error:
-                if UNREACHED in error.rule:
-                    raise sync_error("transport", engine.url, error.rule, USE_MOONCAKE) from error
-                raise
+    def _able(self, engine: EngineInfo, request: wire.Request, way_out: str = "", what: str = "") -> Future[None]:
+        """Done when an engine replies that it can do something. Raises WeightSyncError.
 
-        return self._submit(reached(), "connect", engine.url)
-
-    def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
-        """What a bucket is called that is handed to an engine's ranks: a request for it, see `handed`."""
-        return update_request([bucket], GROUP)
-
-    def can_take_handed(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that it can take buckets that are handed to it. Raises WeightSyncError."""
+        Args:
+            way_out: if it replies why not.
+            what: that is about, for the message.
+        """
 
         async def asked() -> None:
             try:
-                await self._ask(engine, QUESTION, WITHOUT_HANDED, "files")
-            except EngineError as error:
-                if UNABLE in error.rule:
-                    raise sync_error("transport", engine.url, error.rule, USE_FILES) from error
-                raise
+                reply = await self._client(engine.endpoint).ask(request, wire.Answer)
+            except NoPlugIn as error:
+                raise sync_error("transport", engine.url, WITHOUT_PLUG_IN, USE_PLUG_IN) from error
+            if reply.why_not:
+                rule = f"{what}: {reply.why_not}" if what else reply.why_not
+                raise sync_error("transport", engine.url, rule, way_out)
 
-        return self._submit(asked(), "connect", engine.url)
+        return self._submit(asked(), "connect", f"{engine.url}: {what}" if what else engine.url)
+
+    def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
+        """The name of a bucket that is handed to an engine's ranks."""
+        return wire.encode(wire.IpcBucket.of(bucket)).encode()
+
+    def can_take_handed(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine replies that it can take buckets that are handed to it. Raises WeightSyncError."""
+        return self._able(engine, wire.CheckIpc(), USE_FILES)
 
     def take_handed(self, engine: EngineInfo, addresses: Mapping[str, str]) -> Future[None]:
         """Let an engine's ranks take buckets from who has the same GPU; done when they have loaded all of them."""
 
         async def taken() -> None:
-            self._note(engine, await self._client(engine.endpoint).take_handed({**addresses, MARK: GROUP}))
+            request = wire.TakeIpc(dict(addresses))
+            self._note(engine, (await self._client(engine.endpoint).ask(request, wire.Loaded)).how)
 
         return self._submit(taken(), "send", engine.url)
 
     def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Let an engine unmap the files of this directory."""
-        call = self._client(engine.endpoint).leave_group(group_to_forget(directory))
-        return self._submit(call, "disconnect", engine.url)
+        return self._submit(self._do(engine, wire.ForgetDirectory(directory)), "disconnect", engine.url)
+
+    async def _do(self, engine: EngineInfo, request: wire.Request) -> None:
+        await self._client(engine.endpoint).ask(request, wire.Answer)
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
         """Let an engine take the bucket that is announced; done when it has loaded it."""
@@ -225,13 +201,17 @@ class SGLangReceivers:
 
         return self._submit(received(), "send", engine.url)
 
-    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[Cuts | None]:
+    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[HostSlices | None]:
         """Let an engine take a whole sync; done when it has loaded it. What its machines keep, where that is news."""
 
-        async def received() -> Cuts | None:
-            said, cuts = told(await self._received(engine, announcement))
-            self._note(engine, said)
-            return cuts
+        async def received() -> HostSlices | None:
+            message = await self._received(engine, announcement)
+            with self._client(engine.endpoint).reading("the sync"):
+                loaded = wire.decode(message)
+                if not isinstance(loaded, wire.Loaded):
+                    raise TypeError(f"it answered a relay with {message!r}")
+            self._note(engine, loaded.how)
+            return loaded.cuts
 
         return self._submit(received(), "send", engine.url)
 
@@ -239,7 +219,7 @@ class SGLangReceivers:
         try:
             return await self._client(engine.endpoint).receive_bucket(announcement)
         except EngineError as error:
-            if REFUSED not in error.rule:
+            if wire.REFUSED not in error.rule:
                 raise
             raise ChangesRefused("weights.send", engine.url, error.rule, "send the whole bucket") from error
 
@@ -257,7 +237,7 @@ class SGLangReceivers:
 
     def digest(self, tensor: torch.Tensor) -> str:
         """What the ranks of an engine must say of this tensor when they hold it."""
-        return whole_sum(tensor)
+        return wire.format_sum(*whole_sum(tensor))
 
     def checksum(self, tensor: torch.Tensor) -> int:
         """What an engine works out for a tensor to find out whether changes of it are right."""
@@ -303,28 +283,6 @@ class SGLangReceivers:
         return self._loop
 
 
-def use_plug_in(name: str) -> str:
-    """The way out for a server that was started without one of our plug-ins."""
-    return (
-        "set weights.transport: broadcast, or start the server with "
-        f"mslime/backends/sglang/plugins/{name} on its PYTHONPATH"
-    )
-
-
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def update_request(buckets: Sequence[AnnouncedBucket], group: str) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket."""
-    return orjson.dumps(
-        {
-            "names": [name for bucket in buckets for name in bucket.names],
-            "dtypes": [dtype for bucket in buckets for dtype in bucket.dtypes],
-            "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
-        }
-    )

@@ -304,8 +304,7 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
     """Of a server's process, from this one's."""
     env = environment(
         os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
-        files=spec.role == "engine", gives_back=spec.gives_back, adapters=spec.lora is not None,
-        peers=spec.settings.rejoin == "peer", masks=spec.settings.pairs is not None and spec.mask_tokens is not None,
+        masks=spec.settings.pairs is not None and spec.mask_tokens is not None,
     )  # fmt: skip
     return env | {KEY_VARIABLE: keys.api, ADMIN_KEY_VARIABLE: keys.admin}
 

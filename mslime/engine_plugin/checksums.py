@@ -1,0 +1,62 @@
+"""Inside an SGLang server: what a model's parameters hold of the tensors that this update has sent.
+
+The copies that were recorded for a bucket (`copy_plan`), made backwards, give the sent tensors back, whatever the model
+has joined, cut or shared out, so that they are compared with the trainer's without anybody knowing how. Each rank sums
+what it holds of a tensor, and the places that this is of (`tensor_sums.place_sum`): sums of different places add up to
+those of the whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable
+
+import torch
+
+from mslime.engine_plugin.copy_plan import Bucket, Buckets, Copies
+from mslime.engine_plugin.wire import CANNOT, format_sum
+from mslime.tensor_sums import bits_of, place_sum
+
+
+def held(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
+    """Sum and places of what this rank holds, by name of what was sent in this update; and under `CANNOT` why it cannot
+    say it of some tensors, which are left out then."""
+    sums = dict[str, str]()
+    for buckets in every:
+        for bucket in buckets.loaded:
+            copies = bucket.copies.get(id(model))
+            if copies is None or not copies.fit(model):
+                sums[CANNOT] = f"copies are not recorded: {copies.why_not if copies else ''}".rstrip(": ")
+                continue
+            buckets.buffer.make_room(bucket.flat.numel())
+            sums |= of_bucket(bucket, copies)
+    return sums
+
+
+def of_bucket(bucket: Bucket, copies: Copies) -> dict[str, str]:
+    """Sum and places of each of its tensors. Writes over the bucket's buffer."""
+    if copies.places is None:
+        copies.places, copies.apart = _places(bucket, copies)
+    copies.make_backwards(bucket.flat)
+    totals = torch.stack([place_sum(tensor) for _, tensor in bucket.named]).tolist()
+    names = [name for name, _ in bucket.named]
+    found = {name: format_sum(*pair) for name, *pair in zip(names, totals, copies.places, strict=True)}
+    starts = [tensor.data_ptr() for _, tensor in bucket.named]
+    for into, out_of in copies.apart:
+        if not torch.equal(into, out_of.to(into.dtype)):
+            found[names[bisect(starts, out_of.data_ptr()) - 1]] = f"a parameter in {into.dtype} holds something else"
+    return found
+
+
+def _places(bucket: Bucket, copies: Copies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The sum of the places that this rank holds of each tensor; and the copies that the buffer, filled backwards, does
+    not tell of: those that come from a place of which there are several, or that change the dtype."""
+    bucket.flat.zero_()
+    for view in copies.out_of:
+        bits_of(view).fill_(1)
+    tensors = [tensor for _, tensor in bucket.named]
+    covered = sum(int(torch.count_nonzero(bits_of(tensor))) for tensor in tensors)
+    several = sum(view.numel() for view in copies.out_of) > covered
+    pairs = zip(copies.into, copies.out_of, strict=True)
+    apart = [(into, out_of) for into, out_of in pairs if several or into.dtype != out_of.dtype]
+    return torch.stack([place_sum(tensor) for tensor in tensors]).tolist(), apart

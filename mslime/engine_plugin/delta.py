@@ -1,0 +1,146 @@
+"""Inside an SGLang server: of a bucket comes what changed. The rest is taken from the model's own parameters.
+
+Changes come in a file, or by a broadcast (`receive`). The copies that were recorded for a bucket (`copy_plan`), made
+backwards, fill it with what the model holds. The changes are put into it, and it is loaded like any other. A file
+system, a session of somebody else's or a loader that keeps its parameters in another form could make the outcome a
+mixture, so nothing is taken on trust: the changes name the version that they belong to and carry sums of themselves and
+of the outcome, and a sum of what the model was given shows whether it still holds it. The first doubt refuses the
+changes, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load
+
+from mslime.config.choices import CHANGES, version_name
+from mslime.config.keys import BucketVersion
+from mslime.engine_plugin.copy_plan import Bucket, Copies, Held, Received
+from mslime.tensor_sums import word_sum
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is said to be different.
+
+    Attributes:
+        version: number of the version that was changed.
+        total: word sum of the whole bucket with the changes in it.
+        index: [n] int32.
+        value: [n], the dtype of the bucket's tensors; where they have several, bytes.
+    """
+
+    version: int
+    total: int
+    index: torch.Tensor
+    value: torch.Tensor
+
+
+def receive(
+    version: BucketVersion, name: str, group: dist.ProcessGroup, bucket: Bucket, model: torch.nn.Module
+) -> Received:
+    """The bucket that is broadcast, or that with the changes that are.
+
+    Args:
+        name: of the connection that the versions belong to.
+
+    Raises:
+        ValueError: what arrived is damaged, or does not belong to what the model holds.
+    """
+    place = Path(name) / version_name(version.number)
+    if version.base is None:
+        dist.broadcast(bucket.flat, group=group, group_src=0)
+        return Received(bucket, partial(hold, bucket, model, place))
+    dtype = _flat_as_one(bucket).dtype
+    packed = bucket.flat.new_empty(version.changed * (4 + dtype.itemsize))
+    if version.changed:  # all ranks take part, also those that will refuse
+        dist.broadcast(packed, group=group, group_src=0)
+    index, value = packed.split([4 * version.changed, dtype.itemsize * version.changed])
+    of_index, of_value, total = version.sums
+    if (word_sum(index), word_sum(value)) != (of_index, of_value):
+        raise ValueError("the changes were damaged on their way")
+    return changed(Delta(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
+
+
+def changed(changes: Delta, version: Path, bucket: Bucket, model: torch.nn.Module) -> Received:
+    """The bucket with the changes in it.
+
+    Args:
+        version: that they lead to.
+        bucket: that this model has loaded before.
+
+    Raises:
+        ValueError: the changes do not belong to what the model holds.
+    """
+    copies, held = bucket.copies.get(id(model)), bucket.held
+    if copies is None or not copies.fit(model):
+        raise ValueError(f"copies are not recorded: {copies.why_not if copies else ''}".rstrip(": "))
+    base = version.with_name(version_name(changes.version))
+    if held is None or held.version != base:
+        raise ValueError(f"they belong to {base.name}, and this engine holds {held and held.version}")
+    if take_back(bucket, copies) != held.total:
+        raise ValueError(f"this engine's parameters are not those of {base.name} any more")
+    put(changes, bucket)
+    if copies.are_all_of(bucket.flat) and word_sum(bucket.flat) != changes.total:
+        raise ValueError("the bucket with the changes in it is not what was to be sent")
+    return Received(bucket, partial(hold, bucket, model, version, changes.total))
+
+
+def read_delta(path: Path) -> Delta:
+    """A file of changes. Raises OSError, and ValueError when it is damaged."""
+    try:
+        sums, index, value = (load(path.read_bytes())[name] for name in CHANGES)
+        version, of_index, of_value, total = map(int, sums)
+    except OSError:
+        raise
+    except Exception as error:  # of safetensors, which has errors of its own
+        raise ValueError(f"{path} is not a file of changes: {error}") from error
+    if (word_sum(index), word_sum(value)) != (of_index, of_value) or index.shape != value.shape:
+        raise ValueError(f"{path} is damaged")
+    return Delta(version, total, index, value)
+
+
+def put(changes: Delta, bucket: Bucket) -> None:
+    """Write the changes into the bucket's buffer. Raises ValueError where they do not fit."""
+    value, flat = changes.value, _flat_as_one(bucket)
+    if value.dtype != flat.dtype:
+        raise ValueError(f"the changes are {value.dtype}, and the bucket {flat.dtype}")
+    if len(value) and not 0 <= int(changes.index.min()) <= int(changes.index.max()) < len(flat):
+        raise ValueError(f"the changes go beyond the bucket's {len(flat)} elements")
+    bits = _BITS[flat.itemsize]
+    flat.view(bits)[changes.index.to(flat.device, torch.int64)] = value.view(bits).to(flat.device)
+
+
+def _flat_as_one(bucket: Bucket) -> torch.Tensor:
+    """The bucket's buffer in the dtype of its tensors; bytes where they have several."""
+    dtypes = {tensor.dtype for _, tensor in bucket.named}
+    return bucket.flat.view(dtypes.pop()) if len(dtypes) == 1 else bucket.flat
+
+
+def hold(bucket: Bucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
+    """Note that a model has loaded all of a bucket: changes of it may come.
+
+    Args:
+        version: as `Held` has it.
+        total: word sum of the whole bucket; None: not known.
+    """
+    copies, bucket.held = bucket.copies.get(id(model)), None
+    if copies is None or not copies.fit(model):
+        return
+    if copies.are_all_of(bucket.flat) and copies.keep_bits():  # the bucket is what it would give back
+        bucket.held = Held(version, word_sum(bucket.flat) if total is None else total)
+    else:
+        bucket.held = Held(version, take_back(bucket, copies))
+
+
+def take_back(bucket: Bucket, copies: Copies) -> int:
+    """Fill a bucket with what the model holds of it, and zeros for the rest; the word sum."""
+    copies.make_backwards(bucket.flat)
+    return word_sum(bucket.flat)

@@ -1,0 +1,139 @@
+"""Inside an SGLang server: every method of SGLang that the plug-in wraps, and who does what it is asked.
+
+SGLang calls `install` in each of its processes (entry point group `sglang.srt.plugins`, `wire.PATH_ENTRY`). If that
+fails, SGLang only logs it, and the server is one without the plug-in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mslime.engine_plugin import (
+    adapter_checksums,
+    bucket_files,
+    checksums,
+    copy_plan,
+    ipc,
+    memory_release,
+    narrow_routes,
+    peers,
+    relay,
+    wire,
+)
+from mslime.engine_plugin.copy_plan import Named, Received
+from mslime.engine_plugin.engine_ranks import all_ranks
+
+READ_IN = "0.5.23"
+"""The SGLang whose methods these are: read them again in another one."""
+RECORDS = os.environ.get(wire.LOADER_VARIABLE) != "model"
+"""Whether buckets are loaded by recorded copies."""
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+Handler = Callable[[Any, Any], wire.Reply]
+
+
+def install() -> None:
+    """Register all hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for method, around in HOOKS.items():
+        HookRegistry.register(method, around, HookType.AROUND)
+
+
+def check_weights(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """Around the end of `/weights_checker`: a `wire.Request`, or one of SGLang's own actions."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+    try:
+        request = wire.decode(recv_req.action)
+        reply = None if request is None else wire.encode(HANDLERS[type(request)](self, request))
+    except RuntimeError as error:  # what a hook raises ends the server
+        return CheckWeightsReqOutput(success=False, message=str(error))
+    except Exception as error:
+        return CheckWeightsReqOutput(success=False, message=f"{type(error).__name__}: {error}")
+    return original(self, recv_req) if reply is None else CheckWeightsReqOutput(success=True, message=reply)
+
+
+def receive(
+    original: Callable[..., Named], self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str,
+    load_format: str | None = None,
+) -> Named:  # fmt: skip
+    """Around what receives a bucket, of which SGLang answers what this raises."""
+    load = wire.decode(load_format)
+    if isinstance(load, wire.RelaySync):
+        return relay.receive(self, load, names, dtypes, shapes)
+    if isinstance(load, wire.FromFile | wire.FromBroadcast):
+        return bucket_files.receive(self, load, (names, dtypes, shapes), group_name)
+    if RECORDS and load_format == wire.FLAT and group_name in self._model_update_group:
+        return copy_plan.receive(self, names, dtypes, shapes, group_name)
+    return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
+
+
+def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Named) -> tuple[bool, str]:
+    """Around what loads a bucket that was received: whether it did, and how."""
+    if isinstance(named_tensors, relay.Relayed):
+        return relay.load(self, named_tensors)
+    if RECORDS and isinstance(named_tensors, Received):
+        return copy_plan.load(original, self, named_tensors)
+    loaded, message = original(self, list(named_tensors))
+    return loaded, message if RECORDS or not loaded else f"{wire.OWN_LOADER}weights.loader is model"
+
+
+def end(original: Callable[..., None], self: Any, **how: Any) -> None:
+    """Around the end of an update, after which buckets have no memory."""
+    bucket_files.FILES.remote.forget()
+    copy_plan.release(original, self, **how)
+
+
+HOOKS: Mapping[str, Callable[..., Any]] = {
+    f"{_MANAGER}.check_weights": check_weights,
+    f"{_MANAGER}.release_memory_occupation": memory_release.release,
+    f"{_MANAGER}.resume_memory_occupation": memory_release.resume,
+    f"{_UPDATER}.receive_weights_from_distributed": receive,
+    f"{_UPDATER}.load_weights_from_distributed": load,
+    f"{_UPDATER}.end_weight_update": end,
+    "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out": narrow_routes.narrow,
+    "sglang.srt.lora.lora.LoRAAdapter._process_weight": adapter_checksums.note_shape,
+}
+"""By method, what is put around it: called with the original, and with its arguments."""
+
+
+def _runner(manager: Any) -> Any:
+    return manager.tp_worker.model_runner
+
+
+def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
+    """Of all ranks."""
+    try:
+        own = sums()
+    except Exception as error:  # the other ranks wait for this one's
+        own = {wire.CANNOT: f"{type(error).__name__}: {error}"}
+    return wire.Sums(tuple(all_ranks().gathered(own)))
+
+
+def _held_weights(manager: Any) -> dict[str, str]:
+    if not RECORDS:
+        return {wire.CANNOT: "copies are not recorded: weights.loader is model"}
+    return checksums.held(_runner(manager).weight_updater.get_model(), copy_plan.all_buckets())
+
+
+HANDLERS: Mapping[type[wire.Record], Handler] = {
+    wire.Ping: lambda _, request: wire.Answer(),
+    wire.ReadDirectory: lambda _, request: bucket_files.read_directory(bucket_files.FILES, request),
+    wire.ForgetDirectory: lambda _, request: bucket_files.forget_directory(bucket_files.FILES, request),
+    wire.ReadMemory: lambda _, request: bucket_files.read_memory(bucket_files.FILES, request),
+    wire.CheckIpc: lambda _, request: ipc.check(),
+    wire.TakeIpc: lambda manager, request: ipc.take(_runner(manager).weight_updater, _runner(manager), request),
+    wire.JoinRelayGroup: lambda manager, request: relay.join(_runner(manager).weight_updater, request),
+    wire.HeldWeights: lambda manager, request: _held(lambda: _held_weights(manager)),
+    wire.HeldAdapter: lambda manager, request: _held(
+        lambda: adapter_checksums.held(_runner(manager).lora_manager, request.name)
+    ),
+    wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),
+    wire.Transfer: lambda manager, request: peers.transfer(request, _runner(manager).weight_updater.get_model()),
+}
+"""By request, who replies: called with SGLang's manager and the request, on every rank of an engine."""

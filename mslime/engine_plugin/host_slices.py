@@ -1,0 +1,132 @@
+"""Inside an SGLang server: what each machine of an engine keeps of a bucket, so that senders send it that and no more.
+
+A machine keeps what its ranks' shares (`rank_slices`) have together, each element once where shares overlap as runs of
+neighbours: rows, columns, experts, and what all of them keep. It comes packed, so that what a rank keeps has another
+place in it than in the bucket. Two forms that overlap otherwise, a whole tensor beside some columns of it, are both
+sent. Where all machines together would be sent much more than the bucket, it goes to them as a whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.slices import HostSlice, HostSlices, Slice
+from mslime.engine_plugin.rank_slices import ElementView, RankSlice
+
+_Runs = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a `Slice`."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A part as a piece, and where its dimensions went.
+
+    Attributes:
+        dims: of each dimension, the number of the piece's dimension that it lies in, counted from the runs outwards
+            with 0 for the run itself, and its stride there.
+    """
+
+    piece: Slice
+    dims: tuple[tuple[int, int], ...]
+
+
+def _form(part: ElementView) -> _Form | None:
+    """None where its elements overlap."""
+    sizes, strides = [1], [1]  # innermost first: the run is one of stride 1
+    dims = [(0, 0)] * len(part.shape)
+    for dim in sorted(range(len(part.shape)), key=lambda each: part.stride[each]):
+        size, stride = part.shape[dim], part.stride[dim]
+        if size == 1 or stride == 0:
+            continue
+        if stride == strides[-1] * sizes[-1]:
+            dims[dim] = len(sizes) - 1, stride // strides[-1]
+            sizes[-1] *= size
+        elif stride < strides[-1] * sizes[-1]:
+            return None
+        else:
+            dims[dim] = len(sizes), 1
+            sizes.append(size)
+            strides.append(stride)
+    piece = Slice(part.start, sizes[0], tuple(reversed(sizes[1:])), tuple(reversed(strides[1:])))
+    return _Form(piece, tuple(dims))
+
+
+def host_slice_of(shares: Iterable[RankSlice]) -> HostSlice | None:
+    """What the ranks of a machine keep together; None where a rank keeps what has no pieces."""
+    runs: dict[_Runs, set[tuple[int, int]]] = {}
+    for part in {part for share in shares for part in share.parts}:
+        form = _form(part)
+        if form is None:
+            return None
+        piece = form.piece
+        runs.setdefault((piece.sizes, piece.strides), set()).add((piece.start, piece.start + piece.width))
+    pieces = [
+        Slice(start, end - start, sizes, strides)
+        for (sizes, strides), spans in runs.items()
+        for start, end in _joined(sorted(spans), strides[-1] if strides else None)
+    ]
+    return tuple(sorted(pieces, key=lambda piece: (piece.start, piece.sizes, piece.strides)))
+
+
+def _joined(spans: Sequence[tuple[int, int]], most: int | None) -> Iterator[tuple[int, int]]:
+    """Spans in order, those that meet or overlap as one, unless that is wider than `most`."""
+    begin, end = spans[0]
+    for start, stop in spans[1:]:
+        if start <= end and (most is None or max(end, stop) - begin <= most):
+            end = max(end, stop)
+        else:
+            yield begin, end
+            begin, end = start, stop
+    yield begin, end
+
+
+def host_slices_of(sizes: Sequence[int], shares: Sequence[Sequence[RankSlice | None]], machines: int) -> HostSlices:
+    """What each machine keeps of the buckets of a plan, as far as it is worth sending alone.
+
+    Args:
+        sizes: of each bucket, in bytes.
+        shares: of each rank of the engine, its share of each bucket. A machine has as many neighbouring ranks as
+            another one.
+    """
+    near = len(shares) // machines
+    found: list[tuple[HostSlice, ...] | None] = []
+    for index, size in enumerate(sizes):
+        of_ranks = [share for each in shares if (share := each[index]) is not None]
+        cuts = [cut for m in range(machines) if (cut := host_slice_of(of_ranks[m * near : (m + 1) * near])) is not None]
+        known = len(of_ranks) == len(shares) and len(cuts) == machines
+        sent = sum(host_slice_bytes(cut, of_ranks[0].itemsize) for cut in cuts) if known else 0
+        found.append(tuple(cuts) if known and sent <= SHARES_AT_MOST * size else None)
+    return HostSlices.of(found)
+
+
+def host_slice_bytes(cut: HostSlice, itemsize: int) -> int:
+    """Of a packed cut."""
+    return itemsize * sum(piece.numel for piece in cut)
+
+
+class Packed:
+    """A machine's cut of a bucket, as it arrives."""
+
+    def __init__(self, cut: HostSlice) -> None:
+        found: dict[_Runs, list[tuple[int, Slice, int]]] = {}
+        begin = 0
+        for piece in cut:
+            found.setdefault((piece.sizes, piece.strides), []).append((piece.start, piece, begin))
+            begin += piece.numel
+        self._pieces = found
+        self._starts = {runs: [start for start, _, _ in pieces] for runs, pieces in found.items()}
+
+    def within(self, part: ElementView) -> ElementView:
+        """Where a part of the bucket that the cut was made for lies in it."""
+        form = _form(part)
+        assert form is not None, "a cut has been made of it"
+        runs = form.piece.sizes, form.piece.strides
+        start, piece, begin = self._pieces[runs][bisect_right(self._starts[runs], part.start) - 1]
+        strides = [1, *([piece.width] if piece.sizes else [])]  # from the run outwards
+        for size in list(reversed(piece.sizes))[:-1]:
+            strides.append(strides[-1] * size)
+        stride = tuple(strides[number] * factor for number, factor in form.dims)
+        return ElementView(begin + part.start - start, part.shape, stride)

@@ -1,0 +1,121 @@
+"""Inside an SGLang server: memory is given back while a trainer uses the same GPU, and no wrong call ends the server.
+
+For engines that share GPUs with the trainer. Stock servers die of a release while a request runs, and of a resume of
+what was not released; nobody can ask them what they have released. Here such a call does nothing, and
+`wire.ReleasedMemory` asks what is released: the client asks instead of remembering, so that it knows also after a
+connection broke.
+
+Weights that come back are zeros until a sync has brought the new ones, also where no tensor of a checkpoint covers them
+(rows of padding), which recorded copies leave alone. A teacher's, which nobody sends, come back as they were (SGLang's
+`enable_weights_cpu_backup`). On a GPU SGLang's memory saver gives the memory back; on a CPU, where it is not to be had,
+pages of parameters and of the cache are dropped here, and what is to come back is in a file meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import torch
+
+from mslime.backends.cpu.pages import drop_pages
+from mslime.config.choices import ENGINE_TAGS
+from mslime.engine_plugin.wire import Released
+
+_RUNS = "requests run"
+_refused = ""
+_BACKUP: list[IO[bytes]] = []
+"""The weights of a server on a CPU that keeps them: a file without a name, written once, since they never change."""
+_log = logging.getLogger(__name__)
+
+
+def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> tuple[list[str], str]:
+    """What a release is to give back, and why it gives nothing.
+
+    Args:
+        asked: tags; none of them: all.
+        released: already.
+        idle: whether no request runs.
+    """
+    tags = [tag for tag in asked or ENGINE_TAGS if tag not in released]
+    return ([], _RUNS) if tags and not idle else (tags, "")
+
+
+def to_resume(asked: Sequence[str] | None, released: set[str]) -> list[str]:
+    """What a resume is to take again."""
+    return [tag for tag in asked or ENGINE_TAGS if tag in released]
+
+
+def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """Around `release_memory_occupation`."""
+    global _refused
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    scheduler = self.scheduler
+    idle = self.is_fully_idle(ignore_waiting=scheduler is not None and scheduler._engine_paused)
+    tags, _refused = to_release(recv_req.tags, self.offload_tags, idle)
+    if not tags:
+        return ReleaseMemoryOccupationReqOutput()
+    recv_req.tags = tags
+    answer = original(self, recv_req)
+    runner = self.tp_worker.model_runner
+    if runner.device == "cpu":
+        held = [*(runner.model.parameters() if "weights" in tags else ())]
+        if runner.server_args.enable_weights_cpu_backup and held and not _BACKUP:
+            _BACKUP.append(backup_of(held))
+        held += cache_tensors(runner.token_to_kv_pool) if "kv_cache" in tags else ()
+        _log.info("gave %d bytes back: %s", drop_pages(held), ", ".join(tags))
+    return answer
+
+
+def resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
+    """Around `resume_memory_occupation`."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    tags = to_resume(recv_req.tags, self.offload_tags)
+    if not tags:
+        return ResumeMemoryOccupationReqOutput()
+    recv_req.tags = tags
+    answer = original(self, recv_req)
+    runner = self.tp_worker.model_runner
+    if "weights" in tags and not runner.server_args.enable_weights_cpu_backup:
+        with torch.no_grad():
+            for parameter in runner.model.parameters():
+                parameter.zero_()
+    elif "weights" in tags and runner.device == "cpu":
+        restore(runner.model.parameters(), _BACKUP[0])
+    return answer
+
+
+def backup_of(parameters: Iterable[torch.nn.Parameter]) -> IO[bytes]:
+    """A file without a name that has the bits of these, and goes with this process."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
+    torch.save([parameter.data for parameter in parameters], file)
+    return file
+
+
+def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None:
+    """Give the same parameters, in the same order, the bits that `backup_of` has kept."""
+    backup.seek(0)
+    for parameter, kept in zip(parameters, torch.load(backup), strict=True):
+        parameter.data.copy_(kept)
+
+
+def released(manager: Any) -> Released:
+    """What a server has released. Args: SGLang's `SchedulerWeightUpdaterManager`."""
+    return Released(frozenset(manager.offload_tags), _refused)
+
+
+def cache_tensors(pool: Any) -> Iterator[torch.Tensor]:
+    """What a pool of keys and values keeps them in, or the pools that it is made of (sliding windows, delta-nets)."""
+    for name, value in vars(pool).items():
+        if name.endswith("buffer"):
+            yield from (each for each in (value if isinstance(value, (list, tuple)) else (value,)) if _is_tensor(each))
+        elif name.endswith("kv_pool"):
+            yield from cache_tensors(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

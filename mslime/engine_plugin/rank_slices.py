@@ -1,0 +1,306 @@
+"""Inside an SGLang server: what each rank of a machine keeps of a bucket, so that whoever received it gives the others
+their share and no more.
+
+Recorded copies (`copy_plan`) say which elements of a bucket a rank copies into its parameters. Ranks tell each other
+where these lie, once. From then on the rank that has a bucket packs everybody's share of it, and the ranks of a machine
+hand several buckets on at once, one from each of their lanes: in one exchange everybody gives and takes about as much.
+No layout is known here, and no name.
+
+A bucket goes to all ranks as a whole where somebody's copies of it are not recorded, and where most of it is kept by
+several ranks, so that the shares together are larger than it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.engine_plugin.copy_plan import Bucket, Buffer, Copies
+from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.relay_groups import aligned
+from mslime.tensor_sums import BITS
+
+
+@dataclass(frozen=True)
+class ElementView:
+    """A view of a bucket, in elements.
+
+    Attributes:
+        start: its first element.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """What one rank keeps of a bucket. It is handed on packed: the elements of all parts, in their order.
+
+    Attributes:
+        itemsize: bytes of an element.
+    """
+
+    itemsize: int
+    parts: tuple[ElementView, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of the packed share."""
+        return self.itemsize * sum(part.numel for part in self.parts)
+
+
+def rank_slice_of(bucket: Bucket, copies: Copies) -> RankSlice | None:
+    """What the recorded copies read of a bucket; None where its tensors have elements of several sizes."""
+    sizes = {tensor.itemsize for _, tensor in bucket.named}
+    if len(sizes) != 1:
+        return None
+    parts: list[ElementView] = []
+    for view in copies.out_of:  # a bucket is the head of its storage
+        part = ElementView(int(view.storage_offset()), tuple(view.shape), view.stride())
+        if view.is_contiguous():
+            part = ElementView(part.start, (part.numel,), (1,))
+            last = parts[-1] if parts else None
+            if last is not None and last.stride == (1,) and last.start + last.numel == part.start:
+                parts[-1] = ElementView(last.start, (last.numel + part.numel,), (1,))
+                continue
+        parts.append(part)
+    return RankSlice(sizes.pop(), tuple(parts))
+
+
+@dataclass(frozen=True)
+class ExchangeStep:
+    """Buckets that are handed on at once.
+
+    Attributes:
+        buckets: their places in the plan, neighbours; of different sources.
+        shared: everybody takes its share; else the one bucket goes to all as a whole.
+    """
+
+    buckets: tuple[int, ...]
+    shared: bool
+
+
+def steps(
+    sources: Sequence[int],
+    sizes: Sequence[int],
+    shares: Sequence[Sequence[RankSlice | None]],
+    largest: int | None = None,
+) -> list[ExchangeStep]:
+    """How the buckets of a plan are handed on, in its order.
+
+    Args:
+        sources: of each bucket, the rank that receives it.
+        sizes: of each bucket, the bytes of it that the machine receives.
+        shares: of each rank, its share of each bucket.
+        largest: bytes of the largest bucket; default: that of `sizes`.
+    """
+    largest = max(sizes, default=0) if largest is None else largest
+    most, found, run = SHARES_AT_MOST * largest, list[ExchangeStep](), list[int]()
+    taken = [0] * len(shares)
+
+    def close() -> None:
+        nonlocal taken
+        if run:
+            found.append(ExchangeStep(tuple(run), True))
+        run.clear()
+        taken = [0] * len(shares)
+
+    for index, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        of_ranks = [share.bytes for each in shares if (share := each[index]) is not None]
+        if len(shares) == 1 or len(of_ranks) < len(shares) or sum(of_ranks) > SHARES_AT_MOST * size:
+            close()
+            found.append(ExchangeStep((index,), False))
+            continue
+        after = [aligned(before) + more for before, more in zip(taken, of_ranks, strict=True)]
+        if source in {sources[other] for other in run if sizes[other] and size} or max(after) > most:
+            close()
+            after = of_ranks
+        run.append(index)
+        taken = after
+    close()
+    return found
+
+
+class Exchange:
+    """One rank's part in a step whose buckets are shared, at every sync.
+
+    Args:
+        sources: of its buckets, each another one.
+        shares: of each rank, its share of each of the step's buckets.
+        copies: this rank's, of each of the step's buckets.
+        beside: the ranks that exchange.
+        room: [bytes] uint8, into which this rank receives its own of these buckets.
+        within: where a part of that bucket lies in what is received.
+        given, taken: in which shares are packed for others, and arrive.
+
+    Attributes:
+        gives, takes: bytes of these two that it needs.
+        arrived: of each bucket, the packed views that its copies read.
+    """
+
+    def __init__(
+        self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[Copies],
+        beside: RankGroup, room: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
+        taken: Buffer,
+    ) -> None:  # fmt: skip
+        self._beside = beside
+        self._give, self._take = [0] * beside.count, [0] * beside.count
+        for source, share in zip(sources, shares[beside.rank], strict=True):
+            self._take[source] = aligned(share.bytes)
+        if beside.rank in sources:
+            mine = [each[sources.index(beside.rank)] for each in shares]
+            self._give = [aligned(share.bytes) for share in mine]
+        self.gives, self.takes = sum(self._give), sum(self._take)
+        self._given, self._taken = given.head(self.gives), taken.head(self.takes)
+        self._from_room, self._packed = list[torch.Tensor](), list[torch.Tensor]()
+        if beside.rank in sources:
+            for share, start in zip(mine, accumulate(self._give, initial=0), strict=False):
+                self._note(RankSlice(share.itemsize, tuple(map(within, share.parts))), room, start)
+        begins = list(accumulate(self._take, initial=0))
+        self.arrived = [
+            _views(self._taken, begins[source], each.out_of) for source, each in zip(sources, copies, strict=True)
+        ]
+
+    def _note(self, share: RankSlice, room: torch.Tensor, start: int) -> None:
+        """The copies that pack a share, to a place of what is given."""
+        bits = BITS[share.itemsize]
+        elements, packed = _typed(room, 0, bits), _typed(self._given, start, bits)
+        ends = accumulate((part.numel for part in share.parts), initial=0)
+        for part, begin in zip(share.parts, ends, strict=False):
+            self._from_room.append(_view(elements, part))
+            self._packed.append(packed[begin : begin + part.numel].view(part.shape))
+
+    def pack(self) -> None:
+        """Take everybody's share out of the bucket that this rank has received."""
+        if self._packed:
+            torch._foreach_copy_(self._packed, self._from_room)  # pyright: ignore[reportPrivateImportUsage]
+
+    def exchange(self) -> None:
+        """Give and take. All ranks at the same time."""
+        dist.all_to_all_single(self._taken, self._given, self._take, self._give, group=self._beside.tensors)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What comes of a bucket to a machine.
+
+    Attributes:
+        source: the rank that receives it.
+        size: bytes.
+        room: [bytes] uint8, in which it arrives on that rank; empty on the others.
+        within: where a part of the bucket lies in it; None where all of the bucket comes.
+    """
+
+    source: int
+    size: int
+    room: torch.Tensor
+    within: Callable[[ElementView], ElementView] | None = None
+
+
+class Route:
+    """How one rank hands a plan's buckets on.
+
+    Args:
+        sent: the buckets, in the order of the plan.
+        arrivals: of each, what comes of it.
+        shares: of each rank of the machine, its share of each bucket.
+        copies: this rank's, of each bucket.
+        beside: the ranks of the machine.
+        given, taken: for shares that are packed, and for what arrives from others.
+
+    Attributes:
+        steps: in order.
+        arrivals: as they were given.
+        exchanges: this rank's part in those that are shared and move anything, by their first bucket.
+        packed: of the buckets that do not come to this rank as a whole, the views that its copies read.
+    """
+
+    def __init__(
+        self, sent: Sequence[Bucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[RankSlice | None]],
+        copies: Sequence[Copies | None], beside: RankGroup, given: Buffer, taken: Buffer,
+    ) -> None:  # fmt: skip
+        sizes, sources = [each.size for each in arrivals], [each.source for each in arrivals]
+        self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))
+        self.arrivals = arrivals
+        self._given, self._taken = given, taken
+        alone = beside.count == 1  # it copies out of what has arrived, where that lies
+        self.exchanges: dict[int, Exchange] = {}
+        self.packed: dict[int, list[torch.Tensor]] = {}
+        for step in self.steps:
+            moved = [i for i in step.buckets if step.shared and sizes[i]]
+            self.packed |= {i: [] for i in step.buckets if not sizes[i]}
+            if moved:
+                of_ranks = [[share for i in moved if (share := each[i]) is not None] for each in shares]
+                known = [mine for i in moved if (mine := copies[i]) is not None]
+                own = next((arrivals[i] for i in moved if sources[i] == beside.rank), arrivals[moved[0]])
+                exchange = Exchange(
+                    [sources[i] for i in moved],
+                    of_ranks,
+                    known,
+                    beside,
+                    own.room,
+                    own.within or _as_it_is,
+                    given,
+                    taken,
+                )
+                self.exchanges[step.buckets[0]] = exchange
+                self.packed |= dict(zip(moved, exchange.arrived, strict=True))
+        for step in self.steps:
+            for index in () if step.shared else step.buckets:
+                within, mine = arrivals[index].within or (_as_it_is if alone else None), copies[index]
+                if within is not None and mine is not None and sizes[index]:
+                    arrived = arrivals[index].room if alone else taken.head(sizes[index])
+                    self.packed[index] = _views_within(arrived, mine.out_of, within)
+
+    def make_room(self) -> None:
+        """For all steps of a sync."""
+        self._given.make_room(max((each.gives for each in self.exchanges.values()), default=0))
+        self._taken.make_room(max((each.takes for each in self.exchanges.values()), default=0))
+
+
+def _as_it_is(part: ElementView) -> ElementView:
+    return part
+
+
+def _views_within(
+    arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[ElementView], ElementView]
+) -> list[torch.Tensor]:
+    """Of what has arrived of a bucket, the views that are others of the whole bucket."""
+    views: list[torch.Tensor] = []
+    for view in like:
+        part = within(ElementView(int(view.storage_offset()), tuple(view.shape), view.stride()))
+        views.append(_view(_typed(arrived, 0, view.dtype), part))
+    return views
+
+
+def _view(elements: torch.Tensor, part: ElementView) -> torch.Tensor:
+    return elements.as_strided(part.shape, part.stride, int(elements.storage_offset()) + part.start)
+
+
+def _typed(buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer from a place on, as elements of this type; what is left over at its end is not seen."""
+    whole = (buffer.numel() - start) // dtype.itemsize * dtype.itemsize
+    return buffer[start : start + whole].view(dtype)
+
+
+def _views(buffer: torch.Tensor, start: int, like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Packed views in `buffer` from a place on, of the shapes and dtypes of others."""
+    views: list[torch.Tensor] = []
+    for view in like:
+        end = start + view.numel() * view.itemsize
+        views.append(buffer[start:end].view(view.dtype).view(view.shape))
+        start = end
+    return views

@@ -1,0 +1,365 @@
+"""Inside an SGLang server: each rank receives a part of the buckets, and passes it on to the other ranks.
+
+SGLang itself lets every rank receive every bucket, one bucket at a time, so that one sender's network adapter carries
+all. Here a sender meets one rank on each machine of each engine, on a lane of their own: sender i the rank i modulo the
+ranks that an engine has there. All of these receive at the same time, each from its own senders, and while one bucket
+is passed on inside the machine, those after it arrive.
+
+One request stands for a whole sync. All ranks go through the buckets in the order of the plan: the rank on whose lane a
+bucket came gives it to the others, and each loads it like any other bucket. Where loading is recorded it gives each of
+the others its share alone, and buckets of several lanes are handed on at once (`rank_slices`). A rank asks for its next
+bucket as soon as it has given the last one away; whoever waits here waits for one that lies earlier in the plan, or
+that is handed on at the same time, so that nobody waits in a circle. Every sender asks every engine, so that
+each hears what became of the sync; the first request does the work, the others are told its outcome.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.slices import HostSlice, HostSlices, machine_lane
+from mslime.engine_plugin.copy_plan import (
+    Bucket,
+    Buckets,
+    Buffer,
+    Copies,
+    Received,
+    buckets_of,
+    fitting,
+)
+from mslime.engine_plugin.engine_ranks import RankGroup, Ranks, ranks
+from mslime.engine_plugin.host_slices import Packed, host_slice_bytes, host_slices_of
+from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
+from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
+from mslime.engine_plugin.wire import RECORDED, Answer, JoinRelayGroup, Loaded, RelaySync, encode
+
+_RELAYS: dict[int, Relay] = {}
+"""By the `id` of SGLang's updater."""
+
+
+class Relayed(list[tuple[str, torch.Tensor]]):
+    """Nothing is left to load: a whole sync has been.
+
+    Attributes:
+        updater: `id` of the one that loaded it.
+    """
+
+    def __init__(self, updater: int, loaded: Loaded) -> None:
+        super().__init__()
+        self.updater, self.loaded = updater, loaded
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A bucket of a plan, and the numbers of those who send equal parts of it: several only where an engine has one
+    rank."""
+
+    senders: tuple[int, ...]
+    bucket: Bucket
+
+    @property
+    def sender(self) -> int:
+        """Who sends it, where that is one."""
+        return self.senders[0]
+
+
+def _largest(plan: Iterable[Sent]) -> int:
+    """Bytes of its largest bucket."""
+    return max((len(sent.bucket.flat) for sent in plan), default=0)
+
+
+class Relay:
+    """One rank's part in all syncs.
+
+    Args:
+        buckets: where they are put together.
+        load: makes the model load a bucket; whether it did, and what is said of it.
+        device: of the buckets.
+        copies: of each of some buckets, those by which the model would load it; None where it has to do it itself.
+    """
+
+    def __init__(
+        self, buckets: Buckets, load: Callable[[Received], tuple[bool, str]], device: Any,
+        copies: Callable[[Sequence[Bucket]], Sequence[Copies | None]],
+    ) -> None:  # fmt: skip
+        self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
+        self._plans: dict[str, list[Sent]] = {}
+        self._done: tuple[str, Loaded, str] = ("", Loaded(""), "")
+        self._lanes: RelayGroups | None = None
+        self._room, self._given = Buffer(device), Buffer(device)
+        self._in_place = False  # all buckets are loaded from where they arrive
+        self._known: list[Copies | None] = []
+        self._shares: list[list[RankSlice | None]] = []
+        self._route: Route | None = None
+        self._routed = ""  # name of the cuts that the route is for
+        self._cuts: HostSlices | None = None  # by the shares that ranks have now
+        self._told: tuple[HostSlices, list[Copies | None]] | None = None  # to senders, and this rank's copies then
+
+    def obey(
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
+        groups: Mapping[str, dist.ProcessGroup], place: Ranks,
+    ) -> Loaded:  # fmt: skip
+        """Receive, pass on and load a whole sync, once.
+
+        Args:
+            names, dtypes, shapes: of the tensors of all buckets; empty where the plan is known.
+            groups: that this rank has joined, by name.
+            place: among the ranks of this engine, which are all told to do the same.
+
+        Returns:
+            How it was loaded, and what machines keep if senders were not told so before.
+
+        Raises:
+            RuntimeError: a bucket did not arrive, or was not loaded, on this rank or another one.
+        """
+        if self._done[0] != order.sync:
+            loaded, failed = Loaded(""), ""
+            try:
+                plan = self._begin(order, names, dtypes, shapes, groups, place)
+                how = self._relay(plan, *self._way(plan, order, place), place.near)
+                loaded = Loaded(how)
+            except RuntimeError as error:
+                failed = str(error)
+            failed = place.whole.first_failure(failed)
+            if not failed and self._cuts is not None and (not self._told or self._told[0].name != self._cuts.name):
+                loaded, self._told = Loaded(loaded.how, self._cuts), (self._cuts, self._known)
+            self._done = order.sync, loaded, failed
+        _, loaded, failed = self._done
+        if failed:
+            raise RuntimeError(failed)
+        return loaded
+
+    def _begin(
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
+        groups: Mapping[str, dist.ProcessGroup], place: Ranks,
+    ) -> list[Sent]:  # fmt: skip
+        """Ask for the first buckets, and hear what all ranks keep, where one has other copies than before.
+
+        Collective among all ranks. Raises RuntimeError on all of them when one cannot.
+        """
+        failed, plan = "", list[Sent]()
+        copies: list[Copies | None] | None = None
+        news: list[RankSlice | None] | None = None
+        try:
+            plan = self._plan(order, names, dtypes, shapes)
+            copies = list(self._copies([sent.bucket for sent in plan]))
+            self._in_place = place.near.count == 1 and all(known is not None for known in copies)
+            if not self._in_place:
+                self._buckets.buffer.make_room(_largest(plan))
+            self._check_cuts(order, copies)
+            self._ask(order, plan, groups, place)
+            if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
+                pairs = zip(plan, copies, strict=True)
+                news = [None if known is None else rank_slice_of(sent.bucket, known) for sent, known in pairs]
+        except Exception as error:  # the other ranks wait for this one
+            failed = f"{type(error).__name__}: {error}"
+        told = place.whole.heard(failed, news)
+        assert copies is not None
+        if any(each is not None for each in told):
+            old = self._shares or [[]] * len(told)
+            self._known, self._route = copies, None
+            self._shares = [before if each is None else each for each, before in zip(told, old, strict=True)]
+            if place.machines > 1:
+                cuts = host_slices_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
+                self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
+        return plan
+
+    def _check_cuts(self, order: RelaySync, copies: Sequence[Copies | None]) -> None:
+        """Whether this rank still keeps what senders go by. Raises RuntimeError."""
+        if not order.cuts:
+            return
+        if self._told is None or self._told[0].name != order.cuts:
+            raise RuntimeError("this engine has not told what its machines keep")
+        cuts, then = self._told
+        if any(cut is not None and now is not old for cut, now, old in zip(cuts.buckets, copies, then, strict=True)):
+            raise RuntimeError("the model's parameters were moved since this engine told what its machines keep")
+
+    def _ask(
+        self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
+    ) -> None:
+        """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
+        if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
+            self._room, self._route = Buffer(self._device), None
+        arriving = list[tuple[list[dist.ProcessGroup], ArrivalSlot]]()
+        for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
+            if at.size and sent.sender % place.near.count == place.near.rank:
+                lanes = [order.lanes[sender] for sender in sent.senders]
+                names = lanes if cut is None else [machine_lane(lane, place.machine) for lane in lanes]
+                arriving.append(([groups[name] for name in names], at))
+        room = max((at.start + at.size for _, at in arriving), default=0)
+        self._lanes = RelayGroups(arriving, self._room.head(room))
+
+    def _arriving(
+        self, plan: Sequence[Sent], order: RelaySync, place: Ranks
+    ) -> tuple[list[HostSlice | None], list[ArrivalSlot]]:
+        """What comes of each bucket to this machine, None for all of it, and its place on the rank that receives it."""
+        cuts: list[HostSlice | None] = [None] * len(plan)
+        if order.cuts:
+            assert self._told is not None, "that was checked"
+            cuts = [cuts[place.machine] if cuts is not None else None for cuts in self._told[0].buckets]
+        sizes = [
+            len(sent.bucket.flat) if cut is None else host_slice_bytes(cut, sent.bucket.named[0][1].itemsize)
+            for sent, cut in zip(plan, cuts, strict=True)
+        ]
+        capacity = int(SHARES_AT_MOST * _largest(plan)) if order.cuts else 0
+        if self._in_place:  # one arrives while another one is loaded
+            capacity = 2 * aligned(max(sizes, default=0))
+        found = [ArrivalSlot(0, 0, 0)] * len(plan)
+        for rank in range(place.near.count):
+            own = [i for i, sent in enumerate(plan) if sizes[i] and sent.sender % place.near.count == rank]
+            for index, at in zip(own, arrival_slots([sizes[i] for i in own], capacity), strict=True):
+                found[index] = at
+        return cuts, found
+
+    def _way(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[Route | None, str]:
+        """How buckets are handed on, and room for it; what this rank has no room for."""
+        near = place.near
+        try:
+            if self._route is None or self._routed != order.cuts:
+                cuts, ats = self._arriving(plan, order, place)
+                nothing = self._room.head(0)
+                arrivals = list[Arrival]()
+                for sent, cut, at in zip(plan, cuts, ats, strict=True):
+                    source = sent.sender % near.count
+                    room = self._room.head(at.start + at.size)[at.start :] if source == near.rank else nothing
+                    arrivals.append(Arrival(source, at.size, room, None if cut is None else Packed(cut).within))
+                shares = self._shares[near.first : near.first + near.count]
+                buckets, taken = [sent.bucket for sent in plan], self._buckets.buffer
+                self._route = Route(buckets, arrivals, shares, self._known, near, self._given, taken)
+                self._routed = order.cuts
+            self._route.make_room()
+        except RuntimeError as error:
+            return None, f"{type(error).__name__}: {error}"
+        return self._route, ""
+
+    def _plan(
+        self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+    ) -> list[Sent]:
+        if order.senders:
+            spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
+            buckets = [self._buckets.of(names[span], dtypes[span], shapes[span]) for span in spans]
+            self._route, self._cuts, self._told, self._known, self._shares = None, None, None, [], []
+            self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
+        elif order.plan not in self._plans:
+            raise RuntimeError("this engine does not know the plan of the buckets")
+        return self._plans[order.plan]
+
+    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: RankGroup) -> str:
+        """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
+
+        Args:
+            without: what this rank has no room for: then nothing is handed on.
+        """
+        assert self._lanes is not None
+        lanes, said, failed, unheard = self._lanes, set[str](), "", 0
+        if broken := beside.first_failure(without or lanes.failed):
+            raise RuntimeError(broken)
+        assert route is not None
+
+        def load(received: Received) -> None:
+            nonlocal failed
+            if not failed and not lanes.failed:
+                loaded, words = self._loaded(received)
+                said.add(words)
+                failed = "" if loaded else words
+
+        for step in route.steps:
+            if unheard >= beside.count:
+                unheard = 0
+                if broken := beside.first_failure(lanes.failed):
+                    raise RuntimeError(broken)
+            unheard += len(step.buckets)
+            self._hand_on(step, plan, route, beside, load)
+        if plan and plan[0].bucket.flat.is_cuda:  # an answer says that all is done
+            torch.cuda.current_stream().synchronize()
+        if failed := beside.first_failure(lanes.failed or failed):
+            raise RuntimeError(failed)
+        self._lanes = None
+        self._room.release()
+        self._given.release()
+        by_shares = sum(len(step.buckets) for step in route.steps if step.shared)
+        by_cuts = sum(arrival.within is not None for arrival in route.arrivals)
+        parts = [f"of {by_cuts} of {len(plan)} buckets each machine's part"] if by_cuts else []
+        parts += [f"of {by_shares} of {len(plan)} buckets each rank's share"] if by_shares else []
+        return min(said - {RECORDED}, default=", ".join([RECORDED, *parts]))
+
+    def _hand_on(
+        self,
+        step: ExchangeStep,
+        plan: Sequence[Sent],
+        route: Route,
+        beside: RankGroup,
+        load: Callable[[Received], None],
+    ) -> None:
+        """Load the buckets of a step, when this rank has them, or its shares."""
+        assert self._lanes is not None
+        indexes, arrivals = step.buckets, route.arrivals
+        mine = [i for i in indexes if arrivals[i].size and arrivals[i].source == beside.rank]
+        received = [Received(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
+        if mine and beside.count == 1 and indexes[0] in route.packed:
+            self._lanes.take(lambda _: load(received[0]))
+            return
+        if step.shared:
+            exchange = route.exchanges.get(indexes[0])
+            if exchange is not None:
+                if mine:
+                    self._lanes.take(lambda _: exchange.pack())
+                exchange.exchange()
+        else:
+            (index,) = indexes
+            size = arrivals[index].size
+            arrived = self._buckets.buffer.head(size)
+            if mine:
+                self._lanes.take(arrived.copy_)
+            if size:
+                beside.pass_on(arrived, arrivals[index].source)
+        for each in received:
+            load(each)
+
+    def _loaded(self, received: Received) -> tuple[bool, str]:
+        try:
+            return self._load(received)
+        except Exception as error:  # the other ranks go on, and hear of it at the end
+            return False, f"{type(error).__name__}: {error}"
+
+
+def join(updater: Any, request: JoinRelayGroup) -> Answer:
+    """Let this rank join a sender's group, if it receives from that. Raises RuntimeError on every rank of the engine if
+    one of them cannot."""
+    place, joined, message = ranks(), True, ""
+    receives = request.sender % place.near.count == place.near.rank and request.machine in (None, place.machine)
+    if receives:  # one on each machine joins, or the one on this; SGLang adds the rank within the engine
+        own = request.rank + (place.machine if request.machine is None else 0) - updater.tp_rank
+        joined, message = updater.init_weights_update_group(
+            request.host, request.port, own, request.world_size, request.name, request.backend
+        )
+    place.whole.heard("" if joined else message, None)
+    return Answer()
+
+
+def receive(
+    updater: Any, sync: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
+) -> Relayed:
+    """Receive, pass on and load a whole sync. Raises RuntimeError on every rank of the engine if one of them cannot."""
+    if id(updater) not in _RELAYS:
+        _RELAYS[id(updater)] = Relay(
+            buckets_of(updater), updater.load_weights_from_distributed, updater.device,
+            lambda buckets: fitting(updater.get_model(), buckets),
+        )  # fmt: skip
+    loaded = _RELAYS[id(updater)].obey(sync, names, dtypes, shapes, updater._model_update_group, ranks())
+    return Relayed(id(updater), loaded)
+
+
+def load(updater: Any, relayed: Relayed) -> tuple[bool, str]:
+    """What SGLang answers of a sync that has been loaded when it was received."""
+    if relayed.updater != id(updater):
+        return False, "weights.transport relay loads no draft model: set weights.transport broadcast"
+    return True, encode(relayed.loaded)
