@@ -11,13 +11,14 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Section
+from mslime.config.base import Known, Section
 from mslime.config.choices import KLType, check_choice, is_function
 from mslime.config.errors import ConfigError
+from mslime.config.train import TrainConfig
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
 
@@ -81,9 +82,6 @@ class AdvantageConfig(Section):
         return self.advantage in WHITENED if self.whiten is None else self.whiten
 
 
-LossName = Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "kimi", "dppo_tv", "ipo", "reinforce"]
-
-
 @dataclass(frozen=True)
 class LossTraits:
     """What settings and warnings must know of a policy loss.
@@ -113,7 +111,7 @@ class LossTraits:
 
 _BYPASS = {"correction": {"preset": "bypass"}}
 
-POLICY_LOSSES: dict[LossName, LossTraits] = {
+POLICY_LOSSES: dict[str, LossTraits] = {
     "ppo": LossTraits({"clip_low": 0.2, "clip_high": 0.28}, clips_dual=True),  # DAPO's clip-higher
     "gspo": LossTraits(
         {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
@@ -132,7 +130,7 @@ POLICY_LOSSES: dict[LossName, LossTraits] = {
     "ipo": LossTraits({"clip_low": 0.1, "clip_high": 0.1, **_BYPASS}, "ipo", around_sampler=True),
     "reinforce": LossTraits(clips=False, unbounded=True),
 }  # fmt: skip
-"""The built-in losses; `algorithms.policies.LOSSES` has their functions."""
+"""The built-in losses, whose list is this one; `algorithms.policies.LOSSES` has their functions."""
 
 _OWN_LOSS = LossTraits(clips_dual=True)
 """A loss of the user's may read any setting, and nothing is known of what it makes of them."""
@@ -140,8 +138,7 @@ _OWN_LOSS = LossTraits(clips_dual=True)
 
 def loss_traits(loss: str) -> LossTraits:
     """What is known of a built-in loss, or of a function of the user's."""
-    known: Mapping[str, LossTraits] = {**POLICY_LOSSES}
-    return known.get(loss, _OWN_LOSS)
+    return POLICY_LOSSES.get(loss, _OWN_LOSS)
 
 
 def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
@@ -405,7 +402,7 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(AdvantageConfig):
     """Advantage, loss and off-policy correction."""
 
-    loss: LossName | str = Field(
+    loss: Annotated[str, Known(tuple(POLICY_LOSSES))] = Field(
         default="ppo",
         description="The policy loss; each is one formula in docs/algorithms.md. Or "
         "`module:function`(TokenBatch, algorithm) -> TokenLoss (docs/extending.md).",
@@ -482,3 +479,53 @@ class CriticConfig(Section):
         gt=0,
         description="How far a value may move from the one before the update without losing its gradient; null: any.",
     )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Refuse a run that would learn nothing. Raises ConfigError."""
+    if algorithm.advantage == "none" and algorithm.opd_coef == 0:
+        raise ConfigError(
+            "algorithm.advantage",
+            "none",
+            "every advantage would be 0, so nothing would be learnt from rewards",
+            "distil a teacher (algorithm.opd_coef), or choose another advantage",
+        )
+
+
+def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig, *, trained: bool) -> None:
+    """Refuse a critic that is not trained, or that leaves the policy no steps.
+
+    Args:
+        trained: the run has a critic.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if not trained:
+        defaults = CriticConfig()
+        given = [name for name in CriticConfig.model_fields if getattr(critic, name) != getattr(defaults, name)]
+        if given:
+            raise ConfigError(
+                f"critic.{given[0]}",
+                getattr(critic, given[0]),
+                f"algorithm.advantage {algorithm.advantage} and train.task {train.task} have no critic",
+                "set algorithm.advantage: gae, or remove the section",
+            )
+        return
+    if critic.warmup_steps >= train.num_steps:
+        raise ConfigError(
+            "critic.warmup_steps",
+            critic.warmup_steps,
+            f"must be below train.num_steps = {train.num_steps}, or the policy is never trained",
+            "shorten the warm-up, or raise train.num_steps",
+        )
+    if critic.min_lr > critic.lr:
+        raise ConfigError("critic.min_lr", critic.min_lr, f"must not exceed critic.lr = {critic.lr}", "lower it")
+    total = train.num_steps * train.optimizer_steps_per_rollout
+    if critic.lr_warmup_steps >= total > 1:
+        raise ConfigError(
+            "critic.lr_warmup_steps",
+            critic.lr_warmup_steps,
+            f"must be below the run's {total} optimizer steps",
+            "shorten it, or raise train.num_steps",
+        )

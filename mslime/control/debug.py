@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime import __version__
-from mslime.config.adapters import refuse_several
 from mslime.config.cluster import Parts
 from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
@@ -193,7 +192,7 @@ def replay(config: RunConfig, directory: Path) -> int:
         UserError: a user's mistake, groups that do not fit, or a failed part of the run.
         Stopped: a signal ended it.
     """
-    refuse_several(config, "mslime train --replay")
+    config.refuse_several("mslime train --replay")
     if config.train.task == "sft":
         raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
@@ -264,7 +263,7 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
     config = _alone(resolved_device(config), "eval")
     # Its scores are for training only.
     config = config.model_copy(update={"teacher": TeacherConfig()})
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     with _owned(config) as stop, _weights(config, source) as served:
         run = resolve(served, Parts(trainers=False))
         write_resolved(config, config.run_dir / "config.yaml")
@@ -331,7 +330,7 @@ def _checkpoint(config: RunConfig, text: str) -> Path:
 
 
 def _wants_engines(config: RunConfig, command: str) -> None:
-    refuse_several(config, command)
+    config.refuse_several(command)
     if config.train.task == "sft":
         raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
                           "add --train.task rl, and a reward if there is none")  # fmt: skip
@@ -341,7 +340,7 @@ def _wants_engines(config: RunConfig, command: str) -> None:
 def _owned(config: RunConfig) -> Iterator[StopSignals]:
     """The run directory is this process's, signals are followed, and what is done is logged."""
     log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
-    with only_run(config), StopSignals() as stop, owned(config.run_dir), log:
+    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
         yield stop
 
 
@@ -352,5 +351,5 @@ def _alone(config: RunConfig, what: str) -> RunConfig:
 def _resolved(config: RunConfig, what: str, parts: Parts) -> ResolvedRun:
     """The run under a name of its own, checked as far as these parts go."""
     config = _alone(resolved_device(config), what)
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     return resolve(config, parts)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from mslime.config.adapters import counts_over_a_step
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.base import Section
+from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
-from mslime.config.lora import LORA_GROUPS
+from mslime.config.lora import LORA_GROUPS, LoraConfig
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 
 _FIXED: dict[str, Any] = {
     "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},
@@ -79,7 +81,7 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     if config.lora.shares_outer:
         raise ConfigError("lora.experts", "shared_outer", "what clients save is in peft's format, which has no factor "
                           "that experts share", "remove it")  # fmt: skip
-    if config.lora.together and counts_over_a_step(config):
+    if config.lora.together and config.megatron.counts_over_a_step:
         raise ConfigError(
             "lora.together", True,
             "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it",
@@ -89,15 +91,14 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=behind)})
 
 
-def base_names(config: RunConfig) -> tuple[str, ...]:
+def base_names(path: Path, name: str | None) -> tuple[str, ...]:
     """Under which clients may ask for the base: `serve.model_name`, and its directory as it was written and whole."""
-    path = config.model.path
-    named = (config.serve.model_name,) if config.serve.model_name else ()
+    named = (name,) if name else ()
     return tuple(dict.fromkeys((*named, str(path), str(path.resolve()))))
 
 
-def adapted_parts(config: RunConfig) -> tuple[bool, bool]:
+def adapted_parts(lora: LoraConfig) -> tuple[bool, bool]:
     """Whether attention, and whether MLP layers, may have adapters; names of single layers may be of either."""
-    targets = config.lora.targets
+    targets = lora.targets
     named = any(target not in LORA_GROUPS for target in targets)
     return named or "attention" in targets, named or any(t in targets for t in LORA_GROUPS if t != "attention")

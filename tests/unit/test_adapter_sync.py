@@ -25,7 +25,6 @@ from mslime.config.loader import build
 from mslime.config.lora import LoraConfig
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServedLora, engine_spec, served_lora
-from mslime.config.training import weights_directory
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
@@ -35,6 +34,7 @@ from mslime.engine_plugin.adapter_checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.remote import fake_process
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 from tests.unit.test_plan import LAYOUT, planned
 from tests.unit.test_sglang_pool import with_pool
@@ -567,7 +567,7 @@ class FakeRun:
         self.alive |= {adapter.version}
         return Serving(self.urls, {}, self.alive)
 
-    def compare(self, expected: Any, strict: bool, adapter: int) -> int:
+    def compare(self, expected: Any, strict: bool, adapter: int, owner: str) -> int:
         self.calls.append(f"compare {adapter}")
         if self.wrong and (error := self.wrong.pop(0)) is not None:
             raise error
@@ -583,13 +583,13 @@ class FakeRun:
 
 def delivery(run: FakeRun, directory: Path) -> AdapterDelivery:
     made: Any = run
-    return AdapterDelivery(config(output_dir=str(directory)), made, made, made, run.check)
+    return AdapterDelivery(config(output_dir=str(directory)), fake_process(made), made, made, run.check)
 
 
 def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_path: Path) -> None:
     run = FakeRun(("http://a:1",), [])
     sends = delivery(run, tmp_path)
-    at = weights_directory(config(output_dir=str(tmp_path)))
+    at = config(output_dir=str(tmp_path)).weights_directory
     (at / adapter_directory(99)).mkdir(parents=True)  # of a run that was killed
 
     def there() -> set[str]:

@@ -22,9 +22,9 @@ from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Link, OrderKeeper, PartTaker, SyncObserver, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
-from tests.fixtures.weight_engines import engines, link, obedient, patient_link
+from tests.fixtures.weight_engines import engines, late_link, link, obedient, patient_link
 
-__all__ = ["engines", "link", "obedient", "patient_link"]
+__all__ = ["engines", "late_link", "link", "obedient", "patient_link"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -142,10 +142,10 @@ def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["die", "silent"])
 def test_an_engine_that_dies_or_says_nothing_is_named_within_the_deadline(
-    mode: str, link: Link, patient_link: Link
+    mode: str, late_link: Link, patient_link: Link
 ) -> None:
     with two_engines() as pair:
-        transport = connected(link, pair)
+        transport = connected(late_link, pair)
         pair[1].set_mode(mode)
         with pytest.raises(WeightSyncError, match="rank 0|engines") as caught:
             send(transport, 1)
