@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, model_validator
 
-from mslime.config.base import Section
+from mslime.config.base import Seconds, Section
 from mslime.config.errors import ConfigError
 from mslime.config.keys import read_secret, refuse_empty, shown_secret
 
@@ -30,17 +30,13 @@ class AgentLimits(Section):
         "its history, or a template that drops reasoning, begins a sequence each time (docs/agents.md).",
     )
     tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
-    idle_s: float = Field(
+    idle_s: Seconds = Field(
         default=3600,
-        le=1e9,
-        gt=0,
         description="Seconds between a reply and the next request. An agent that asks nothing for longer has died: the "
         "rollout ends with an error (rollout.on_error).",
     )
-    wall_s: float = Field(
+    wall_s: Seconds = Field(
         default=4 * 3600,
-        le=1e9,
-        gt=0,
         description="Seconds after the first request. A later one is refused, and what was said is kept; where none is "
         "under way then, the rollout ends like one of a dead agent.",
     )

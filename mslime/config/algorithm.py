@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from mslime.config.base import Section
 from mslime.config.choices import KLType, check_choice, is_function
 from mslime.config.errors import ConfigError
+from mslime.config.train import TrainConfig
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
 
@@ -482,3 +483,53 @@ class CriticConfig(Section):
         gt=0,
         description="How far a value may move from the one before the update without losing its gradient; null: any.",
     )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Refuse a run that would learn nothing. Raises ConfigError."""
+    if algorithm.advantage == "none" and algorithm.opd_coef == 0:
+        raise ConfigError(
+            "algorithm.advantage",
+            "none",
+            "every advantage would be 0, so nothing would be learnt from rewards",
+            "distil a teacher (algorithm.opd_coef), or choose another advantage",
+        )
+
+
+def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig, *, trained: bool) -> None:
+    """Refuse a critic that is not trained, or that leaves the policy no steps.
+
+    Args:
+        trained: the run has a critic.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if not trained:
+        defaults = CriticConfig()
+        given = [name for name in CriticConfig.model_fields if getattr(critic, name) != getattr(defaults, name)]
+        if given:
+            raise ConfigError(
+                f"critic.{given[0]}",
+                getattr(critic, given[0]),
+                f"algorithm.advantage {algorithm.advantage} and train.task {train.task} have no critic",
+                "set algorithm.advantage: gae, or remove the section",
+            )
+        return
+    if critic.warmup_steps >= train.num_steps:
+        raise ConfigError(
+            "critic.warmup_steps",
+            critic.warmup_steps,
+            f"must be below train.num_steps = {train.num_steps}, or the policy is never trained",
+            "shorten the warm-up, or raise train.num_steps",
+        )
+    if critic.min_lr > critic.lr:
+        raise ConfigError("critic.min_lr", critic.min_lr, f"must not exceed critic.lr = {critic.lr}", "lower it")
+    total = train.num_steps * train.optimizer_steps_per_rollout
+    if critic.lr_warmup_steps >= total > 1:
+        raise ConfigError(
+            "critic.lr_warmup_steps",
+            critic.lr_warmup_steps,
+            f"must be below the run's {total} optimizer steps",
+            "shorten it, or raise train.num_steps",
+        )

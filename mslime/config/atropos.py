@@ -1,19 +1,15 @@
-"""Settings of runs whose rollouts are those of Atropos' environments, and what goes together with them."""
+"""Settings of runs whose rollouts are those of Atropos' environments; `rollout` has the rules about them."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, model_validator
 
 from mslime.config.agents import check_address
-from mslime.config.base import Section
-from mslime.config.errors import ConfigError
+from mslime.config.base import Seconds, Section
 from mslime.config.keys import read_secret, refuse_empty, shown_secret
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
 
 FUNCTION = "atropos"
 """`rollout.function` of such a run."""
@@ -42,17 +38,13 @@ class AtroposConfig(Section):
         description="First part of the path of every URL, since Atropos' environments show the trainer no key: "
         "env:NAME, file:PATH, or the token itself. null: a random one, in atropos.json of the run's directory.",
     )
-    silent_s: float = Field(
+    silent_s: Seconds = Field(
         default=600,
-        le=1e9,
-        gt=0,
         description="Seconds in which no environment asks for anything while groups are waited for. The rollout has "
         "then failed (rollout.on_error). Environments ask every second or so.",
     )
-    keep_s: float = Field(
+    keep_s: Seconds = Field(
         default=900,
-        le=1e9,
-        gt=0,
         description="Seconds after its last reply for which a conversation is kept that was not handed in. Its tokens "
         "are dropped then (ledger/dropped/unused_tokens).",
     )
@@ -71,30 +63,3 @@ class AtroposConfig(Section):
     def _closed_to_others(self) -> Self:
         check_address("rollout.atropos", self.host, self.token is not None)
         return self
-
-
-def check_atropos_settings(config: RunConfig) -> None:
-    """Raise ConfigError for what Atropos' environments cannot have, or what has no meaning without them."""
-    rollout, data = config.rollout, config.data
-    if rollout.function != FUNCTION:
-        if config.algorithm.advantage == GIVEN:
-            raise ConfigError("algorithm.advantage", GIVEN, "takes the advantages that Atropos' environments give, and "
-                              f"rollout.function is {rollout.function!r}",
-                              f"set rollout.function: {FUNCTION}, or another advantage")  # fmt: skip
-        return
-    for setting, value, rule, way_out in (
-        ("data.prompts", data.prompts, "Atropos' environments bring prompts of their own", "leave it out"),
-        ("data.source", data.source, "Atropos' environments bring prompts of their own", "leave it out"),
-        ("data.eval_sets", [s.name for s in data.eval_sets], "Atropos' environments evaluate by themselves, and cannot "
-         "play rows of a run", "leave them out; see steps_per_eval of the environment"),
-        ("rollout.managers", rollout.managers - 1 and rollout.managers, "environments find one manager: groups are "
-         "handed in at one address", "set it to 1"),
-        ("rollout.on_stale", rollout.on_stale if rollout.on_stale == "reroll" else None, "an environment cannot be "
-         "asked for a single rollout again", "use keep, mask or drop"),
-        ("reward", "" if config.reward == type(config.reward)() else config.reward.kind, "Atropos' environments score "
-         "by themselves", "leave it out"),
-        ("train.task", config.train.task if config.train.task == "sft" else None, "supervised training reads files",
-         "use train.task: rl"),
-    ):  # fmt: skip
-        if value:
-            raise ConfigError(setting, value, f"{rule} (rollout.function: {FUNCTION})", way_out)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import types
 import typing
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from mslime.config.passthrough import collect_extra
+
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""How long something may take. No wait is without an end."""
 
 
 def alternatives(annotation: Any) -> set[Any]:

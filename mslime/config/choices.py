@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 
 from mslime.config.errors import ConfigError, nearest
 
+Task = Literal["rl", "sft"]
+"""What a run does: reinforcement learning, or supervised training."""
+
 Device = Literal["auto", "cpu", "cuda"]
 """What trainer ranks and engines run on; `auto` is CUDA where there is a GPU."""
 

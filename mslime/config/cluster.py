@@ -6,16 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import AsleepIn, Device, Placement
+from mslime.config.choices import AsleepIn, Device, Placement, Task
 from mslime.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
 
 _OWN_VARIABLES: dict[str, str] = {
     "CUDA_VISIBLE_DEVICES": "Ray gives every process its own GPUs",
@@ -145,6 +142,11 @@ class ClusterConfig(Section):
     )
     trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 
+    @property
+    def colocated(self) -> bool:
+        """Whether engines and trainer take turns on the same GPUs."""
+        return self.placement == "colocated"
+
     @field_validator("ray_address")
     @classmethod
     def _one_of_rays(cls, address: str | None) -> str | None:
@@ -166,16 +168,45 @@ class ClusterConfig(Section):
         return env
 
 
-def worker_environment(config: RunConfig) -> dict[str, str]:
+def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
+    """Refuse a placement that the run's task does not have, and settings of a trainer that sleeps where it never does.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if not cluster.colocated:
+        for name in ("asleep_in", "asleep_directory"):
+            value = getattr(cluster, name)
+            if value != ClusterConfig.model_fields[name].default:
+                raise ConfigError(f"cluster.{name}", str(value), "a trainer with GPUs of its own never sleeps",
+                               "remove it, or set cluster.placement: colocated")  # fmt: skip
+        return
+    if cluster.asleep_directory is not None and cluster.asleep_in == "memory":
+        raise ConfigError("cluster.asleep_directory", str(cluster.asleep_directory),
+                       "nothing is put on a disk with cluster.asleep_in: memory", "remove one of the two")  # fmt: skip
+    if task == "sft":
+        raise not_colocated("supervised training has no engines that could share GPUs", "remove it")
+
+
+def not_colocated(rule: str, way_out: str) -> ConfigError:
+    """The refusal of `cluster.placement: colocated`: engines and trainer never compute at the same time, so whatever
+    needs both of them at once is refused by the section that needs it."""
+    return ConfigError("cluster.placement", "colocated", rule, way_out)
+
+
+def worker_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, str]:
     """Variables of every process of the run.
 
     Trainer ranks and engines meet in one NCCL communicator for weight syncs, and NCCL fails where its members disagree
     about these two settings. SGLang 0.5.23 sets them for itself when they are unset (`entrypoints/engine.py`), so its
     values hold for everybody.
+
+    Args:
+        engine_fields: SGLang's own fields, `sglang.extra`.
     """
-    if config.cluster.device != "cuda":
-        return dict(config.cluster.env)
-    return {**engine_nccl(config.sglang.extra), **config.cluster.env}
+    if cluster.device != "cuda":
+        return dict(cluster.env)
+    return {**engine_nccl(engine_fields), **cluster.env}
 
 
 def engine_nccl(extra: dict[str, Any]) -> dict[str, str]:
@@ -206,22 +237,6 @@ class Parts(NamedTuple):
 WHOLE = Parts()
 
 
-def claims(config: RunConfig, parts: Parts = WHOLE) -> list[Claim]:
-    """What a run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
-    generates = config.train.task == "rl" and parts.engines
-    launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
-    shared = launched and parts.trainers and config.colocated
-    launched, trainer = (0, "trainer and engines") if shared else (launched, "trainer")
-    teachers = config.teacher.launched if generates and not (shared and config.teacher_shares) else 0
-    wanted = [
-        Claim(trainer, config.layout.world_size if parts.trainers else 0, 1),
-        Claim("critic", config.critic_ranks if parts.trainers else 0, 1),
-        Claim("engines", launched * config.sglang.parts, config.sglang.gpus_a_machine),
-        Claim("teachers", teachers * config.teacher.nnodes, config.teacher.gpus_a_machine),
-    ]
-    return [claim for claim in wanted if claim.count]
-
-
 def count_gpus(wanted: Sequence[Claim]) -> int:
     """GPUs of all claims."""
     return sum(claim.count * claim.gpus for claim in wanted)
@@ -233,9 +248,8 @@ def describe_gpus(wanted: Sequence[Claim]) -> str:
     return f"{count_gpus(wanted)} GPUs ({parts})"
 
 
-def check_machines(config: RunConfig, parts: Parts = WHOLE) -> None:
+def check_machines(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
     """Refuse a run on GPUs that one machine cannot hold when no Ray cluster is named. Raises ConfigError."""
-    cluster, wanted = config.cluster, claims(config, parts)
     if cluster.device != "cuda" or cluster.ray_address is not None or count_gpus(wanted) <= cluster.gpus_per_node:
         return
     raise ConfigError(

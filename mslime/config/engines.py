@@ -1,4 +1,4 @@
-"""Settings of SGLang servers: those that generate, and those of a teacher, which only score; the rules about teachers.
+"""Settings of SGLang servers: those that generate, and those of a teacher, which only score.
 
 A teacher for on-policy distillation can also be held by the trainer's own ranks (`model.teacher_path`).
 docs/algorithms.md says which to take.
@@ -7,17 +7,16 @@ docs/algorithms.md says which to take.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from mslime.config.base import EngineSection
-from mslime.config.choices import KVTransfer, Placement, Rejoin
+from mslime.config.choices import KVTransfer, Placement, Rejoin, check_url
+from mslime.config.cluster import ClusterConfig, engine_nccl, not_colocated
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys, Secret, read_secret
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
+from mslime.config.rollout import RolloutConfig
 
 MASK_LIMIT = 4096
 """Most ids of a sampling mask that an SGLang server returns, unless it is told otherwise (sampling_mask_max_tokens)."""
@@ -256,42 +255,240 @@ class TeacherConfig(SGLangConfig):
         return self.num_engines if self.path is not None else 0
 
 
-def check_teacher(config: RunConfig) -> None:
+def check_sglang(
+    engine: SGLangConfig,
+    cluster: ClusterConfig,
+    rollout: RolloutConfig,
+    *,
+    ranks: int,
+    taught: int,
+    syncs_adapters: bool,
+) -> None:
+    """Refuse engines that the machines, the placement or the sampling rule out.
+
+    Args:
+        ranks: of the trainer.
+        taught: GPUs of the trainer that a teacher shares, where no engine can be.
+        syncs_adapters: engines are given adapters alone.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    _check_urls("sglang", engine)
+    if engine.pairs is not None:
+        _check_pairs(engine, engine.pairs, cluster, rollout.pause_mode, syncs_adapters=syncs_adapters)
+    if cluster.colocated:
+        _check_colocated(engine, cluster, ranks, taught)
+    if not engine.urls:
+        engine.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else engine.tp_size)
+    _check_nccl(engine, cluster)
+    engine.check_rejoin(cluster.colocated, syncs_adapters)
+    _check_sampling(engine.extra, rollout)
+
+
+def check_teacher(
+    teacher: TeacherConfig,
+    engine: SGLangConfig,
+    cluster: ClusterConfig,
+    rollout: RolloutConfig,
+    *,
+    held: Path | None,
+    coefficient: float,
+    ranks: int,
+) -> None:
     """A teacher is there exactly when it is distilled, in one place, and scores what the student's policy is.
+
+    Args:
+        held: checkpoint of a teacher that the trainer holds (`model.teacher_path`).
+        coefficient: `algorithm.opd_coef`.
+        ranks: of the trainer.
 
     Raises:
         ConfigError: the first of these that does not hold.
     """
-    served, held, coefficient = config.teacher, config.model.teacher_path, config.algorithm.opd_coef
-    if served.urls and served.path is not None:
+    _check_urls("teacher", teacher)
+    if teacher.placement == "colocated":
+        _check_colocated_teacher(teacher, cluster, rollout.managers, ranks)
+    if teacher.rejoin != "sync":
+        raise ConfigError("teacher.rejoin", teacher.rejoin, "a teacher's weights never change", "remove it")
+    if teacher.urls and teacher.path is not None:
         raise ConfigError(
             "teacher.path",
-            str(served.path),
-            f"the teacher is served already, at {served.urls[0]}",
+            str(teacher.path),
+            f"the teacher is served already, at {teacher.urls[0]}",
             "remove teacher.path to attach to teacher.urls, or teacher.urls to launch servers",
         )
-    if served.serves and held is not None:
+    if teacher.serves and held is not None:
         raise ConfigError(
             "model.teacher_path",
             str(held),
             "SGLang serves the teacher already (teacher.urls or teacher.path)",
             "keep one: servers for any model with the student's tokenizer, model.teacher_path for a small one",
         )
-    if (coefficient > 0) != (served.serves or held is not None):
-        field = "teacher.urls" if served.urls else "teacher.path" if served.path else "model.teacher_path"
-        value = served.urls or served.path or held
+    if (coefficient > 0) != (teacher.serves or held is not None):
+        field = "teacher.urls" if teacher.urls else "teacher.path" if teacher.path else "model.teacher_path"
+        value = teacher.urls or teacher.path or held
         raise ConfigError(
             field,
             value if value is None or isinstance(value, list) else str(value),
             f"a teacher goes together with algorithm.opd_coef, which is {coefficient}",
             "set both or neither; the teacher is one of teacher.urls, teacher.path and model.teacher_path",
         )
-    if served.serves:
-        _check_served(config)
+    if teacher.serves:
+        _check_served(teacher, engine, cluster, rollout)
 
 
-def _check_served(config: RunConfig) -> None:
-    served, temperature = config.teacher, config.rollout.temperature
+def _check_urls(section: str, engine: SGLangConfig) -> None:
+    for url in engine.urls:
+        check_url(f"{section}.urls", url, "http://10.0.0.5:30000")
+
+
+def _check_pairs(
+    engine: SGLangConfig, pairs: KVTransfer, cluster: ClusterConfig, pause_mode: str, *, syncs_adapters: bool
+) -> None:
+    """What pairs of servers, one that prefills and one that decodes, cannot have."""
+    if engine.urls:
+        raise _no_pairs(pairs, f"engines are attached to ({engine.urls[0]}), and mslime pairs what it starts",
+                       "remove sglang.urls, or pairs")  # fmt: skip
+    for field, value, needed, why in (
+        ("sglang.nnodes", engine.nnodes, 1, "each half of a pair lies on one machine"),
+        ("cluster.placement", cluster.placement, "separate", "a pair was never put to sleep"),
+        ("rollout.pause_mode", pause_mode, "abort",
+         "a request that waits in a pair while its weights change would be prefilled by one version, and decoded by "
+         "another"),
+        ("sglang.rejoin", engine.rejoin, "sync", "weights of a peer go to one server, and a pair has two"),
+    ):  # fmt: skip
+        if value != needed:
+            raise ConfigError(field, value, f"{why} (sglang.pairs: {pairs})", f"set it to {needed}, or remove "
+                              "sglang.pairs")  # fmt: skip
+    if syncs_adapters:
+        raise _no_pairs(pairs, "adapters alone are given to engines of one server (lora.sync: adapter)",
+                       "remove it, or set lora.sync: merged")  # fmt: skip
+    cpu, tcp = cluster.device == "cpu", pairs == "mooncake_tcp"
+    if cpu and not tcp:
+        raise _no_pairs(pairs, "it moves memory of GPUs", "set it to mooncake_tcp, which is for tests")
+
+
+def _no_pairs(pairs: KVTransfer, rule: str, way_out: str) -> ConfigError:
+    return ConfigError("sglang.pairs", pairs, rule, way_out)
+
+
+def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, taught: int) -> None:
+    """Engines that take turns with the trainer lie on its GPUs, and can give their memory back."""
+    if engine.urls:
+        raise not_colocated(
+            f"engines are attached to ({engine.urls[0]}), and are where somebody else has started them",
+            "remove sglang.urls, so that mslime launches engines on the trainer's GPUs, or set separate",
+        )
+    if engine.tp_size > ranks:
+        raise ConfigError(
+            "sglang.tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
+            f"set it to {ranks} or less, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    if engine.gpus > ranks - taught:
+        beside = f" that the teacher's {taught} leave (teacher.placement)" if taught else ""
+        raise ConfigError(
+            "sglang.num_engines", engine.num_engines,
+            f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
+            f"{ranks - taught}{beside}",
+            f"set it to {(ranks - taught) // engine.tp_size} or less, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    _check_machines("sglang", engine, cluster, ranks)
+    if engine.extra.get("enable_memory_saver") is False:
+        raise ConfigError("sglang.enable_memory_saver", False, "an engine gives its memory back through it",
+                          "remove it (mslime sets it on GPUs)")  # fmt: skip
+    if (mode := engine.extra.get("weight_cache_mode", "off")) != "off":
+        raise ConfigError("sglang.weight_cache_mode", mode, "weights that a daemon shares are not given back",
+                          "remove it")  # fmt: skip
+
+
+def _check_machines(section: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
+    """Servers lie on neighbouring GPUs of the trainer, whole on a machine or on whole machines."""
+    each, machine = engine.gpus_a_machine, cluster.gpus_per_node
+    if cluster.device == "cpu" or ranks <= machine:
+        return
+    if machine % each:
+        raise ConfigError(
+            f"{section}.tp_size", engine.tp_size,
+            f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a "
+            "machine (cluster.gpus_per_node)", "choose a divisor",
+        )  # fmt: skip
+    if engine.nnodes > 1 and each != machine:
+        raise ConfigError(
+            f"{section}.nnodes", engine.nnodes,
+            f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
+            f"let it have whole machines: {section}.tp_size {engine.nnodes * machine}, or fewer nnodes",
+        )  # fmt: skip
+
+
+def _check_colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers: int, ranks: int) -> None:
+    """Its servers are the last ones on the trainer's GPUs."""
+    more = teacher.extra
+
+    def refused(rule: str, way_out: str) -> ConfigError:
+        return ConfigError("teacher.placement", "colocated", rule, way_out)
+
+    if not cluster.colocated:
+        raise refused("the trainer's GPUs are shared with nobody (cluster.placement: separate)",
+                      "set cluster.placement: colocated, or remove it")  # fmt: skip
+    if not teacher.launched:
+        raise refused("mslime launches no teacher, so it cannot let one sleep", "set teacher.path, or remove it")
+    if managers > 1:
+        raise refused(f"each of {managers} rollout managers asks the teacher by itself, and all would "
+                      "have to stop before it sleeps", "set rollout.managers: 1, or remove it")  # fmt: skip
+    if teacher.gpus >= ranks or ranks % teacher.tp_size:
+        raise ConfigError(
+            "teacher.tp_size", teacher.tp_size,
+            f"{teacher.num_engines} servers (teacher.num_engines) must leave some of the trainer's {ranks} GPUs to "
+            "engines, and the size of one divide them", "lower it, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    if more.get("enable_memory_saver") is False or more.get("enable_weights_cpu_backup") is False:
+        raise refused("it gives its memory back through SGLang's memory saver, and keeps its weights by its backup",
+                      "remove teacher.enable_memory_saver and teacher.enable_weights_cpu_backup")  # fmt: skip
+    _check_machines("teacher", teacher, cluster, ranks)
+
+
+def _check_nccl(engine: SGLangConfig, cluster: ClusterConfig) -> None:
+    """SGLang overrules the environment when these of its flags are on: the trainer would disagree."""
+    for name, value in engine_nccl(engine.extra).items():
+        if value == "1" and cluster.env.get(name, value) != value:
+            raise ConfigError(
+                f"cluster.env.{name}",
+                cluster.env[name],
+                "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails where "
+                "trainer and engines disagree",
+                "remove it, or those flags",
+            )
+
+
+def _check_sampling(extra: dict[str, Any], r: RolloutConfig) -> None:
+    """What SGLang 0.5.23 reports of a draw from a part of the vocabulary (managers/scheduler.py, layers/sampler.py)."""
+    if not r.truncated:
+        return
+    if r.top_k == -1:
+        given, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
+        raise ConfigError(
+            "rollout.top_k", -1,
+            f"with {given}: {value:g} the trainer needs the ids that each token was drawn from, and SGLang returns "
+            "them only where their number is bounded",
+            f"set rollout.top_k, for example to {MASK_LIMIT}: {given} then decides in nearly every draw",
+        )  # fmt: skip
+    limit = extra.get("sampling_mask_max_tokens") or MASK_LIMIT
+    if r.top_k > limit:
+        raise ConfigError(
+            "rollout.top_k", r.top_k, f"SGLang returns at most {limit} of the ids that a token was drawn from",
+            "lower it, or raise sglang.sampling_mask_max_tokens",
+        )  # fmt: skip
+    fixed = next((n for n in ("enable_deterministic_inference", "rl_on_policy_target") if extra.get(n)), None)
+    if r.min_p > 0 and fixed is not None:
+        raise ConfigError(
+            "rollout.min_p", r.min_p, f"SGLang has no min-p draws from a seed, which sglang.{fixed} asks for",
+            f"set it to 0, or remove sglang.{fixed}",
+        )  # fmt: skip
+
+
+def _check_served(served: TeacherConfig, engine: SGLangConfig, cluster: ClusterConfig, rollout: RolloutConfig) -> None:
+    temperature = rollout.temperature
     if served.pairs is not None:
         raise ConfigError("teacher.pairs", served.pairs, "a teacher only prefills", "remove it")
     if temperature != 1.0:
@@ -302,16 +499,16 @@ def _check_served(config: RunConfig) -> None:
             "log-probs would not be comparable with the policy's",
             "set it to 1.0, or let the trainer hold the teacher (model.teacher_path), which scores at any temperature",
         )
-    if config.rollout.truncated:
+    if rollout.truncated:
         raise ConfigError(
             "rollout.top_k",
-            config.rollout.top_k,
+            rollout.top_k,
             "SGLang 0.5.23 scores the tokens of a prompt over the whole vocabulary, so the teacher's log-probs would "
             "not be comparable with those of a policy that draws from a part of it",
             "draw from all of it (top_p: 1, top_k: -1, min_p: 0), or let the trainer hold the teacher "
             "(model.teacher_path), which scores over the same part",
         )
-    shared = sorted({u.rstrip("/") for u in served.urls} & {u.rstrip("/") for u in config.sglang.urls})
+    shared = sorted({u.rstrip("/") for u in served.urls} & {u.rstrip("/") for u in engine.urls})
     if shared:
         raise ConfigError(
             "teacher.urls",
@@ -320,4 +517,4 @@ def _check_served(config: RunConfig) -> None:
             "give the teacher servers of its own",
         )
     if served.launched:
-        served.check_machines(config.cluster.gpus_per_node if config.cluster.device == "cuda" else served.tp_size)
+        served.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else served.tp_size)

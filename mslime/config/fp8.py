@@ -7,14 +7,10 @@ Sources: megatron-core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Tran
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from mslime.config.choices import Fp8Recipe
+from mslime.config.choices import Device, Fp8Recipe
 from mslime.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mslime.config.megatron import MegatronConfig
-    from mslime.config.schema import RunConfig
 
 FORMATS: Mapping[Fp8Recipe, str] = {"blockwise": "e4m3", "tensorwise": "hybrid"}
 """Transformer Engine's default of each recipe; hybrid: gradients are e5m2."""
@@ -46,23 +42,34 @@ def fp8_fields(recipe: Fp8Recipe | None, *, cpu: bool) -> dict[str, str]:
     return {"fp8": FORMATS[recipe], "fp8_recipe": recipe}
 
 
-def check_fp8(config: RunConfig) -> None:
-    """What FP8 layers cannot be combined with. Raises ConfigError."""
-    recipe = config.train.fp8
+def check_fp8(
+    recipe: Fp8Recipe | None, device: Device, params_dtype: str | None, *, adapters: bool, colocated: bool
+) -> None:
+    """Refuse what FP8 layers cannot be combined with.
+
+    Args:
+        recipe: `train.fp8`.
+        params_dtype: `megatron.params_dtype`.
+        adapters: these are trained, and not the model.
+        colocated: engines and trainer take turns on the same GPUs.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
     if recipe is None:
         return
-    if config.cluster.device == "cpu":
+    if device == "cpu":
         raise _on_cpu(recipe)
-    if config.megatron.params_dtype == "float32":
+    if params_dtype == "float32":
         raise ConfigError(
             "train.fp8", recipe, "FP8 layers are made of bfloat16 parameters, and megatron.params_dtype is float32",
             f"set megatron.params_dtype: bfloat16, or {_REMOVE}",
         )  # fmt: skip
-    if config.lora.on:
+    if adapters:
         raise ConfigError(
             "train.fp8", recipe, "adapters are not built for layers that compute so", f"{_REMOVE}, or lora.rank"
         )
-    if config.colocated:
+    if colocated:
         raise ConfigError(
             "train.fp8", recipe, "Transformer Engine's FP8 copies of the weights stay on the GPU while engines have it",
             f"set cluster.placement: separate, or {_REMOVE}",
@@ -73,10 +80,11 @@ def _on_cpu(recipe: Fp8Recipe) -> ConfigError:
     return ConfigError("train.fp8", recipe, "needs CUDA kernels, and the trainer is on the CPU", _REMOVE)
 
 
-def check_fp8_model(recipe: Fp8Recipe | None, megatron: MegatronConfig, derived: Mapping[str, object]) -> None:
+def check_fp8_model(recipe: Fp8Recipe | None, tp: int, etp: int, derived: Mapping[str, object]) -> None:
     """Raise ConfigError when a rank's share of a linear layer has a size that FP8 products do not take.
 
     Args:
+        tp, etp: tensor-parallel and expert-tensor-parallel sizes.
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
     """
     if recipe is None:
@@ -85,7 +93,7 @@ def check_fp8_model(recipe: Fp8Recipe | None, megatron: MegatronConfig, derived:
         raise ConfigError(
             "train.fp8", recipe, "delta-nets project to a few numbers a head, which FP8 products do not take", _REMOVE
         )
-    for name, size, ranks in _widths(megatron, derived):
+    for name, size, ranks in _widths(tp, etp, derived):
         if size % (ranks * WIDTH):
             raise ConfigError(
                 "train.fp8", recipe,
@@ -94,16 +102,16 @@ def check_fp8_model(recipe: Fp8Recipe | None, megatron: MegatronConfig, derived:
             )  # fmt: skip
 
 
-def _widths(m: MegatronConfig, derived: Mapping[str, object]) -> Iterator[tuple[str, int, int]]:
+def _widths(tp: int, etp: int, derived: Mapping[str, object]) -> Iterator[tuple[str, int, int]]:
     """(what, features, ranks that share them) of the linear layers of decoder layers."""
 
     def size(name: str) -> int:
         return cast("int", derived.get(name) or 0)
 
-    tp, heads = m.tensor_model_parallel_size, size("num_attention_heads")
+    heads = size("num_attention_heads")
     yield "hidden_size", size("hidden_size"), 1
     yield "ffn_hidden_size", size("ffn_hidden_size"), tp
-    yield "moe_ffn_hidden_size", size("moe_ffn_hidden_size"), m.expert_tensor_parallel_size
+    yield "moe_ffn_hidden_size", size("moe_ffn_hidden_size"), etp
     yield "moe_shared_expert_intermediate_size", size("moe_shared_expert_intermediate_size"), tp
     if derived.get("multi_latent_attention"):
         yield "q_lora_rank", size("q_lora_rank"), 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import AUTO, LoraExperts, LoraSync
+from mslime.config.choices import AUTO, LoraExperts, LoraSync, PauseMode
+from mslime.config.cluster import not_colocated
+from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
+from mslime.config.megatron import MegatronConfig
 
 LORA_GROUPS = ("attention", "mlp", "shared_experts", "experts")
 """Words that stand for all linear layers of a part of the model; `mlp` is that of layers that do not route."""
@@ -103,50 +102,71 @@ _SERVER_FIELDS = (
 """ServerArgs that follow from the run's adapters."""
 
 
-def check_lora(config: RunConfig) -> None:
-    """What adapters cannot be combined with. Raises ConfigError."""
-    if not config.lora.on:
-        if config.lora.init is not None:
-            raise ConfigError("lora.init", str(config.lora.init), "adapters are off", "set lora.rank to its rank")
-        if config.lora.sync == "adapter":
+def check_lora(
+    lora: LoraConfig,
+    engine: SGLangConfig,
+    megatron: MegatronConfig,
+    *,
+    syncs_adapters: bool,
+    pause_mode: PauseMode,
+    transport: str,
+    colocated: bool,
+) -> None:
+    """Refuse what adapters cannot be combined with.
+
+    Args:
+        syncs_adapters: engines are given adapters alone.
+        pause_mode: `rollout.pause_mode`.
+        transport: `weights.transport`.
+        colocated: engines and trainer take turns on the same GPUs.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if not lora.on:
+        if lora.init is not None:
+            raise ConfigError("lora.init", str(lora.init), "adapters are off", "set lora.rank to its rank")
+        if lora.sync == "adapter":
             raise ConfigError("lora.sync", "adapter", "adapters are off", "set lora.rank, or remove it")
-        if config.lora.shares_outer:
+        if lora.shares_outer:
             raise ConfigError("lora.experts", "shared_outer", "adapters are off", "set lora.rank, or remove it")
         return
-    if config.syncs_adapters:
-        _check_adapter_sync(config)
+    if colocated:
+        raise not_colocated("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
+    if syncs_adapters:
+        _check_adapter_sync(engine, pause_mode, transport)
     for name in ("moe_shared_expert_overlap", "fp4", "delay_wgrad_compute"):
-        if config.megatron.extra.get(name):
+        if megatron.extra.get(name):
             raise ConfigError(
-                f"megatron.{name}", config.megatron.extra[name], "adapters are not built for layers that compute so",
+                f"megatron.{name}", megatron.extra[name], "adapters are not built for layers that compute so",
                 "remove it, or train without lora",
             )  # fmt: skip
 
 
-def _check_adapter_sync(config: RunConfig) -> None:
-    """What engines that are given adapters alone cannot be combined with. Raises ConfigError."""
-    if config.rollout.pause_mode == "retract":
+def _check_adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -> None:
+    """What engines that are given adapters alone cannot be combined with."""
+    if pause_mode == "retract":
         raise ConfigError(
             "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
             "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
         )  # fmt: skip
-    if config.weights.transport not in (AUTO, "broadcast"):
+    if transport not in (AUTO, "broadcast"):
         raise ConfigError(
-            "weights.transport", config.weights.transport,
+            "weights.transport", transport,
             "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",
             "remove it, or set lora.sync: merged",
         )  # fmt: skip
-    if config.sglang.ep_size > 1:
+    if engine.ep_size > 1:
         raise ConfigError(
-            "sglang.ep_size", config.sglang.ep_size,
+            "sglang.ep_size", engine.ep_size,
             "engines whose ranks share experts out were never run with adapters (lora.sync: adapter)",
             "set it to 1, or set lora.sync: merged",
         )  # fmt: skip
     for name in (*_SERVER_FIELDS, "quantization", "speculative_algorithm"):
-        if name in config.sglang.extra:
+        if name in engine.extra:
             follows = name in _SERVER_FIELDS
             raise ConfigError(
-                f"sglang.{name}", config.sglang.extra[name],
+                f"sglang.{name}", engine.extra[name],
                 "it follows from the section lora (lora.sync: adapter)" if follows
                 else "it was never run with adapters (lora.sync: adapter)",
                 "remove it" if follows else "remove it, or set lora.sync: merged",

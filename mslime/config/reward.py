@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from mslime.config.base import Section
+from mslime.config.base import Seconds, Section
 from mslime.config.choices import check_choice, check_url
 from mslime.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
 
 RewardKind = Literal["exact", "math", "answer_line", "letters", "f1", "http", "judge", "custom"]
 
@@ -106,10 +103,8 @@ class GraderConfig(Section):
     )
     http: HttpRewardConfig = Field(default_factory=HttpRewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
-    timeout_s: float | None = Field(
+    timeout_s: Seconds | None = Field(
         default=None,
-        le=1e9,
-        gt=0,
         description="Seconds for one sample (http, judge: one request). Default: 5 for math, else 30.",
     )
     workers: int = Field(default=2, ge=1, le=65536, description="Processes for kinds math, answer_line and custom.")
@@ -184,21 +179,30 @@ class RewardConfig(ScoringConfig):
     repetition: RepetitionConfig = Field(default_factory=RepetitionConfig)
 
 
-def check_reward(config: RunConfig) -> None:
-    """Raise ConfigError for a grader without what it needs, or with what it does not use."""
-    places: list[tuple[str, ScoringConfig]] = [("reward", config.reward)]
-    places += [(f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets) if s.reward]
-    for place, scoring in places:
-        _check_parts(place, scoring)
-        for where, grader in _with_places(place, scoring):
-            _check_grader(where, grader)
-    if config.reward.overlong.buffer_tokens >= config.rollout.max_response_tokens:
+def check_reward(reward: RewardConfig, *, max_response_tokens: int) -> None:
+    """Refuse graders as `check_scoring` does, and a penalty that begins at no length. Raises ConfigError."""
+    check_scoring("reward", reward)
+    if reward.overlong.buffer_tokens >= max_response_tokens:
         raise ConfigError(
             "reward.overlong.buffer_tokens",
-            config.reward.overlong.buffer_tokens,
-            f"must be below rollout.max_response_tokens = {config.rollout.max_response_tokens}",
+            reward.overlong.buffer_tokens,
+            f"must be below rollout.max_response_tokens = {max_response_tokens}",
             "a fifth of it is usual (DAPO: 4096 of 20480)",
         )
+
+
+def check_scoring(place: str, scoring: ScoringConfig) -> None:
+    """Refuse a grader without what it needs, or with what it does not use.
+
+    Args:
+        place: path of the section, for messages.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    _check_parts(place, scoring)
+    for where, grader in _with_places(place, scoring):
+        _check_grader(where, grader)
 
 
 def _with_places(place: str, scoring: ScoringConfig) -> Iterator[tuple[str, GraderConfig]]:

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mslime.config.agents import AgentLimits, AgentServer
-from mslime.config.atropos import AtroposConfig
+from mslime.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
+from mslime.config.atropos import FUNCTION, GIVEN, AtroposConfig
 from mslime.config.base import Section
-from mslime.config.choices import OnError, PauseMode
-from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
+from mslime.config.choices import OnError, PauseMode, Task, check_choice
+from mslime.config.data import DataConfig
+from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.errors import ConfigError
+from mslime.config.reward import RewardConfig
 
 
 class RolloutConfig(Section):
@@ -174,3 +177,156 @@ class RolloutConfig(Section):
     def truncated(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+def check_rollout(
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    data: DataConfig,
+    reward: RewardConfig,
+    *,
+    task: Task,
+    servers: int,
+    colocated: bool,
+) -> None:
+    """Refuse rollouts that could not be played, would teach nothing, or need engines that are not there.
+
+    Args:
+        servers: engines of the run.
+        colocated: engines and trainer take turns on the same GPUs.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if colocated:
+        _check_turns(rollout)
+    if task == "rl":
+        _check_groups(rollout, algorithm.advantage)
+    if rollout.top_k == 0:
+        raise ConfigError("rollout.top_k", 0, "no token would be left to draw", "use -1 to turn it off")
+    if rollout.top_k == 1:
+        raise ConfigError(
+            "rollout.top_k", 1, "the only token left always has probability 1, so nothing would be learnt",
+            "use 2 or more, or -1 to turn it off",
+        )  # fmt: skip
+    _check_managers(rollout, servers)
+    check_choice("rollout.dynamic_filter", rollout.dynamic_filter, ("none", "zero_variance"))
+    check_choice("rollout.function", rollout.function, ("single_turn", "environment", FUNCTION))
+    _check_environment(rollout, algorithm, data)
+    _check_atropos(rollout, algorithm, data, reward, task)
+
+
+def _check_turns(rollout: RolloutConfig) -> None:
+    """What is generated for later steps is interrupted at the end of each turn, and goes on in the next."""
+    if rollout.max_staleness > 1:
+        raise ConfigError(
+            "rollout.max_staleness", rollout.max_staleness,
+            "with cluster.placement: colocated nothing is generated while the trainer works; one step ahead keeps the "
+            "engines full to the end of their turn, and more only makes tokens older",
+            "set it to 1 or 0, or give engines GPUs of their own (cluster.placement: separate)",
+        )  # fmt: skip
+    if rollout.max_staleness and rollout.pause_mode != "abort":
+        raise ConfigError(
+            "rollout.pause_mode", rollout.pause_mode,
+            "engines that give their memory to the trainer can keep no request, and with rollout.max_staleness 1 some "
+            "are under way at the end of each turn", "set pause_mode abort, which is the default, or max_staleness 0",
+        )  # fmt: skip
+
+
+def _check_groups(rollout: RolloutConfig, advantage: str) -> None:
+    """What a group of one cannot have."""
+    if advantage in GROUP_RELATIVE and rollout.group_size < 2:
+        raise ConfigError(
+            "rollout.group_size",
+            rollout.group_size,
+            f"{advantage} compares the responses of a group; in a group of one every advantage is 0",
+            "use at least 2 (8 is common), or algorithm.advantage: reinforce_pp",
+        )
+    if rollout.dynamic_filter == "zero_variance" and rollout.group_size == 1:
+        raise ConfigError(
+            "rollout.dynamic_filter",
+            rollout.dynamic_filter,
+            "the rewards of a group of one are all equal, so every group would be dropped and no step would ever fill",
+            "use none, or a rollout.group_size of at least 2",
+        )
+
+
+def _check_managers(rollout: RolloutConfig, servers: int) -> None:
+    """Each rollout manager has engines of its own, and a port if there is a fixed one."""
+    managers, server = rollout.managers, rollout.server
+    if managers > servers:
+        raise ConfigError(
+            "rollout.managers",
+            managers,
+            f"each manager needs an engine, and there are {servers}",
+            "lower it, or raise sglang.num_engines",
+        )
+    if server.port and server.port + managers - 1 > 65535:
+        raise ConfigError(
+            "rollout.server.port",
+            server.port,
+            f"each of the {managers} managers (rollout.managers) takes the next port, and there is none after 65535",
+            "choose a lower port, or 0 for free ones",
+        )
+
+
+def _check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
+    """An environment goes with the function that plays it, and its rewards with an advantage that reads them."""
+    if (rollout.function == "environment") != (rollout.environment is not None):
+        raise ConfigError("rollout.environment", rollout.environment,
+                          f"goes together with rollout.function: environment (it is {rollout.function!r})",
+                          "set both, or neither")  # fmt: skip
+    if rollout.environment is not None:
+        check_choice("rollout.environment", rollout.environment, ())
+    elif rollout.environment_options:
+        raise ConfigError("rollout.environment_options", rollout.environment_options, "has no class to go to",
+                          "name it in rollout.environment")  # fmt: skip
+    _check_chat(rollout, algorithm, data)
+    usable = ("grpo", *TIMED_ADVANTAGES)
+    if rollout.environment_credit == "steps" and algorithm.advantage not in usable:
+        raise ConfigError("rollout.environment_credit", "steps",
+                          f"algorithm.advantage {algorithm.advantage} reads rewards of whole rollouts alone",
+                          f"use episode, or one of the advantages {', '.join(usable)}")  # fmt: skip
+
+
+def _check_chat(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
+    """Episodes that are chats need a chat template, and credit for their steps."""
+    if rollout.environment_turns != "chat":
+        return
+    if not data.apply_chat_template:
+        raise ConfigError("rollout.environment_turns", "chat", "needs messages, and data.apply_chat_template is false",
+                          "set it, or use text")  # fmt: skip
+    timed = algorithm.advantage in TIMED_ADVANTAGES and rollout.environment_credit != "episode"
+    if timed and algorithm.credit != "turns":
+        raise ConfigError("rollout.environment_turns", "chat",
+                          f"an episode may be several sequences, and algorithm.advantage {algorithm.advantage} "
+                          "spreads its reward over the steps of all of them",
+                          "set algorithm.credit: turns, or rollout.environment_credit: episode")  # fmt: skip
+
+
+def _check_atropos(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig, reward: RewardConfig, task: Task
+) -> None:
+    """What Atropos' environments cannot have, and what has no meaning without them."""
+    if rollout.function != FUNCTION:
+        if algorithm.advantage == GIVEN:
+            raise ConfigError("algorithm.advantage", GIVEN, "takes the advantages that Atropos' environments give, and "
+                              f"rollout.function is {rollout.function!r}",
+                              f"set rollout.function: {FUNCTION}, or another advantage")  # fmt: skip
+        return
+    for setting, value, rule, way_out in (
+        ("data.prompts", data.prompts, "Atropos' environments bring prompts of their own", "leave it out"),
+        ("data.source", data.source, "Atropos' environments bring prompts of their own", "leave it out"),
+        ("data.eval_sets", [s.name for s in data.eval_sets], "Atropos' environments evaluate by themselves, and cannot "
+         "play rows of a run", "leave them out; see steps_per_eval of the environment"),
+        ("rollout.managers", rollout.managers - 1 and rollout.managers, "environments find one manager: groups are "
+         "handed in at one address", "set it to 1"),
+        ("rollout.on_stale", rollout.on_stale if rollout.on_stale == "reroll" else None, "an environment cannot be "
+         "asked for a single rollout again", "use keep, mask or drop"),
+        ("reward", "" if reward == RewardConfig() else reward.kind, "Atropos' environments score "
+         "by themselves", "leave it out"),
+        ("train.task", task if task == "sft" else None, "supervised training reads files",
+         "use train.task: rl"),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(setting, value, f"{rule} (rollout.function: {FUNCTION})", way_out)

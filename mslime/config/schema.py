@@ -2,7 +2,10 @@
 
 Free of torch and of every engine. Names follow the engine that owns the thing: `megatron.*` and `sglang.*` use the
 engine's own field names, and any further field of its dataclasses may be given (see `passthrough`).
-Rules that span sections live in `rules`.
+
+A setting is refused in two places. What a section is by itself, its own fields and validators say. What it cannot be
+beside other sections, the function `check_SECTION` in its module says, which is given what it reads of them:
+`RunConfig._check` calls all of these, in order. (What a checkpoint, a tokenizer or data rule out, `preflight` says.)
 """
 
 from __future__ import annotations
@@ -15,26 +18,40 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    ValidationError,
     field_serializer,
     model_validator,
 )
 
-from mslime.config.adapters import adapter_runs, at_home, counts_over_a_step, entry_of, refuse_shared
-from mslime.config.algorithm import AlgorithmConfig, CriticConfig
-from mslime.config.base import Section
-from mslime.config.choices import AUTO, Fp8Recipe, ReplayMode, Resume, SftLossOn
-from mslime.config.cluster import ClusterConfig
-from mslime.config.data import DataConfig
-from mslime.config.engines import SGLangConfig, TeacherConfig
+from mslime.config.adapters import (
+    DIRECTORY,
+    OWN_SECTIONS,
+    SHARED,
+    check_names,
+    merged_entry,
+    placed,
+    plain_entry,
+    refuse_shared,
+)
+from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorithm, check_critic
+from mslime.config.atropos import FUNCTION as ATROPOS
+from mslime.config.base import Seconds, Section
+from mslime.config.checkpoint import CheckpointConfig, check_checkpoint
+from mslime.config.choices import AUTO, Task, check_choice
+from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
+from mslime.config.data import DataConfig, check_data
+from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.fp8 import check_fp8
 from mslime.config.layout import ParallelLayout
-from mslime.config.lora import LoraConfig
-from mslime.config.megatron import MegatronConfig
+from mslime.config.lora import LoraConfig, check_lora
+from mslime.config.megatron import MegatronConfig, check_megatron
 from mslime.config.observing import ObserveConfig
-from mslime.config.reward import RewardConfig
-from mslime.config.rollout import RolloutConfig
-from mslime.config.rules import check_run
+from mslime.config.reward import RewardConfig, check_reward
+from mslime.config.rollout import RolloutConfig, check_rollout
 from mslime.config.serve import ServeConfig
-from mslime.config.weights import WeightsConfig
+from mslime.config.train import TrainConfig, check_train
+from mslime.config.weights import WeightsConfig, check_weights
 
 
 def directory_name(name: str) -> str:
@@ -64,155 +81,29 @@ class ModelConfig(Section):
         return self.tokenizer_path or self.path
 
 
-class TrainConfig(Section):
-    """The optimizer's side of a step."""
-
-    task: Literal["rl", "sft"] = Field(
-        default="rl", description="sft: supervised training on rows of prompt and label, or of messages."
-    )
-    num_steps: int = Field(
-        default=100, le=10**9, ge=1, description="Steps of the run: rollouts for rl, batches for sft."
-    )
-    optimizer_steps_per_rollout: int = Field(
-        default=1, ge=1, description="Optimizer steps that each rollout is divided into."
-    )
-    max_tokens_per_micro_batch: int = Field(
-        default=4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
-    )
-    quadratic_tokens: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
-        default="auto",
-        description="Sequence length n at which attention costs as much as everything else; micro-batches are balanced "
-        "by n + n^2 / this. auto: counted from config.json, about 12 x hidden size for a dense model. null: by tokens "
-        "alone.",
-    )
-    packed: bool = Field(
-        default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
-    )
-    balance_experts: bool = Field(
-        default=True,
-        description="With expert parallelism and routes of the rollout (replay r3): exchange sequences of about the "
-        "same length between micro-batches, so that ranks wait less for each other's experts. Changes which sequences "
-        "meet in a micro-batch, and no token's weight.",
-    )
-    lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
-    lr_warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps in which the learning rate rises from 0."
-    )
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the learning rate falls after the warm-up, until the last step."
-    )
-    weight_decay: float = Field(default=0.0, le=1, ge=0, description="AdamW's, of matrices.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of Adam's mean of gradients.")
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of Adam's mean of their squares.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
-    clip_grad: float = Field(
-        default=1.0, le=1e9, ge=0, description="Gradients are scaled to this norm at most; 0: never."
-    )
-    replay: ReplayMode = Field(
-        default="r3",
-        description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
-    )
-    replay_max_age: int | None = Field(
-        default=None,
-        ge=0,
-        description="r3: rows whose routes are of weights that are more versions old are left to the trainer's own "
-        "routers. None: all routes are replayed, whatever their age.",
-    )
-    log_prob_chunk_tokens: int = Field(
-        default=1024,
-        ge=1,
-        description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
-    )
-    logits_mib: float = Field(
-        default=1024,
-        gt=0,
-        description="Most memory for the logits of a micro-batch on a GPU. Larger ones are made a block of the "
-        "vocabulary at a time, and all blocks but one again in the backward pass: up to a third more work in the "
-        "output layer. A block is at least 128 ids wide, so that a limit that is too small is as good as that.",
-    )
-    fp8: Fp8Recipe | None = Field(
-        default=None,
-        description="On GPUs: linear layers multiply in FP8 by Transformer Engine, with a scale for each block of 128 "
-        "(blockwise) or each tensor (tensorwise). Parameters stay bfloat16. No run of mslime has used it yet.",
-    )
-    sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
-    sft_loss_on: SftLossOn = Field(
-        default="all",
-        description="sft with data.messages_key: all assistant turns of a conversation, its last one alone, or each as "
-        "a sequence of its own, rendered as if it were the last: for templates that drop earlier thinking.",
-    )
-    sft_too_long: Literal["refuse", "skip", "cut"] = Field(
-        default="refuse",
-        description="sft: what becomes of rows of more tokens than rollout.max_total_tokens (default: the model's "
-        "positions). skip and cut are counted in data/skipped_rows and data/cut_rows.",
-    )
-
-    @property
-    def logit_bytes(self) -> int:
-        """`logits_mib` in bytes."""
-        return int(self.logits_mib * 2**20)
-
-
-class CheckpointConfig(Section):
-    """Saving and resuming."""
-
-    save_every: int = Field(
-        default=20,
-        ge=0,
-        description="Steps between checkpoints; there is also one after the last step. 0: only that one.",
-    )
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
-    keep_every: int = Field(
-        default=0, ge=0, description="Checkpoints of multiples of this many steps are kept for ever; 0: none."
-    )
-    keep_best: str | None = Field(
-        default=None,
-        description="A metric, such as eval/NAME/accuracy: the checkpoint with its best value is kept too. Only steps "
-        "that were evaluated take part, so let save_every be a multiple of observe.eval_every.",
-    )
-    keep_best_is: Literal["max", "min"] = Field(default="max", description="Which value of keep_best is the best.")
-    hf_every: int = Field(
-        default=0,
-        ge=0,
-        description="Steps between exports of Hugging Face checkpoints to RUN/hf_step_N, never removed; 0: none.",
-    )
-    resume: Resume = Field(
-        default="auto",
-        description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest that "
-        "is undamaged, and the damaged ones after it are set aside. never: refuse to start where there is one.",
-    )
-    load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
-    save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
-
-
 class DeadlineConfig(Section):
     """Seconds after which a silent part of the run is declared dead. No wait in mslime is without one."""
 
-    engine_start_s: float = Field(default=600, le=1e9, gt=0, description="An engine loads its weights and answers.")
-    engine_request_s: float = Field(default=3600, le=1e9, gt=0, description="One response is generated.")
-    engine_silence_s: float = Field(
-        default=300, le=1e9, gt=0,
+    engine_start_s: Seconds = Field(default=600, description="An engine loads its weights and answers.")
+    engine_request_s: Seconds = Field(default=3600, description="One response is generated.")
+    engine_silence_s: Seconds = Field(
+        default=300,
         description="An engine that is to generate shows a sign of life: it answers a request, or a heartbeat.",
-    )  # fmt: skip
-    engine_control_s: float = Field(
-        default=120, le=1e9, gt=0, description="An engine answers a control call: abort, pause, resume."
     )
-    trainer_start_s: float = Field(
-        default=1200, le=1e9, gt=0, description="All trainer ranks meet and build the model."
+    engine_control_s: Seconds = Field(
+        default=120, description="An engine answers a control call: abort, pause, resume."
     )
-    train_step_s: float = Field(default=3600, le=1e9, gt=0, description="All optimizer steps of one rollout.")
-    weight_sync_s: float = Field(default=600, le=1e9, gt=0, description="One phase of a weight update.")
-    rollout_step_s: float = Field(default=7200, le=1e9, gt=0, description="The groups of one step are complete.")
-    checkpoint_s: float = Field(default=3600, le=1e9, gt=0, description="A checkpoint or an export is written or read.")
-    rollout_function_s: float = Field(
+    trainer_start_s: Seconds = Field(default=1200, description="All trainer ranks meet and build the model.")
+    train_step_s: Seconds = Field(default=3600, description="All optimizer steps of one rollout.")
+    weight_sync_s: Seconds = Field(default=600, description="One phase of a weight update.")
+    rollout_step_s: Seconds = Field(default=7200, description="The groups of one step are complete.")
+    checkpoint_s: Seconds = Field(default=3600, description="A checkpoint or an export is written or read.")
+    rollout_function_s: Seconds = Field(
         default=3600,
-        le=1e9,
-        gt=0,
         description="What a rollout function does between two requests to the engines: a call of a tool, for example.",
     )
-    rescue_s: float = Field(
-        default=300, le=1e9, gt=0, description="For the last save of a run that ends early, by a signal or an error."
+    rescue_s: Seconds = Field(
+        default=300, description="For the last save of a run that ends early, by a signal or an error."
     )
 
     def controls_within(self, seconds: float) -> DeadlineConfig:
@@ -232,6 +123,16 @@ class HooksConfig(Section):
         description="rl: `module:function`(Sample) -> metrics or None, called in the rollout service for every sample "
         "of a group that was generated and scored.",
     )
+
+
+def check_hooks(hooks: HooksConfig, *, task: Task) -> None:
+    """Refuse what names no function, and a hook that would never be called. Raises ConfigError."""
+    for setting, named in (("hooks.step", hooks.step), ("hooks.sample", hooks.sample)):
+        if named is not None:
+            check_choice(setting, named, ())
+    if hooks.sample is not None and task == "sft":
+        raise ConfigError("hooks.sample", hooks.sample, "supervised training generates no samples",
+                          "use hooks.step, or leave it out")  # fmt: skip
 
 
 class AdapterConfig(Section):
@@ -302,7 +203,7 @@ class RunConfig(Section):
     @property
     def adapter_runs(self) -> dict[str, RunConfig]:
         """The run of each of several adapters by name, in their order: as if it were trained alone."""
-        return {run.name: at_home(run, self) for run in self._adapter_runs}
+        return {run.name: self._with_base(run) for run in self._adapter_runs}
 
     @property
     def run_dir(self) -> Path:
@@ -317,7 +218,7 @@ class RunConfig(Section):
     @property
     def colocated(self) -> bool:
         """Whether engines and trainer take turns on the same GPUs."""
-        return self.cluster.placement == "colocated"
+        return self.cluster.colocated
 
     @property
     def teacher_shares(self) -> bool:
@@ -349,7 +250,7 @@ class RunConfig(Section):
         """Whether steps of several adapters that are ready at the same time go through the model in one pass."""
         if self.lora.together is not None:
             return self.lora.together
-        return self.layout.pp > 1 and not counts_over_a_step(self)
+        return self.layout.pp > 1 and not self.megatron.counts_over_a_step
 
     @property
     def adapters_alive(self) -> int:
@@ -400,18 +301,188 @@ class RunConfig(Section):
         """Steps of the run that train the policy: all but those in which the critic is warmed up."""
         return self.train.num_steps - (self.critic.warmup_steps if self.has_critic else 0)
 
+    @property
+    def weights_directory(self) -> Path:
+        """Where weights and adapters lie in files, of this run's alone: absolute, for engines read it too."""
+        given = self.weights.directory
+        return (given / self.name if given is not None else self.run_dir / "weights").absolute()
+
+    @property
+    def asleep_directory(self) -> Path | None:
+        """Where a trainer that sleeps keeps its state in files; None where it keeps it in host memory. The device
+        `auto` counts as GPUs."""
+        cluster = self.cluster
+        kept_in = cluster.asleep_in if cluster.asleep_in != "auto" else "disk" if cluster.device == "cpu" else "memory"
+        return (cluster.asleep_directory or self.run_dir).absolute() if kept_in == "disk" else None
+
+    def claims(self, parts: Parts = WHOLE) -> list[Claim]:
+        """What the run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
+        generates = self.train.task == "rl" and parts.engines
+        launched = self.sglang.num_engines if generates and not self.sglang.urls else 0
+        shared = launched and parts.trainers and self.colocated
+        launched, trainer = (0, "trainer and engines") if shared else (launched, "trainer")
+        teachers = self.teacher.launched if generates and not (shared and self.teacher_shares) else 0
+        wanted = [
+            Claim(trainer, self.layout.world_size if parts.trainers else 0, 1),
+            Claim("critic", self.critic_ranks if parts.trainers else 0, 1),
+            Claim("engines", launched * self.sglang.parts, self.sglang.gpus_a_machine),
+            Claim("teachers", teachers * self.teacher.nnodes, self.teacher.gpus_a_machine),
+        ]
+        return [claim for claim in wanted if claim.count]
+
+    def refuse_several(self, what: str) -> None:
+        """Raise ConfigError where something is done for one adapter, and the run has several."""
+        if names := [entry.name for entry in self.adapters]:
+            raise ConfigError(
+                "adapters", ", ".join(names), f"{what} is for one adapter",
+                "give it the adapter's own file, which a run writes: "
+                f"{self.run_dir / DIRECTORY / names[0]}/config.yaml",
+            )  # fmt: skip
+
     @field_serializer("adapters")
     def _whole_adapters(self, entries: tuple[AdapterConfig, ...]) -> list[dict[str, Any]]:
-        return [entry_of(run, entry.weight) for run, entry in zip(self._adapter_runs, entries, strict=True)]
+        return [run._as_entry(entry.weight) for run, entry in zip(self._adapter_runs, entries, strict=True)]
 
     @model_validator(mode="wrap")
     @classmethod
-    def _resolve_adapters(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
         """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
         what all adapters override needs not be right."""
         config = handler(values)
         if not config.adapters:
-            check_run(config)
+            config._check()
         elif isinstance(values, dict):
-            config._adapter_runs = adapter_runs(cast("dict[str, Any]", values), config)
+            config._adapter_runs = config._resolve_adapters(cast("dict[str, Any]", values))
         return config
+
+    def _check(self) -> None:
+        """Refuse what sections cannot be beside each other. Raises ConfigError for the first broken rule."""
+        task, cluster, layout, colocated = self.train.task, self.cluster, self.layout, self.colocated
+        adapters, ranks = self.syncs_adapters, layout.world_size
+        check_cluster(cluster, task=task)
+        check_teacher(
+            self.teacher, self.sglang, cluster, self.rollout,
+            held=self.model.teacher_path, coefficient=self.algorithm.opd_coef, ranks=ranks,
+        )  # fmt: skip
+        check_lora(
+            self.lora, self.sglang, self.megatron, syncs_adapters=adapters, pause_mode=self.rollout.pause_mode,
+            transport=self.weights.transport, colocated=colocated,
+        )  # fmt: skip
+        check_weights(
+            self.weights, self.sglang, cluster, self.claims(),
+            task=task, ranks=ranks, transport=self.transport, compares=self.compares_weights,
+        )  # fmt: skip
+        check_sglang(self.sglang, cluster, self.rollout, ranks=ranks, taught=self.taught_gpus, syncs_adapters=adapters)
+        check_megatron(self.megatron, cluster, layout, self.train.replay, has_critic=self.has_critic)
+        check_fp8(
+            self.train.fp8, cluster.device, self.megatron.params_dtype, adapters=self.lora.on, colocated=colocated
+        )
+        check_rollout(
+            self.rollout, self.algorithm, self.data, self.reward,
+            task=task, servers=self.sglang.servers, colocated=colocated,
+        )  # fmt: skip
+        check_algorithm(self.algorithm)
+        check_critic(self.critic, self.algorithm, self.train, trained=self.has_critic)
+        check_reward(self.reward, max_response_tokens=self.rollout.max_response_tokens)
+        check_train(self.train, policy_steps=self.policy_steps, groups_per_step=self.rollout.groups_per_step)
+        check_data(self.data, self.train, own_prompts=self.rollout.function == ATROPOS)
+        sets = [s.name for s in self.data.eval_sets]
+        check_checkpoint(self.checkpoint, sets=sets, task=task, eval_every=self.observe.eval_every)
+        check_hooks(self.hooks, task=task)
+
+    def _resolve_adapters(self, values: dict[str, Any]) -> tuple[RunConfig, ...]:
+        """The run of every entry of `adapters`, in their order.
+
+        Args:
+            values: what was given for this run, before defaults were filled in.
+
+        Raises:
+            ConfigError: an entry names what is the run's, or what cannot be trained beside others.
+        """
+        check_names([entry.name for entry in self.adapters])
+        self._check_shared()
+        runs = tuple(self._run_of(values, plain_entry(entry)) for entry in values["adapters"])
+        for run in runs:
+            self._check_adapter(run)
+        return runs
+
+    def _run_of(self, values: dict[str, Any], entry: dict[str, Any]) -> RunConfig:
+        """One entry on top of the run's values."""
+        name = str(entry["name"])
+        try:
+            return type(self).model_validate(merged_entry(values, entry, self.run_dir / DIRECTORY))
+        except ValidationError as error:
+            first = error.errors()[0]
+            cause, path = first.get("ctx", {}).get("error"), ".".join(map(str, first["loc"]))
+            if isinstance(cause, UserError):
+                raise placed(name, cause, entry) from None
+            raise ConfigError(f"adapters.{name}.{path}", first["input"], first["msg"], "correct the value") from None
+        except UserError as error:
+            raise placed(name, error, entry) from None
+
+    def _with_base(self, run: RunConfig) -> RunConfig:
+        """An adapter's run with everything that is the base's as it is now, and its directory below this run's."""
+        shared = [name for name in RunConfig.model_fields if name not in (*OWN_SECTIONS, "name", "seed", "adapters")]
+        changed = {name: getattr(self, name) for name in shared}
+        changed["output_dir"] = self.run_dir / DIRECTORY
+        if (directory := self.weights.directory) is not None:
+            changed["weights"] = self.weights.model_copy(update={"directory": directory / self.name})
+        return run.model_copy(update=changed)
+
+    def _as_entry(self, weight: float) -> dict[str, Any]:
+        """An adapter's run as an entry with nothing left open, as YAML would have it: it resolves to the same run."""
+        whole = self.as_dict()
+        shared = [setting.split(".") for setting in SHARED]
+        sections = {
+            section: {k: v for k, v in whole[section].items() if [section, k] not in shared} for section in OWN_SECTIONS
+        }
+        return {"name": self.name, "weight": weight, "seed": self.seed, **sections}
+
+    def _check_shared(self) -> None:
+        """What a run of several adapters is not made for. Raises ConfigError."""
+        refused: tuple[tuple[bool, str, object, str, str], ...] = (
+            (self.train.task != "rl", "train.task", self.train.task, "supervised training has one adapter",
+             "train each adapter in a run of its own"),
+            (self.lora.sync != "adapter", "lora.sync", self.lora.sync,
+             "engines hold several adapters beside the base only where they are given adapters alone",
+             "set lora.sync: adapter"),
+            (bool(self.lora.together) and self.megatron.counts_over_a_step, "lora.together", True,
+             "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it"),
+            (self.colocated, "cluster.placement", "colocated", "a trainer of adapters was never put to sleep",
+             "set separate"),
+            (self.rollout.managers > 1, "rollout.managers", self.rollout.managers,
+             "one rollout service has the engines for all adapters", "remove it"),
+            (self.teacher.path is not None or bool(self.teacher.urls), "teacher", "a served teacher",
+             "several adapters were never run with one",
+             "remove the section, or train this adapter in a run of its own"),
+            (self.model.teacher_path is not None, "model.teacher_path", str(self.model.teacher_path),
+             "several adapters were never run with a teacher", "remove it, or train this adapter in a run of its own"),
+            (self.model.reference_path is not None, "model.reference_path", str(self.model.reference_path),
+             "the reference of several adapters is the base without them", "remove it"),
+            (self.observe.wandb_project is not None, "observe.wandb_project", self.observe.wandb_project,
+             "one process logs one run to Weights & Biases", "remove it, and set observe.tensorboard: true"),
+        )  # fmt: skip
+        for applies, field, value, rule, way_out in refused:
+            if applies:
+                raise ConfigError(field, value, f"{rule} (adapters)", way_out)
+
+    def _check_adapter(self, run: RunConfig) -> None:
+        """What one of several adapters cannot have. Raises ConfigError."""
+        at = f"adapters.{run.name}"
+        if run.has_critic:
+            raise ConfigError(f"{at}.algorithm.advantage", "gae", "a critic is trained in a run of its own",
+                              "choose another advantage")  # fmt: skip
+        if run.rollout.function == "atropos":
+            raise ConfigError(f"{at}.rollout.function", "atropos", "Atropos' environments were never run with several "
+                              "adapters", "train this adapter in a run of its own")  # fmt: skip
+        if run.rollout.server.port and len(self.adapters) > 1:
+            raise ConfigError(f"{at}: rollout.server.port", run.rollout.server.port, "every adapter has a server of "
+                              "its own, on a port of its own", "remove it: free ports are found")  # fmt: skip
+        if run.observe.wandb_project is not None:
+            raise ConfigError(f"{at}.observe.wandb_project", run.observe.wandb_project, "one process logs one run to "
+                              "Weights & Biases", "remove it, and set observe.tensorboard: true")  # fmt: skip
+        if run.checkpoint.load is not None and self.checkpoint.load is not None:
+            same = run.checkpoint.load == self.checkpoint.load
+            if same and len(self.adapters) > 1:
+                raise ConfigError("checkpoint.load", str(self.checkpoint.load), "all adapters would start from one "
+                                  "checkpoint", "set it for each adapter that it is for")  # fmt: skip

@@ -13,7 +13,9 @@ from mslime.config.choices import Device, Fp8Recipe, ReplayMode
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
-from mslime.config.schema import DeadlineConfig, RunConfig, TrainConfig, WeightsConfig
+from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.config.train import TrainConfig
+from mslime.config.weights import WeightsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
-        asleep=asleep_directory(config),
+        asleep=config.asleep_directory,
         name=config.name,
         algorithm=config.algorithm,
         temperature=config.rollout.temperature if rl else 1.0,
@@ -133,14 +135,6 @@ def policy_spec(config: RunConfig) -> PolicySpec:
     )
 
 
-def asleep_directory(config: RunConfig) -> Path | None:
-    """Where a trainer that sleeps keeps its state in files; None where it keeps it in host memory. The device `auto`
-    counts as GPUs."""
-    cluster = config.cluster
-    kept_in = cluster.asleep_in if cluster.asleep_in != "auto" else "disk" if cluster.device == "cpu" else "memory"
-    return (cluster.asleep_directory or config.run_dir).absolute() if kept_in == "disk" else None
-
-
 def _sent(config: RunConfig) -> WeightsConfig:
     """How weights are sent, with the directory of this run's alone; None where nothing is written into one.
 
@@ -150,13 +144,7 @@ def _sent(config: RunConfig) -> WeightsConfig:
     if config.colocated:
         weights = weights.model_copy(update={"transport": config.transport})
     without = weights.transport == "delta" and weights.carrier == "broadcast"
-    return weights.model_copy(update={"directory": None if without else weights_directory(config)})
-
-
-def weights_directory(config: RunConfig) -> Path:
-    """Where weights and adapters lie in files, of this run's alone: absolute, for engines read it too."""
-    given = config.weights.directory
-    return (given / config.name if given is not None else config.run_dir / "weights").absolute()
+    return weights.model_copy(update={"directory": None if without else config.weights_directory})
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:
@@ -174,6 +162,6 @@ def critic_spec(config: RunConfig) -> CriticSpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
-        asleep=asleep_directory(config),
+        asleep=config.asleep_directory,
         value_clip=critic.value_clip,
     )

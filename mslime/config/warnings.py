@@ -1,29 +1,58 @@
 """Combinations that are allowed and known to mean nothing, or to go wrong: what `mslime check` warns of, and why.
 
-What corrupts a run is refused in `rules` instead.
+What corrupts a run is refused by its section instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
-from mslime.config.algorithm import POLICY_LOSSES, AdvantageConfig, AlgorithmConfig, CriticConfig, loss_traits
+from mslime.config.algorithm import (
+    POLICY_LOSSES,
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    loss_traits,
+)
 from mslime.config.choices import AUTO, is_function
-
-if TYPE_CHECKING:
-    from mslime.config.schema import RunConfig
+from mslime.config.cluster import ClusterConfig
+from mslime.config.data import DataConfig
+from mslime.config.engines import SGLangConfig
+from mslime.config.megatron import MegatronConfig
+from mslime.config.reward import RewardConfig
+from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import ModelConfig, RunConfig
+from mslime.config.train import TrainConfig
+from mslime.config.weights import WeightsConfig
 
 
 def warnings(config: RunConfig) -> list[str]:
     """One sentence or two for each setting that has no effect or a doubtful one: which, why, and what to do."""
-    advice = _ADVICE if config.train.task == "rl" else ()
-    return [text for each in (*advice, _untested) for text in each(config)]
+    engines = {"megatron": config.megatron, "sglang": config.sglang, "teacher": config.teacher}
+    if config.train.task == "sft":
+        return [*_untested(engines)]
+    algorithm, rollout, train = config.algorithm, config.rollout, config.train
+    steps, staleness, on_stale = train.optimizer_steps_per_rollout, rollout.max_staleness, config.on_stale
+    return [
+        *_stale_tokens(rollout, on_stale, config.spare_groups),
+        *_ratio_is_one(algorithm, steps),
+        *_unbounded_weights(algorithm, steps, staleness),
+        *_correction_without_effect(algorithm.correction, steps, staleness, on_stale),
+        *_kl(algorithm),
+        *_other_losses(algorithm),
+        *_advantage(algorithm, rollout.dynamic_filter),
+        *_never_binds(algorithm, steps, config.critic.value_clip if config.has_critic else None),
+        *_unused_fields(algorithm, config.model, config.data, train),
+        *_rewards_of_others(config.reward, rollout.function),
+        *_weights(config.weights, config.sglang.urls),
+        *_kept_engines(config.cluster, several=bool(config.adapters)),
+        *_untested(engines),
+    ]
 
 
-def _untested(config: RunConfig) -> Iterator[str]:
+def _untested(sections: Mapping[str, MegatronConfig | SGLangConfig]) -> Iterator[str]:
     """Fields of the engines that are neither refused nor tried by anything of mslime's."""
-    sections = {"megatron": config.megatron, "sglang": config.sglang, "teacher": config.teacher}
     found = [f"{name}.{key}" for name, own in sections.items() for key in own.extra if key not in own.tested]
     if found:
         yield (
@@ -32,9 +61,9 @@ def _untested(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _ratio_is_one(config: RunConfig) -> Iterator[str]:
-    algorithm, traits = config.algorithm, loss_traits(config.algorithm.loss)
-    if config.train.optimizer_steps_per_rollout > 1 or algorithm.correction.reference == "rollout":
+def _ratio_is_one(algorithm: AlgorithmConfig, steps: int) -> Iterator[str]:
+    traits = loss_traits(algorithm.loss)
+    if steps > 1 or algorithm.correction.reference == "rollout":
         return
     if traits.plain_at_one:
         yield (
@@ -49,12 +78,9 @@ def _ratio_is_one(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _unbounded_weights(config: RunConfig) -> Iterator[str]:
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    stale = config.rollout.max_staleness > 0
-    if loss_traits(algorithm.loss).unbounded and (
-        config.train.optimizer_steps_per_rollout > 1 or (stale and correction.reference == "rollout")
-    ):
+def _unbounded_weights(algorithm: AlgorithmConfig, steps: int, staleness: int) -> Iterator[str]:
+    correction, stale = algorithm.correction, staleness > 0
+    if loss_traits(algorithm.loss).unbounded and (steps > 1 or (stale and correction.reference == "rollout")):
         yield (
             f"algorithm.loss {algorithm.loss}: its importance weight has no bound, and off-policy a few tokens come to "
             "own the gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which "
@@ -63,19 +89,20 @@ def _unbounded_weights(config: RunConfig) -> Iterator[str]:
     weighs = correction.action in ("mask", "drop") and correction.kept_weight == "ratio"
     if stale and weighs and correction.high is None and correction.reference == "recompute":
         yield (
-            f"algorithm.correction.kept_weight ratio with rollout.max_staleness {config.rollout.max_staleness}: the "
+            f"algorithm.correction.kept_weight ratio with rollout.max_staleness {staleness}: the "
             "weights have no upper bound. Set algorithm.correction.high, or kept_weight token."
         )
     if stale and not correction.corrects:
         yield (
-            f"algorithm.correction.action none with rollout.max_staleness {config.rollout.max_staleness}: tokens of "
+            f"algorithm.correction.action none with rollout.max_staleness {staleness}: tokens of "
             "old weights are trained as if the current policy had sampled them. Use the preset tis, or bypass."
         )
 
 
-def _correction_without_effect(config: RunConfig) -> Iterator[str]:
-    correction, staleness = config.algorithm.correction, config.rollout.max_staleness
-    on_policy = staleness == 0 and config.train.optimizer_steps_per_rollout == 1
+def _correction_without_effect(
+    correction: CorrectionConfig, steps: int, staleness: int, on_stale: str
+) -> Iterator[str]:
+    on_policy = staleness == 0 and steps == 1
     if correction.negative_advantage_only and on_policy:
         yield (
             "algorithm.correction.negative_advantage_only (OPSM) with one optimizer step a rollout and max_staleness "
@@ -88,7 +115,7 @@ def _correction_without_effect(config: RunConfig) -> Iterator[str]:
             "ratio is over the policy that sampled, and is not weighted twice. Use preset bypass, or reference "
             "recompute."
         )
-    if correction.max_age is not None and correction.max_age >= staleness and config.on_stale != "keep":
+    if correction.max_age is not None and correction.max_age >= staleness and on_stale != "keep":
         yield (
             f"algorithm.correction.max_age {correction.max_age} never binds: no token is trained that is older than "
             f"rollout.max_staleness {staleness}. Lower it."
@@ -100,8 +127,7 @@ def _correction_without_effect(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _kl(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
+def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_coef == 0:
         return
     if algorithm.kl_type == "k1" and algorithm.kl_in == "loss" and not algorithm.kl_unbiased:
@@ -113,8 +139,8 @@ def _kl(config: RunConfig) -> Iterator[str]:
         yield "algorithm.kl_unbiased has no effect with kl_in reward: nothing is differentiated there."
 
 
-def _other_losses(config: RunConfig) -> Iterator[str]:
-    algorithm, traits, plain = config.algorithm, loss_traits(config.algorithm.loss), AlgorithmConfig()
+def _other_losses(algorithm: AlgorithmConfig) -> Iterator[str]:
+    traits, plain = loss_traits(algorithm.loss), AlgorithmConfig()
     if algorithm.clip_dual is not None and not traits.clips_dual:
         dual = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.clips_dual)
         yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; it is of {dual}."
@@ -129,8 +155,8 @@ def _other_losses(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _advantage(config: RunConfig) -> Iterator[str]:
-    algorithm, start = config.algorithm, AdvantageConfig()
+def _advantage(algorithm: AlgorithmConfig, dynamic_filter: str) -> Iterator[str]:
+    start = AdvantageConfig()
     of = {"gamma": ("reinforce_pp", "gae"), "gae_lambda": ("gae",), "normalise_std": ("grpo",)}
     for field, users in of.items():
         if getattr(algorithm, field) != getattr(start, field) and algorithm.advantage not in users:
@@ -145,7 +171,7 @@ def _advantage(config: RunConfig) -> Iterator[str]:
             "reinforce_pp_baseline."
         )
     teaches = algorithm.advantage in ("reinforce_pp", "gae") or algorithm.opd_coef > 0
-    if teaches and config.rollout.dynamic_filter == "zero_variance":
+    if teaches and dynamic_filter == "zero_variance":
         why = "opd_coef" if algorithm.opd_coef > 0 else algorithm.advantage
         yield (
             f"rollout.dynamic_filter zero_variance with {why}: groups of equal rewards teach here too, and are "
@@ -153,33 +179,33 @@ def _advantage(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _never_binds(config: RunConfig) -> Iterator[str]:
+def _never_binds(algorithm: AlgorithmConfig, steps: int, value_clip: float | None) -> Iterator[str]:
     """Clips around what was before the update, when each rollout is used once."""
-    if config.train.optimizer_steps_per_rollout > 1:
+    if steps > 1:
         return
-    algorithm, value_clip = config.algorithm, config.critic.value_clip
     if algorithm.clip_dual is not None and algorithm.loss == "ppo" and algorithm.correction.reference == "recompute":
         yield (
             f"algorithm.clip_dual {algorithm.clip_dual:g} never binds: with train.optimizer_steps_per_rollout 1 and a "
             "recomputed old policy the ratio is 1 at its only use. Take more steps, or use preset bypass."
         )
-    if config.has_critic and value_clip is not None and value_clip != CriticConfig().value_clip:
+    if value_clip is not None and value_clip != CriticConfig().value_clip:
         yield (
             f"critic.value_clip {value_clip:g} never binds: with train.optimizer_steps_per_rollout 1 a value is the "
             "one before the update at its only use. Take more steps, or leave it alone."
         )
 
 
-def _unused_fields(config: RunConfig) -> Iterator[str]:
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    plain = type(algorithm)()
-    if config.data.source is not None and config.data.prompts:
+def _unused_fields(
+    algorithm: AlgorithmConfig, model: ModelConfig, data: DataConfig, train: TrainConfig
+) -> Iterator[str]:
+    correction, plain = algorithm.correction, AlgorithmConfig()
+    if data.source is not None and data.prompts:
         yield "data.prompts has no effect: prompts come from data.source."
     if not loss_traits(algorithm.loss).clips:
         for field in ("clip_low", "clip_high"):
             if getattr(algorithm, field) != getattr(plain, field):
                 yield f"algorithm.{field} has no effect: the loss {algorithm.loss} does not clip."
-    if config.model.reference_path is not None and algorithm.kl_coef == 0:
+    if model.reference_path is not None and algorithm.kl_coef == 0:
         yield (
             "model.reference_path has no effect with algorithm.kl_coef 0: no reference policy is loaded. Set kl_coef."
         )
@@ -187,33 +213,35 @@ def _unused_fields(config: RunConfig) -> Iterator[str]:
         yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
     if correction.old_weight != 0 and correction.max_age is None:
         yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
-    shaped = (("overlong", config.reward.overlong.buffer_tokens), ("repetition", config.reward.repetition.ngram))
-    for name, on in shaped:
-        if on and config.rollout.function != "single_turn":
-            yield (
-                f"reward.{name} has no effect on rewards that rollout.function {config.rollout.function} sets itself: "
-                "it shapes what the section reward gives."
-            )
-    if config.train.replay_max_age is not None and config.train.replay != "r3":
-        yield f"train.replay_max_age has no effect with train.replay {config.train.replay}: no route has an age."
+    if train.replay_max_age is not None and train.replay != "r3":
+        yield f"train.replay_max_age has no effect with train.replay {train.replay}: no route has an age."
     if correction.normalise and not correction.corrects and correction.max_age is None:
         yield "algorithm.correction.normalise has no effect with action none: every weight is 1."
 
 
-def _stale_tokens(config: RunConfig) -> Iterator[str]:
-    rollout = config.rollout
+def _rewards_of_others(reward: RewardConfig, function: str) -> Iterator[str]:
+    shaped = (("overlong", reward.overlong.buffer_tokens), ("repetition", reward.repetition.ngram))
+    for name, on in shaped:
+        if on and function != "single_turn":
+            yield (
+                f"reward.{name} has no effect on rewards that rollout.function {function} sets itself: "
+                "it shapes what the section reward gives."
+            )
+
+
+def _stale_tokens(rollout: RolloutConfig, on_stale: str, spare_groups: int) -> Iterator[str]:
     if rollout.over_sampling > 1 and rollout.max_staleness > 0 and rollout.dynamic_filter == "none":
         yield (
             f"rollout.over_sampling {rollout.over_sampling:g} has no effect with max_staleness {rollout.max_staleness} "
             "and no dynamic_filter: work for later steps is under way already, and no group is refused."
         )
-    if rollout.max_staleness == 0 and config.spare_groups and rollout.partial and config.on_stale == "mask":
+    if rollout.max_staleness == 0 and spare_groups and rollout.partial and on_stale == "mask":
         yield (
             "rollout.partial with max_staleness 0 and over_sampling: the tokens of responses that are cut short are "
             "kept, and masked a step later, up to half of all tokens. Set max_staleness 1, partial false, or "
             "over_sampling 1."
         )
-    if config.on_stale == "keep" and rollout.max_staleness == 0 and rollout.partial:
+    if on_stale == "keep" and rollout.max_staleness == 0 and rollout.partial:
         yield (
             "rollout.on_stale keep with max_staleness 0: responses that are continued have tokens of older weights, so "
             "the run is not on-policy. Leave on_stale alone, or set max_staleness 1."
@@ -224,8 +252,7 @@ BUT_FILES = (AUTO, "broadcast", "relay", "shm", "handles", "mooncake", "checkpoi
 """Ways to the engines that write no files."""
 
 
-def _weights(config: RunConfig) -> Iterator[str]:
-    weights = config.weights
+def _weights(weights: WeightsConfig, engine_urls: list[str]) -> Iterator[str]:
     if weights.directory is not None and weights.carrier in BUT_FILES:
         how = f"weights.{'delta_over' if weights.transport == 'delta' else 'transport'} is {weights.carrier}"
         yield f"weights.directory has no effect: {how}, and only disk and delta write files."
@@ -242,7 +269,7 @@ def _weights(config: RunConfig) -> Iterator[str]:
             "recorded, so all of every bucket will be sent. Leave weights.loader alone, or set "
             f"weights.transport {weights.delta_over}."
         )
-    if weights.transport in ("relay", "shm", "handles", "disk", "delta", "mooncake") and config.sglang.urls:
+    if weights.transport in ("relay", "shm", "handles", "disk", "delta", "mooncake") and engine_urls:
         plug_in = "relay" if weights.transport == "relay" else "files"
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
@@ -251,26 +278,10 @@ def _weights(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _kept_engines(config: RunConfig) -> Iterator[str]:
-    cluster = config.cluster
-    if "restarts" in cluster.model_fields_set and cluster.restarts and (config.colocated or config.adapters):
-        why = "engines share the trainer's GPUs" if config.colocated else "several adapters are trained"
+def _kept_engines(cluster: ClusterConfig, *, several: bool) -> Iterator[str]:
+    if "restarts" in cluster.model_fields_set and cluster.restarts and (cluster.colocated or several):
+        why = "engines share the trainer's GPUs" if cluster.colocated else "several adapters are trained"
         yield (
             f"cluster.restarts {cluster.restarts} has no effect: {why}, and no engines are kept when a trainer rank is "
             "lost. `mslime train --restarts N` starts all of the run again."
         )
-
-
-_ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _stale_tokens,
-    _ratio_is_one,
-    _unbounded_weights,
-    _correction_without_effect,
-    _kl,
-    _other_losses,
-    _advantage,
-    _never_binds,
-    _unused_fields,
-    _weights,
-    _kept_engines,
-)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import AUTO, TRANSPORT_NAMES, MooncakeOver, Verify, check_choice
+from mslime.config.choices import AUTO, TRANSPORT_NAMES, MooncakeOver, Task, Verify, check_choice
+from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
+from mslime.config.engines import SGLangConfig
+from mslime.config.errors import ConfigError
 
 
 class WeightsConfig(Section):
@@ -79,3 +83,104 @@ class WeightsConfig(Section):
     def _check_names(self) -> WeightsConfig:
         check_choice("weights.transport", self.transport, TRANSPORT_NAMES)
         return self
+
+
+BY_COLLECTIVE = (AUTO, "broadcast", "relay")
+"""Transports in which a trainer rank and an engine are two members of one process group."""
+
+SHARED_DIRECTORY = "disk or delta with a weights.directory that all machines share"
+
+
+def check_weights(
+    weights: WeightsConfig,
+    engine: SGLangConfig,
+    cluster: ClusterConfig,
+    wanted: Sequence[Claim],
+    *,
+    task: Task,
+    ranks: int,
+    transport: str,
+    compares: bool,
+) -> None:
+    """Refuse ways to the engines that the placement, the machines or the engines rule out.
+
+    Args:
+        wanted: GPUs of the run.
+        ranks: of the trainer.
+        transport: `weights.transport`, `auto` decided.
+        compares: engines may be able to say what they hold.
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
+    if weights.transport == "checkpoint_engine" and task == "rl":
+        _check_handed(engine, cluster, ranks)
+    if cluster.colocated:
+        _check_colocated(weights, transport)
+    _check_shared_memory(weights, cluster, wanted)
+    if weights.verify in ("first", "always") and task == "rl" and not compares:
+        raise ConfigError(
+            "weights.verify", weights.verify,
+            "engines say what they hold by what they recorded, and weights.loader is model",
+            "set weights.verify: probe, or leave weights.loader alone",
+        )  # fmt: skip
+
+
+def _check_handed(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
+    """`checkpoint_engine`: every rank of the trainer gives weights to the engine's rank on its own GPU."""
+
+    def refused(rule: str, way_out: str) -> ConfigError:
+        return ConfigError("weights.transport", "checkpoint_engine", rule, way_out)
+
+    if not cluster.colocated:
+        raise refused(
+            "a trainer rank hands weights to the engine on its own GPU, and engines have others here "
+            "(cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
+        )  # fmt: skip
+    if cluster.device == "cpu":
+        raise refused("it hands out handles of a GPU's memory (cluster.device: cpu)", "set shm or disk")
+    if engine.urls:
+        raise refused(f"engines are attached to ({engine.urls[0]}), and not on the trainer's GPUs",
+                      "remove sglang.urls, or set auto with cluster.placement: separate")  # fmt: skip
+    if engine.drafts:
+        raise refused(
+            "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
+            f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+        )
+    if engine.gpus != ranks:
+        raise ConfigError(
+            "sglang.num_engines", engine.num_engines,
+            f"with weights.transport: checkpoint_engine every trainer rank needs an engine's rank on its GPU, and "
+            f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
+            f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+        )  # fmt: skip
+
+
+def _check_colocated(weights: WeightsConfig, transport: str) -> None:
+    """Trainer and engines take turns on the same GPUs."""
+    if weights.carrier in BY_COLLECTIVE and transport != "shm":
+        raise ConfigError(
+            "weights.delta_over" if weights.transport == "delta" else "weights.transport", weights.carrier,
+            "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
+            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
+        )  # fmt: skip
+    if weights.transport == "mooncake":
+        raise ConfigError(
+            "weights.transport", weights.transport,
+            "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it",
+            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
+        )  # fmt: skip
+
+
+def _check_shared_memory(weights: WeightsConfig, cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
+    local = weights.transport in ("shm", "handles")
+    if not local or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
+        return
+    others = "disk or delta" if cluster.colocated else "broadcast, or disk or delta"
+    raise ConfigError(
+        "weights.transport",
+        weights.transport,
+        f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
+        "machines share no memory",
+        f"set {others} with a weights.directory that all machines share",
+    )

@@ -12,7 +12,6 @@ from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.choices import adapter_directory
 from mslime.config.errors import WeightSyncError
 from mslime.config.schema import RunConfig
-from mslime.config.training import weights_directory
 from mslime.control.delivery import Delivered, names_engine
 from mslime.control.fleet import Fleet
 from mslime.control.probe import WeightProbe
@@ -42,7 +41,7 @@ class AdapterDelivery:
         self._config, self._rollouts, self._trainers, self._fleet = config, rollouts, trainers, fleet
         self._check, self._probe, self._owner = check, probe, owner
         self._name = f"{config.name}-{uuid.uuid4().hex[:8]}"  # attached engines may still have those of another run
-        self._directory = weights_directory(config)
+        self._directory = config.weights_directory
         self._engines = 0
 
     pauses = False

@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.backends.sglang.guard import kill_all
-from mslime.config.cluster import RAY_START, Parts, claims, worker_environment
+from mslime.config.cluster import RAY_START, Parts, worker_environment
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.schema import RunConfig
@@ -135,7 +135,7 @@ class Cluster:
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
-            processes = sum(claim.count for claim in claims(config, self._parts))
+            processes = sum(claim.count for claim in config.claims(self._parts))
             local = {"num_cpus": processes + 2, "include_dashboard": False}
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
@@ -443,7 +443,11 @@ def _runtime_environment(config: RunConfig) -> dict[str, Any]:
     this process's already.
     """
     job: dict[str, Any] = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
-    variables = {**worker_environment(config), **job.get("env_vars", {}), **config.cluster.env}
+    variables = {
+        **worker_environment(config.cluster, config.sglang.extra),
+        **job.get("env_vars", {}),
+        **config.cluster.env,
+    }
     quoted = shlex.quote(sys.executable)  # Ray 2.60 gives it to a shell as it is
     own = {} if quoted == sys.executable else {"py_executable": quoted}
     return {"env_vars": {**variables, "PYTHONPATH": _python_path()}, **own}

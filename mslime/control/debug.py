@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime import __version__
-from mslime.config.adapters import refuse_several
 from mslime.config.cluster import Parts
 from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
@@ -190,7 +189,7 @@ def replay(config: RunConfig, directory: Path) -> int:
         UserError: a user's mistake, groups that do not fit, or a failed part of the run.
         Stopped: a signal ended it.
     """
-    refuse_several(config, "mslime train --replay")
+    config.refuse_several("mslime train --replay")
     if config.train.task == "sft":
         raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
@@ -328,7 +327,7 @@ def _checkpoint(config: RunConfig, text: str) -> Path:
 
 
 def _wants_engines(config: RunConfig, command: str) -> None:
-    refuse_several(config, command)
+    config.refuse_several(command)
     if config.train.task == "sft":
         raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
                           "add --train.task rl, and a reward if there is none")  # fmt: skip

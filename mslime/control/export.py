@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mslime.config.adapters import refuse_several
 from mslime.config.dtypes import export_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.lora import LORA_KEY
@@ -38,7 +37,7 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     Raises:
         UserError: there is no checkpoint or it is damaged, or `out` exists.
     """
-    refuse_several(config, "an export")
+    config.refuse_several("an export")
     refuse_existing(out)
     source = checkpoint or newest(config.run_dir / "checkpoints")
     if source is None:

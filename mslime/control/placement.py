@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mslime.config.cluster import RAY_START, Parts, claims, count_gpus, describe_gpus
+from mslime.config.cluster import RAY_START, Parts, count_gpus, describe_gpus
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 
@@ -170,7 +170,7 @@ def refuse_small_cluster(config: RunConfig, parts: Parts) -> None:
 
 
 def _too_small(config: RunConfig, parts: Parts) -> ConfigError | None:
-    wanted, nodes = claims(config, parts), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    wanted, nodes = config.claims(parts), [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if config.cluster.device == "cuda":
         have, largest = [int(resources.get("GPU", 0)) for resources in nodes], max(claim.gpus for claim in wanted)
         if sum(have) < count_gpus(wanted):

@@ -13,7 +13,7 @@ import numpy as np
 
 from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
-from mslime.config.schema import TrainConfig
+from mslime.config.train import TrainConfig
 from mslime.data.conversation import Supervised, supervised_turns
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt, PromptSource, Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mslime.config.layout_rules import check_model
+from mslime.config.megatron import check_model
 from mslime.config.schema import RunConfig
 from mslime.config.training import PolicySpec, TrainingSpec, critic_spec
 from mslime.convert.adapters import make_adapters

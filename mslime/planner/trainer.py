@@ -14,7 +14,8 @@ from functools import partial
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.fp8 import COPY_BYTES, fp8_rows
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import RunConfig, TrainConfig
+from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
 from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_bytes
 from mslime.planner.parameters import StageParameters

@@ -12,7 +12,7 @@ from pathlib import Path
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
-from mslime.config.layout_rules import check_model
+from mslime.config.megatron import check_model
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
@@ -95,7 +95,7 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
 
 def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     """Check a run of one model or adapter, but for the memory of machines."""
-    check_machines(config, parts)
+    check_machines(config.cluster, config.claims(parts))
     check_seams(config)
     _check_paths(config)
     if data:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mslime.config.errors import DataError, reading
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import TrainConfig
+from mslime.config.train import TrainConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
 

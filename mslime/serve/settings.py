@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mslime.config.adapters import counts_over_a_step
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.base import Section
+from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
 from mslime.config.lora import LORA_GROUPS
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 
 _FIXED: dict[str, Any] = {
     "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},
@@ -79,7 +80,7 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     if config.lora.shares_outer:
         raise ConfigError("lora.experts", "shared_outer", "what clients save is in peft's format, which has no factor "
                           "that experts share", "remove it")  # fmt: skip
-    if config.lora.together and counts_over_a_step(config):
+    if config.lora.together and config.megatron.counts_over_a_step:
         raise ConfigError(
             "lora.together", True,
             "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it",

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mslime.config.schema import RewardConfig
+from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.rewards.scorer import RewardScorer

@@ -26,7 +26,6 @@ from mslime.config.loader import build
 from mslime.config.lora import LoraConfig
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServedLora, engine_spec, served_lora
-from mslime.config.training import weights_directory
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
@@ -590,7 +589,7 @@ def delivery(run: FakeRun, directory: Path) -> AdapterDelivery:
 def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_path: Path) -> None:
     run = FakeRun(("http://a:1",), [])
     sends = delivery(run, tmp_path)
-    at = weights_directory(config(output_dir=str(tmp_path)))
+    at = config(output_dir=str(tmp_path)).weights_directory
     (at / adapter_directory(99)).mkdir(parents=True)  # of a run that was killed
 
     def there() -> set[str]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from mslime.config.cluster import check_machines, claims, worker_environment
+from mslime.config.cluster import check_machines, worker_environment
 from mslime.config.errors import ConfigError
-from mslime.config.layout_rules import check_model
 from mslime.config.loader import build, load_config
-from mslime.config.megatron import MegatronConfig
+from mslime.config.megatron import MegatronConfig, check_model
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.preflight.resolve import resolve
@@ -20,6 +19,10 @@ from mslime.preflight.resolve import resolve
 
 def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:
     return build({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": cluster, **sections})
+
+
+def environment_of(config: RunConfig) -> dict[str, str]:
+    return worker_environment(config.cluster, config.sglang.extra)
 
 
 # ------------------------------------------------------------------------------------------------- the Ray cluster
@@ -56,7 +59,8 @@ def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
     error = caught.value
     assert error.field == "cluster.ray_address" and named in error.rule
     assert "ray start --head" in error.way_out and "RAY_ADDRESS" in error.way_out
-    check_machines(run({"device": "cuda", "ray_address": "auto", **cluster}, **sections))
+    config = run({"device": "cuda", "ray_address": "auto", **cluster}, **sections)
+    check_machines(config.cluster, config.claims())
 
 
 @pytest.mark.parametrize("transport", ["shm", "handles"])
@@ -87,7 +91,8 @@ def test_weights_on_disk_are_in_a_directory_of_the_run_alone(tmp_path: Path) -> 
     ],
 )
 def test_what_one_machine_holds_needs_no_ray_cluster(cluster: dict[str, Any], sections: dict[str, Any]) -> None:
-    check_machines(run(cluster, **sections))
+    config = run(cluster, **sections)
+    check_machines(config.cluster, config.claims())
 
 
 def test_a_tensor_parallel_group_larger_than_a_machine_is_refused() -> None:
@@ -119,7 +124,7 @@ def test_an_engine_over_two_machines_takes_a_share_of_each() -> None:
     config = run({"device": "cuda", "ray_address": "auto", "trainer_ranks": 8},
                  sglang={"num_engines": 2, "tp_size": 16, "nnodes": 2},
                  teacher={"path": "t", "tp_size": 4, "nnodes": 2}, **TEACHES)  # fmt: skip
-    assert [(c.what, c.count, c.gpus) for c in claims(config)] == [
+    assert [(c.what, c.count, c.gpus) for c in config.claims()] == [
         ("trainer", 8, 1), ("engines", 4, 8), ("teachers", 2, 2),
     ]  # fmt: skip
 
@@ -148,8 +153,8 @@ def test_a_variable_that_is_not_the_users_is_refused(name: str) -> None:
 
 
 def test_workers_get_the_users_variables_and_on_gpus_what_nccl_must_agree_on() -> None:
-    assert worker_environment(run({"device": "cpu", "env": {"A": "1"}})) == {"A": "1"}
-    assert worker_environment(run({"device": "cuda", "env": {"A": "1"}})) == {
+    assert environment_of(run({"device": "cpu", "env": {"A": "1"}})) == {"A": "1"}
+    assert environment_of(run({"device": "cuda", "env": {"A": "1"}})) == {
         "A": "1",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
@@ -161,14 +166,14 @@ def test_workers_get_the_users_variables_and_on_gpus_what_nccl_must_agree_on() -
 )
 def test_nccl_settings_follow_the_flags_with_which_sglang_overrules_them(flag: str, cumem: str, nvls: str) -> None:
     engine = {} if flag == "fp8_gemm" else {flag: True}
-    found = worker_environment(run({"device": "cuda"}, sglang=engine))
+    found = environment_of(run({"device": "cuda"}, sglang=engine))
     assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == (cumem, nvls)
 
 
 def test_a_variable_that_engines_would_overrule_is_refused() -> None:
     with pytest.raises(ConfigError, match="trainer and engines disagree"):
         run({"device": "cuda", "env": {"NCCL_NVLS_ENABLE": "0"}}, sglang={"enable_nccl_nvls": True})
-    found = worker_environment(run({"device": "cuda", "env": {"NCCL_CUMEM_ENABLE": "1"}}))
+    found = environment_of(run({"device": "cuda", "env": {"NCCL_CUMEM_ENABLE": "1"}}))
     assert found["NCCL_CUMEM_ENABLE"] == "1"
 
 

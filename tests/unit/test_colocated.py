@@ -12,12 +12,12 @@ from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.memory import backup_of, restore, to_release, to_resume
 from mslime.backends.sglang.released import REFUSED, RELEASED, TAGS, Released
 from mslime.config.choices import EngineTag
-from mslime.config.cluster import claims, count_gpus, describe_gpus
+from mslime.config.cluster import count_gpus, describe_gpus
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.config.serving import engine_spec, teacher_spec
-from mslime.config.training import asleep_directory, policy_spec
+from mslime.config.training import policy_spec
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
 from mslime.planner.command import plan_of as plan_of_values
@@ -132,14 +132,14 @@ def test_a_run_on_the_cpus_of_one_machine_need_not_say_that_weights_go_through_i
 
 def test_engines_on_the_trainers_gpus_claim_none_of_their_own() -> None:
     shared = config_of(**EIGHT, sglang={"num_engines": 2, "tp_size": 4})
-    assert count_gpus(claims(shared)) == 8 and describe_gpus(claims(shared)) == "8 GPUs (8 trainer and engines)"
+    assert count_gpus(shared.claims()) == 8 and describe_gpus(shared.claims()) == "8 GPUs (8 trainer and engines)"
     with_teacher = config_of(**EIGHT, sglang={"num_engines": 6}, **taught(tp_size=2))
-    assert count_gpus(claims(with_teacher)) == 8
+    assert count_gpus(with_teacher.claims()) == 8
     apart = build(shared.as_dict() | {"cluster": {**EIGHT["cluster"], "gpus_per_node": 16}})
-    assert count_gpus(claims(apart)) == 16
+    assert count_gpus(apart.claims()) == 16
     roomy = {"cluster": {**EIGHT["cluster"], "gpus_per_node": 16}}
     critic = config_of(**roomy, algorithm={"advantage": "gae"}, critic={"placement": "separate"})
-    assert describe_gpus(claims(critic)) == "16 GPUs (8 trainer and engines, 8 critic)"
+    assert describe_gpus(critic.claims()) == "16 GPUs (8 trainer and engines, 8 critic)"
 
 
 def test_who_shares_gpus_gives_memory_back_and_a_teacher_keeps_its_weights_meanwhile() -> None:
@@ -159,9 +159,9 @@ def test_state_sleeps_where_it_was_asked_to() -> None:
     places = [("cpu", "auto", True), ("cuda", "auto", False), ("cpu", "memory", False), ("cuda", "disk", True)]
     for device, asleep_in, in_files in places:
         config = config_of(cluster={"device": device, "asleep_in": asleep_in})
-        assert (asleep_directory(config) is not None) is in_files
+        assert (config.asleep_directory is not None) is in_files
     named = config_of(cluster={"device": "cuda", "asleep_in": "disk", "asleep_directory": "/fast"})
-    assert str(asleep_directory(named)) == "/fast"
+    assert str(named.asleep_directory) == "/fast"
 
 
 def test_an_engine_has_neighbouring_gpus_of_one_machine() -> None:

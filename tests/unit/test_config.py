@@ -12,8 +12,8 @@ import pytest
 from mslime.config import passthrough
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
-from mslime.config.layout_rules import check_model
 from mslime.config.loader import build, load_config, merge, parse_flags
+from mslime.config.megatron import check_model
 from mslime.config.schema import RunConfig
 
 BASE = ["--model.path", "ckpt", "--data.prompts", "a.jsonl"]

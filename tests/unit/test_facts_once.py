@@ -55,11 +55,11 @@ FACTS = {
     "whether experts are grouped": (r'get\("moe_grouped_gemm", ', {"config/megatron.py"}),
     "who is on whose GPUs": (
         r'placement [!=]= "(colocated|separate|shared)"',
-        {"config/schema.py", "config/colocated.py"},  # the second one refuses settings of a placement
+        {"config/cluster.py", "config/schema.py", "config/engines.py"},  # each of a placement of its own
     ),
     "whether engines are given adapters alone": (
         r'lora\.sync [!=]= "adapter"',
-        {"config/schema.py", "config/lora.py", "config/adapters.py"},  # the others refuse it, or want it
+        {"config/schema.py", "config/lora.py"},  # the second one refuses it
     ),
     "the scale of an adapter": (r"\.alpha / |math\.sqrt\(self\.rank\)", {"config/lora.py"}),
     "versions of adapters that an engine has at once": (r"max_staleness \+ 2", {"config/schema.py"}),

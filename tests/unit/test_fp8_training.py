@@ -16,7 +16,6 @@ from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSl
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields, fp8_rows
 from mslime.config.layout import ParallelLayout
-from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import RunConfig
 from mslime.config.training import critic_spec, policy_spec
 from mslime.data.packing import padded_lengths
@@ -111,14 +110,15 @@ def test_delayed_scaling_is_no_choice() -> None:
     ],
 )  # fmt: skip
 def test_sizes_that_fp8_products_do_not_take_are_refused(fields: Any, sizes: dict[str, int], what: str) -> None:
+    tp, etp = (sizes.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "expert_tensor"))
     with pytest.raises(ConfigError, match=what):
-        check_fp8_model("blockwise", MegatronConfig.model_validate(sizes), fields)
-    check_fp8_model(None, MegatronConfig.model_validate(sizes), fields)
+        check_fp8_model("blockwise", tp, etp, fields)
+    check_fp8_model(None, tp, etp, fields)
 
 
 @pytest.mark.parametrize("fields", [DENSE, LATENT])
 def test_sizes_that_are_multiples_are_taken(fields: dict[str, Any]) -> None:
-    check_fp8_model("blockwise", MegatronConfig.model_validate({"tensor_model_parallel_size": 2}), fields)
+    check_fp8_model("blockwise", 2, 1, fields)
     assert WIDTH == 16
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from mslime.config.errors import ConfigError, RewardError
 from mslime.config.loader import build
-from mslime.config.schema import RewardConfig
+from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
 from mslime.rollout.contract import _Characters
 from mslime.rollout.rewards.judge import number_in

@@ -124,12 +124,13 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
 ) -> None:
     done = run_script("qwen3-30B-A3B", make_fake_mslime(tmp_path), MODEL="m", PROMPTS="p", CHECK_ONLY="1")
     flags = calls(done)[0][1:]
+    config = load_config(None, flags)
     with pytest.raises(ConfigError, match=r"24 GPUs \(16 trainer, 8 engines\)") as caught:
-        check_machines(load_config(None, flags))
+        check_machines(config.cluster, config.claims())
     assert "ray start" in caught.value.way_out
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     config = load_config(None, flags)
-    check_machines(config)
+    check_machines(config.cluster, config.claims())
     assert config.cluster.ray_address == "10.0.0.1:6379"
 
 

@@ -23,7 +23,6 @@ from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pair import client_of
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.server import EngineAddress
-from mslime.config.cluster import claims
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.data.probe import NEW_TOKENS
@@ -45,7 +44,7 @@ def run_config(**sections: Any) -> Any:
 
 def test_a_pair_has_the_gpus_of_two_engines_and_each_half_its_own_place() -> None:
     config = run_config(sglang={"num_engines": 3, "tp_size": 4, "pairs": "mooncake"}, cluster={"device": "cuda"})
-    (engines,) = [claim for claim in claims(config) if claim.what == "engines"]
+    (engines,) = [claim for claim in config.claims() if claim.what == "engines"]
     assert (engines.count, engines.gpus, config.sglang.gpus, config.sglang.servers) == (6, 4, 24, 3)
     assert config.sglang.shape == "(TP4 to prefill, TP4 to decode)"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError, RewardError
-from mslime.config.schema import RewardConfig
+from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ def test_every_setting_and_section_is_described() -> None:
     assert [s.path for s in all_settings() if not s.description] == []
     assert [name for name, about in sections().items() if len(about) < 10] == []
     assert [name for name, field in EvalSetConfig.model_fields.items() if not field.description] == []
+
+
+def test_no_file_of_the_settings_imports_one_that_imports_it() -> None:
+    """Imports for type checkers alone count: a section's rules are given what they read, and no whole run."""
+    files = {path.stem: ast.parse(path.read_text("utf-8")) for path in (ROOT / "mslime/config").glob("*.py")}
+    imports = {
+        name: {str(n.module).removeprefix("mslime.config.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        for name, tree in files.items()
+    }
+    TopologicalSorter({name: found & set(files) for name, found in imports.items()}).prepare()  # CycleError names them
 
 
 def test_the_reference_page_and_the_schema_are_those_of_the_code() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from mslime.api import report
-from mslime.config.adapters import BASE, OWN_SECTIONS, SHARED, directories, refuse_several
+from mslime.config.adapters import BASE, OWN_SECTIONS, SHARED, directories
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, merge, parse_flags
 from mslime.config.schema import AdapterConfig, RunConfig
 from mslime.config.serving import ServedLora, engine_spec
 from mslime.config.settings import all_settings
-from mslime.config.training import policy_spec, weights_directory
+from mslime.config.training import policy_spec
 from mslime.control import again
 from mslime.control.adapters_session import with_base
 from mslime.observe.samples_view import Wanted, find_file
@@ -87,8 +87,8 @@ def test_adapters_follow_their_base_wherever_it_is_changed() -> None:
     run = config(weights={"directory": "/shared"}).model_copy(update={"output_dir": Path("/elsewhere"), "name": "n"})
     maths, code = run.adapter_runs.values()
     assert maths.run_dir == Path("/elsewhere/n/adapters/maths")
-    assert weights_directory(maths) == Path("/shared/n/maths") != weights_directory(code)
-    assert weights_directory(config().adapter_runs["maths"]).parts[-3:] == ("adapters", "maths", "weights")
+    assert maths.weights_directory == Path("/shared/n/maths") != code.weights_directory
+    assert config().adapter_runs["maths"].weights_directory.parts[-3:] == ("adapters", "maths", "weights")
     moved = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})
     assert {each.cluster.device for each in moved.adapter_runs.values()} == {"cpu"}
 
@@ -251,8 +251,8 @@ def test_what_is_done_for_one_adapter_says_which_file_to_give() -> None:
     with pytest.raises(
         ConfigError, match="adapters = 'maths, code-v2': mslime eval is for one(?s:.*)maths/config.yaml"
     ):
-        refuse_several(config(), "mslime eval")
-    refuse_several(config().adapter_runs["maths"], "mslime eval")
+        config().refuse_several("mslime eval")
+    config().adapter_runs["maths"].refuse_several("mslime eval")
 
 
 def test_a_run_that_is_started_again_counts_the_steps_of_all_adapters(tmp_path: Path) -> None:

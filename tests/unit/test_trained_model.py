@@ -12,7 +12,9 @@ from mslime.backends.megatron.step import trained_model, trainer
 from mslime.backends.megatron.step.optimizer import follow_config, rates_of
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import DeadlineConfig, MegatronConfig, WeightsConfig
+from mslime.config.megatron import MegatronConfig
+from mslime.config.schema import DeadlineConfig
+from mslime.config.weights import WeightsConfig
 from tests.unit.weights_world import MOE_CONFIG
 
 

@@ -24,9 +24,8 @@ from mslime.config.choices import Device
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import fp8_fields
-from mslime.config.layout_rules import check_model
-from mslime.config.megatron import MegatronConfig
-from mslime.config.schema import TrainConfig
+from mslime.config.megatron import MegatronConfig, check_model
+from mslime.config.train import TrainConfig
 from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mslime.backends.megatron.step.own_state import keep_own_state
-from mslime.config.schema import TrainConfig
+from mslime.config.train import TrainConfig
 
 # At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such
 # tensors (of a gated MLP), into a message for debugging that nobody reads: numbers of all of them come off the GPU.
