@@ -260,7 +260,7 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
     config = _alone(resolved_device(config), "eval")
     # Its scores are for training only.
     config = config.model_copy(update={"teacher": TeacherConfig()})
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     with _owned(config) as stop, _weights(config, source) as served:
         run = resolve(served, Parts(trainers=False))
         write_resolved(config, config.run_dir / "config.yaml")
@@ -348,5 +348,5 @@ def _alone(config: RunConfig, what: str) -> RunConfig:
 def _resolved(config: RunConfig, what: str, parts: Parts) -> ResolvedRun:
     """The run under a name of its own, checked as far as these parts go."""
     config = _alone(resolved_device(config), what)
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     return resolve(config, parts)

@@ -62,7 +62,7 @@ def only_run(config: RunConfig) -> Iterator[None]:
 
 def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> int:
     config = resolved_device(config)
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     resolved = resolve(config)
     config = resolved.config
     console = Console(stderr=True, quiet=quiet)

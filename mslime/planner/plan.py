@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mslime.config.cluster import ClusterConfig
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.gpus import usual_gpu
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
-from mslime.config.serving import teacher_spec
-from mslime.config.training import PolicySpec, TrainingSpec, policy_spec
+from mslime.config.serving import ServerSpec, teacher_spec
+from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
+from mslime.config.weights import WeightsConfig
 from mslime.convert.adapters import make_adapters
-from mslime.convert.encoding import Encoded, expected_weights
+from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.table import RuleTable
@@ -229,39 +231,50 @@ def make_plan(
     refuse_unread(family, hf_config, config.model.ignored_config_fields)
     model, table = family.model_fields(hf_config), family.rules(hf_config)
     held_adapters, alive, config = served_adapters(config), config.adapters_alive, together(config)
-    spec, gpu_bytes = policy_spec(config), int(config.cluster.gpu_memory_gb * GIB * USABLE)
+    spec, cluster, servers = policy_spec(config), config.cluster, config.sglang
+    gpu_bytes, per_node = int(cluster.gpu_memory_gb * GIB * USABLE), cluster.gpus_per_node
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
     wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
-    served = ServedWeights(table, wire, _encoded(config, table, hf_config))
+    # Engines that mslime starts hold quantised what the checkpoint does.
+    served = ServedWeights(table, wire, expected_weights(table, hf_config) if serves and not servers.urls else None)
     factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None
-    sync = _sync(config, layout, served, factors, model.num_layers)
+    sync = _sync(
+        config.weights, layout, served, factors, config.megatron.stage_layers(model.num_layers) if serves else ()
+    )
     stages = make_stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
-    stages, apart, beside = with_critic(config, stages, critic or hf_config, sync.senders, gpu_bytes)
-    per_node = config.cluster.gpus_per_node
-    longest = min(model.max_positions, limit)
+    stages, apart, beside = with_critic(
+        critic_spec(config) if config.has_critic else None, stages, critic or hf_config, limit, sync.senders, gpu_bytes,
+        shared=config.shares_critic,
+    )  # fmt: skip
+    longest, shared = min(model.max_positions, limit), serves and config.colocated
     rollouts = rollout_bytes(config, model, longest) if serves else None
-    shared = serves and config.colocated
-    of_adapters = adapter_bytes(factors, alive, config.sglang.tp_size, wire) if factors else 0
-    engine = _engine(config, hf_config, served, sync, gpu_bytes, of_adapters) if serves else None
-    taught = _teacher(config, teacher, gpu_bytes) if teacher is not None else None
-    host = _host(config, spec, stages, beside, sync, rollouts, taught)
+    of_adapters = adapter_bytes(factors, alive, servers.tp_size, wire) if factors else 0
+    held = buckets_held(config.transport, config.weights, servers, cluster)
+    engine = _engine(servers, hf_config, served, sync, held, gpu_bytes, of_adapters, shared=shared) if serves else None
+    taught = _teacher(teacher_spec(config), teacher, gpu_bytes) if teacher is not None else None
+    host = _host(cluster, spec, stages, beside, sync, rollouts, taught, config.teacher.gpus)
     taking_turns = phases(stages, engine, taught) if shared and engine is not None else ()
-    engines = config.sglang.gpus if serves else 0
-    nodes, idle = _machines(config, 0 if shared else engines)
+    engines = servers.gpus if serves else 0
+    nodes, idle = _machines(
+        per_node, layout.world_size + config.critic_ranks, (0 if shared else engines, servers.tp_size),
+        (0 if config.teacher_shares else config.teacher.launched * config.teacher.tp_size, config.teacher.tp_size),
+    )  # fmt: skip
     unused = layout.world_size - engines - config.taught_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
-    receiving = receiving_of(config, sync, engine) if engine is not None else None
+    receiving = receiving_of(config.weights, servers, sync, engine) if engine is not None else None
     sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
-    syncs, rates = sender_syncs(sent, config.cluster), rates_of(config.cluster)
-    prediction = prediction_of(config, sync, receiving, rates)
+    syncs, rates = sender_syncs(sent, cluster), rates_of(cluster)
+    prediction = None
+    if receiving is not None and not config.syncs_adapters:  # adapters go through files
+        prediction = prediction_of(config.transport, config.weights, cluster, sync, receiving, rates)
     adapted = make_adapters(table, spec.lora).table if spec.lora.on else table
     valued = get_family(critic or hf_config).rules(critic or hf_config) if config.has_critic else None
     saved = saved_bytes(
-        config, spec, adapted, valued, DTYPE_BYTES[export_dtype(hf_config)],
+        config.checkpoint, spec, adapted, valued, DTYPE_BYTES[export_dtype(hf_config)],
         sum(sender.sent for sender in syncs), rates.directory,
     )  # fmt: skip
-    late = saved.seconds > config.deadlines.checkpoint_s
+    late = saved.seconds if saved.seconds > config.deadlines.checkpoint_s else 0.0
     return RunPlan(
         model=family.architecture,
         fields=model,
@@ -274,9 +287,9 @@ def make_plan(
         stages=stages,
         critic_stages=apart,
         engine=engine,
-        engine_ranks=config.sglang.tp_size,
-        near_ranks=near_ranks(config.sglang.tp_size, per_node),
-        sent_share=receiving.sent(near_ranks(config.sglang.tp_size, per_node)) if receiving is not None else 1.0,
+        engine_ranks=servers.tp_size,
+        near_ranks=near_ranks(servers.tp_size, per_node),
+        sent_share=receiving.sent(near_ranks(servers.tp_size, per_node)) if receiving is not None else 1.0,
         engine_dtype=served.said,
         responses=responses,
         micro_batches=micro_batches,
@@ -285,47 +298,47 @@ def make_plan(
         host=host,
         rollouts=rollouts,
         rates=rates,
-        bounds=bounds_of(config, syncs, receiving, rates),
+        bounds=bounds_of(config.transport, config.weights, cluster, syncs, receiving, rates),
         prediction=prediction,
         problems=(
             *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
-            *phase_problems(config, taking_turns, gpu_bytes),
+            *phase_problems(servers.tp_size, layout.world_size, taking_turns, gpu_bytes),
             *trainer_problems(spec, "critic", apart, gpu_bytes),
-            *engine_problems(config.sglang, spec.weights.bucket_mib, longest, engine, gpu_bytes),
+            *engine_problems(servers, spec.weights.bucket_mib, longest, engine, gpu_bytes),
             *engine_problems(config.teacher, 0, longest, taught, gpu_bytes, "teacher"),
-            *host_problems(spec, config.cluster.host_memory_gb, host, rollouts, config.rollout),
+            *host_problems(spec, cluster.host_memory_gb, host, rollouts, config.rollout),
         ),
-        remarks=tuple(_remarks(layout, model, per_node, idle, unused, saved.seconds if late else 0.0)),
+        remarks=tuple(_remarks(layout, model, per_node, idle, unused, late)),
         saved=saved,
         seconds=_seconds(config, spec, hf_config, served, stages, engine, prediction, longest, micro_batches),
         phases=taking_turns,
-        host_usable=host_bytes(memory) if (memory := config.cluster.host_memory_gb) is not None else None,
+        host_usable=host_bytes(memory) if (memory := cluster.host_memory_gb) is not None else None,
     )
 
 
-def _encoded(config: RunConfig, table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
-    """What engines hold quantised, as the run decides it: those that mslime starts hold what the checkpoint does."""
-    serves = config.train.task == "rl" and not config.sglang.urls
-    return expected_weights(table, hf_config) if serves else None
-
-
 def _sync(
-    config: RunConfig, layout: ParallelLayout, served: ServedWeights, factors: RuleTable | None, num_layers: int
-) -> WeightPlan:
-    """What is sent after a step, by whom; nothing where no engine generates. `factors`: of adapters, sent alone."""
+    weights: WeightsConfig, layout: ParallelLayout, served: ServedWeights, factors: RuleTable | None,
+    stages: Sequence[Sequence[Sequence[int]]],
+) -> WeightPlan:  # fmt: skip
+    """What is sent after a step, by whom.
+
+    Args:
+        factors: of adapters, sent alone.
+        stages: layers of each chunk of each stage; empty where no engine generates, so that nothing is sent.
+    """
     # Of adapters alone, one rank of each stage writes them.
-    senders = Senders(layout) if config.syncs_adapters else Senders.at_most(layout, config.weights.senders)
-    if config.train.task != "rl":
+    senders = Senders(layout) if factors is not None else Senders.at_most(layout, weights.senders)
+    if not stages:
         return WeightPlan(senders, ())
-    flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(num_layers)]
-    limit = int(config.weights.bucket_mib * 2**20)
+    flat = [[layer for chunk in stage for layer in chunk] for stage in stages]
+    limit = int(weights.bucket_mib * 2**20)
     plan = build_plan(factors or served.table, senders, flat, served.dtype, limit)
     return plan if factors or served.encoded is None else encoded_plan(plan, served.encoded)
 
 
 def _host(
-    config: RunConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan], sync: WeightPlan,
-    rollouts: RolloutBytes | None, taught: EngineMemory | None,
+    cluster: ClusterConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan],
+    sync: WeightPlan, rollouts: RolloutBytes | None, taught: EngineMemory | None, teacher_gpus: int,
 ) -> HostMemory:  # fmt: skip
     """Of the trainer machine that needs most.
 
@@ -333,37 +346,39 @@ def _host(
         beside: of a critic on the same GPUs.
         rollouts: of a step, in Ray's store.
         taught: a GPU of a teacher that shares it with the trainer.
+        teacher_gpus: of the teacher.
     """
     held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
-    sleeps = config.colocated and spec.train.task == "rl" and spec.asleep is None
+    sleeps = cluster.colocated and spec.train.task == "rl" and spec.asleep is None
     critic = [stage.held for stage in beside]
-    host = host_memory(spec, config.cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
+    host = host_memory(spec, cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
     return replace(
         host, shards=rollouts.machine if rollouts is not None else 0,
-        taught=min(config.teacher.gpus, config.cluster.gpus_per_node) * taught.weights if taught is not None else 0,
+        taught=min(teacher_gpus, cluster.gpus_per_node) * taught.weights if taught is not None else 0,
     )  # fmt: skip
 
 
 def _engine(
-    config: RunConfig, hf_config: Mapping[str, object], served: ServedWeights, sync: WeightPlan, gpu_bytes: int,
-    of_adapters: int,
+    settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, sync: WeightPlan, buckets: float,
+    gpu_bytes: int, of_adapters: int, *, shared: bool,
 ) -> EngineMemory:  # fmt: skip
     """A GPU of an engine, with the buckets that it holds while it is sent weights.
 
     Args:
+        buckets: as many as it holds.
         of_adapters: bytes of the adapters that it serves at once. Where there are some, no buckets are sent.
+        shared: with the trainer.
     """
     largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
-    held = 0 if of_adapters else int(largest * buckets_held(config))
-    asleep = TRAINER_ASLEEP_BYTES if config.colocated else 0
-    return _serving(config.sglang, hf_config, served, held, gpu_bytes, asleep, of_adapters)
+    held = 0 if of_adapters else int(largest * buckets)
+    return _serving(settings, hf_config, served, held, gpu_bytes, TRAINER_ASLEEP_BYTES if shared else 0, of_adapters)
 
 
-def _teacher(config: RunConfig, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
+def _teacher(spec: ServerSpec, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
     """A GPU of a teacher that shares it with the trainer. Raises CheckpointError where its family is not known."""
     table = get_family(hf_config).rules(hf_config)
-    served = ServedWeights(table, teacher_spec(config).dtype(dict(hf_config)), expected_weights(table, hf_config))
-    return _serving(config.teacher, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
+    served = ServedWeights(table, spec.dtype(dict(hf_config)), expected_weights(table, hf_config))
+    return _serving(spec.settings, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
 
 
 def _serving(
@@ -377,25 +392,26 @@ def _serving(
     return engine_memory(settings, served, widths, model.num_layers, held, gpu_bytes, asleep, of_adapters)
 
 
-def _machines(config: RunConfig, engine_gpus: int) -> tuple[int, int]:
+def _machines(per_node: int, trained: int, engines: tuple[int, int], teachers: tuple[int, int]) -> tuple[int, int]:
     """(machines, GPUs of the last ones that nothing uses).
 
     Trainer and critic fill them in order; engines and teachers lie within one or over whole ones.
 
     Args:
-        engine_gpus: beside the trainer's.
+        per_node: GPUs of a machine.
+        trained: GPUs of trainer and critic.
+        engines, teachers: (GPUs of all beside the trainer's, GPUs of one).
     """
-    per_node, trained = config.cluster.gpus_per_node, config.layout.world_size + config.critic_ranks
-    teachers, teacher_tp = 0 if config.teacher_shares else config.teacher.launched, config.teacher.tp_size
     nodes, free = -(-trained // per_node), -trained % per_node
-    for servers, tp in ((engine_gpus // config.sglang.tp_size, config.sglang.tp_size), (teachers, teacher_tp)):
+    for gpus, tp in (engines, teachers):
+        servers = gpus // tp
         if tp > per_node:
             nodes += servers * -(-tp // per_node)
             continue
         rest = max(servers - free // tp, 0)
         more = -(-rest // (per_node // tp))
         nodes, free = nodes + more, free + more * per_node - servers * tp
-    return nodes, nodes * per_node - trained - engine_gpus - teachers * teacher_tp
+    return nodes, nodes * per_node - trained - engines[0] - teachers[0]
 
 
 def _seconds(
@@ -409,7 +425,7 @@ def _seconds(
         return {}
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
-    work = work_of(config, served.table, model, longest, served.sent)
+    work = work_of(config.rollout, spec, served.table, model, longest, served.sent)
     speeds = speeds_of(config.cluster, usual_gpu(config.cluster.gpu_memory_gb))
     widths, tp = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids), config.sglang.tp_size
     held, memory = [stage.held for stage in stages], [stage.memory for stage in stages]

@@ -7,7 +7,6 @@ from typing import Literal
 
 from mslime.config.engines import SGLangConfig
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import RunConfig
 from mslime.config.serving import Role
 from mslime.config.training import PolicySpec
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory
@@ -50,15 +49,15 @@ class Problem:
     way_out: str
 
 
-def phase_problems(config: RunConfig, taking_turns: tuple[PhaseMemory, ...], gpu_bytes: int) -> list[Problem]:
-    """Where an engine's weights do not fit beside what a trainer needs to send them, or to be saved."""
-    tp = config.sglang.tp_size
+def phase_problems(tp: int, ranks: int, taking_turns: tuple[PhaseMemory, ...], gpu_bytes: int) -> list[Problem]:
+    """Where the weights of an engine of `tp` GPUs do not fit beside what a trainer of so many ranks needs to send them,
+    or to be saved."""
     return [
         Problem(
             f"shared GPU of stage {phase.stage}, phase {phase.phase}", phase.total, gpu_bytes,
             "the engine's weights" if phase.engine > phase.trainer else "the trainer's state",
             f"raise sglang.tp_size ({tp}), or share the trainer's state over more ranks: cluster.trainer_ranks "
-            f"({config.layout.world_size}) or the sizes under megatron.*",
+            f"({ranks}) or the sizes under megatron.*",
         )
         for phase in taking_turns
         if phase.phase in ("send", "save") and phase.total > gpu_bytes

@@ -7,10 +7,12 @@ taken to be as long as they may be, and one sequence each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import log
 
 import numpy as np
 
+from mslime.config.layout import ParallelLayout
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.convert.families.family import ModelFields
@@ -85,9 +87,15 @@ def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> Rollou
     r = config.rollout
     responses = r.groups_per_step * r.group_size
     sampled, ids = min(r.max_response_tokens, longest), expected_ids(r)
-    sample, answer = _of_sample(config, model, longest, sampled), _of_answer(config, model, longest, sampled)
+    routes = model.sends_routes(config.train.replay)
+    sample = _of_sample(r, model, longest, sampled, routes=routes)
+    answer = _of_answer(r, model, longest, sampled, routes=routes, attached=bool(config.sglang.urls))
     groups = r.groups_per_step * (2 + r.max_staleness) + config.spare_groups
-    shards = [_of_shard(config, model, longest, sampled, stage) for stage in range(config.layout.pp)]
+    stages, taught = config.megatron.stage_layers(model.num_layers), 4 if config.teacher.serves else 0
+    shards = [
+        _of_shard(r, model, longest, sampled, [*chain(*stage)], routes=routes, last=stage is stages[-1], taught=taught)
+        for stage in stages
+    ]
     store = _sum([_times(each, responses) for each in shards] + [_times(sample, responses)] * (r.managers > 1))
     return RolloutBytes(
         responses=responses,
@@ -97,7 +105,9 @@ def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> Rollou
         answers=_times(answer, responses),
         held=_times(sample, groups * r.group_size),
         store=store,
-        machine=_of_machine(config, responses, max(each.total for each in shards), store.total),
+        machine=_of_machine(
+            config.layout, config.cluster.gpus_per_node, responses, max(each.total for each in shards), store.total
+        ),
     )
 
 
@@ -116,45 +126,49 @@ def expected_ids(r: RolloutConfig) -> float:
     return min(most, by_top_p if r.top_p < 1 else most, by_min_p)
 
 
-def _of_sample(config: RunConfig, model: ModelFields, tokens: int, sampled: int) -> TokenBytes:
+def _of_sample(r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, *, routes: bool) -> TokenBytes:
     """Of one response in memory."""
     return TokenBytes(
         SAMPLE_COLUMNS * tokens,
-        tokens * (_route_bytes(model, len(model.moe_layer_ids)) + ROUTE_ROW)
-        if model.sends_routes(config.train.replay)
-        else 0,
-        _support_bytes(config.rollout, tokens, sampled),
+        tokens * (_route_bytes(model, len(model.moe_layer_ids)) + ROUTE_ROW) if routes else 0,
+        _support_bytes(r, tokens, sampled),
     )
 
 
-def _of_answer(config: RunConfig, model: ModelFields, tokens: int, sampled: int) -> TokenBytes:
+def _of_answer(
+    r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, *, routes: bool, attached: bool
+) -> TokenBytes:
     """Of one response in the answers of an engine. Ids of supports are decimal numbers there, and routes base64, of all
     layers; engines that mslime did not start send them as int32."""
-    r, routes = config.rollout, 0
-    if model.sends_routes(config.train.replay):
-        width = INT32 if config.sglang.urls else narrowest_dtype(model.num_experts).itemsize
-        routes = int(tokens * model.num_layers * model.top_k * width * BASE64)
+    read = 0
+    if routes:
+        width = INT32 if attached else narrowest_dtype(model.num_experts).itemsize
+        read = int(tokens * model.num_layers * model.top_k * width * BASE64)
     digits = len(str(model.vocab_size - 1)) + 1
-    return TokenBytes(ANSWER_COLUMNS * sampled, routes, int(sampled * expected_ids(r) * digits))
+    return TokenBytes(ANSWER_COLUMNS * sampled, read, int(sampled * expected_ids(r) * digits))
 
 
-def _of_shard(config: RunConfig, model: ModelFields, tokens: int, sampled: int, stage: int) -> TokenBytes:
-    """Of one response in the shard of a pipeline stage. The last one alone has supports."""
-    layers = {layer for chunk in config.megatron.stage_layers(model.num_layers)[stage] for layer in chunk}
-    mine, last = layers & set(model.moe_layer_ids), stage == config.layout.pp - 1
-    taught = 4 if config.teacher.serves else 0
+def _of_shard(
+    r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, layers: list[int], *, routes: bool, last: bool,
+    taught: int,
+) -> TokenBytes:  # fmt: skip
+    """Of one response in the shard of a pipeline stage with these layers. The last one alone has supports.
+
+    Args:
+        taught: bytes of a token's log-prob of a teacher.
+    """
+    mine = set(layers) & set(model.moe_layer_ids)
     return TokenBytes(
         (SHARD_COLUMNS + taught) * tokens,
-        tokens * (_route_bytes(model, len(mine)) + ROUTE_ROW) if model.sends_routes(config.train.replay) else 0,
-        _support_bytes(config.rollout, tokens, sampled) if last else 0,
+        tokens * (_route_bytes(model, len(mine)) + ROUTE_ROW) if routes else 0,
+        _support_bytes(r, tokens, sampled) if last else 0,
     )
 
 
-def _of_machine(config: RunConfig, responses: int, each: int, most: int) -> int:
+def _of_machine(layout: ParallelLayout, per_node: int, responses: int, each: int, most: int) -> int:
     """Of the shards of a trainer machine, with `each` of a response; `most`: of all shards. Ranks of a stage that have
     the same data share one shard."""
-    layout = config.layout
-    shards = -(-min(config.cluster.gpus_per_node, layout.world_size) // (layout.tp * layout.cp))
+    shards = -(-min(per_node, layout.world_size) // (layout.tp * layout.cp))
     return min(shards * -(-responses // layout.dp) * each, most)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mslime.config.schema import RunConfig
+from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.training import PolicySpec
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable
@@ -53,7 +53,7 @@ class Saved:
 
 
 def saved_bytes(
-    config: RunConfig, spec: PolicySpec, trained: RuleTable, critic: RuleTable | None, export_width: int,
+    c: CheckpointConfig, spec: PolicySpec, trained: RuleTable, critic: RuleTable | None, export_width: int,
     sync: int, directory: float,
 ) -> Saved:  # fmt: skip
     """What a run writes.
@@ -73,14 +73,14 @@ def saved_bytes(
     ]
     main, moments = (int(sum(count * each[part] for count, each in kinds)) for part in (0, 1))
     weights = (elements - float32) * width + float32 * 4
-    c, steps = config.checkpoint, config.train.num_steps
+    steps = spec.train.num_steps
     saves = -(-steps // c.save_every) if c.save_every else 1
     for_ever = steps // math.lcm(c.keep_every, c.save_every) if c.keep_every and c.save_every else 0
     at_once = min(c.keep + (c.keep_best is not None) + 1, saves)
     exports = (steps // c.hf_every if c.hf_every else 0) + c.save_hf
     return Saved(
         weights, main, moments, at_once, min(for_ever, saves - at_once),
-        (exports, model_parameters(trained) * export_width), 2 * sync if config.weights.carrier == "disk" else 0,
+        (exports, model_parameters(trained) * export_width), 2 * sync if spec.weights.carrier == "disk" else 0,
         (weights + main + moments) / directory, c.save_every if c.save_every < steps else 0,
     )  # fmt: skip
 

@@ -214,7 +214,7 @@ class Search:
     @cached_property
     def work(self) -> StepWork:
         """Of a step."""
-        return work_of(self.base, self.table, self.model, self.longest, self.sent)
+        return work_of(self.base.rollout, policy_spec(self.base), self.table, self.model, self.longest, self.sent)
 
     # ------------------------------------------------------------------------------------------------ the trainer
 
@@ -291,7 +291,9 @@ class Search:
     def _engine(self, settings: dict[str, Any], shared: bool) -> _Engines | None:
         config = self.base
         sglang: SGLangConfig = config.sglang.model_copy(update=settings)
-        bucket = int(config.weights.bucket_mib * 2**20 * buckets_held(config.model_copy(update={"sglang": sglang})))
+        transport = config.model_copy(update={"sglang": sglang}).transport
+        held = buckets_held(transport, config.weights, sglang, config.cluster)
+        bucket = int(config.weights.bucket_mib * 2**20 * held)
         memory = engine_memory(
             sglang, self.served, self.widths, self.model.num_layers, bucket, self.gpu_bytes,
             TRAINER_ASLEEP_BYTES if shared else 0,

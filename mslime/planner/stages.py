@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mslime.config.megatron import check_model
-from mslime.config.schema import RunConfig
-from mslime.config.training import PolicySpec, TrainingSpec, critic_spec
+from mslime.config.training import CriticSpec, PolicySpec, TrainingSpec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.parameters import StageParameters, stage_parameters, work_per_token
-from mslime.planner.trainer import TrainerMemory, longest_sequence, micro_batch_tokens, trainer_memory
+from mslime.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
 from mslime.weights.plan import WeightPlan
 from mslime.weights.senders import Senders
 
@@ -42,18 +41,27 @@ class StagePlan:
 
 
 def with_critic(
-    config: RunConfig, stages: tuple[StagePlan, ...], hf_config: Mapping[str, object], senders: Senders, gpu_bytes: int
+    critic: CriticSpec | None,
+    stages: tuple[StagePlan, ...],
+    hf_config: Mapping[str, object],
+    limit: int,
+    senders: Senders,
+    gpu_bytes: int,
+    *,
+    shared: bool,
 ) -> tuple[tuple[StagePlan, ...], tuple[StagePlan, ...], tuple[StagePlan, ...]]:
     """The policy's stages, those of a critic with GPUs of its own, those of one on the policy's GPUs.
 
     Args:
         hf_config: the critic's config.json.
+        limit: tokens of the longest sequence.
+        shared: it is on the policy's GPUs.
     """
-    if not config.has_critic:
+    if critic is None:
         return stages, (), ()
-    unsent, limit = WeightPlan(senders, ()), longest_sequence(config)
-    valued = make_stages(critic_spec(config), hf_config, limit, unsent, gpu_bytes, values=True)
-    if not config.shares_critic:
+    unsent = WeightPlan(senders, ())
+    valued = make_stages(critic, hf_config, limit, unsent, gpu_bytes, values=True)
+    if not shared:
         return stages, valued, ()
     pairs = zip(stages, valued, strict=True)
     return tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs), (), valued

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from mslime.config.cluster import ClusterConfig
 from mslime.config.gpus import Nominal, nominal
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import RunConfig
-from mslime.config.training import PolicySpec, policy_spec
+from mslime.config.rollout import RolloutConfig
+from mslime.config.training import PolicySpec
 from mslime.convert.families.family import ModelFields
 from mslime.convert.table import RuleTable
 from mslime.planner.activations import EXPERT_IMBALANCE, Widths
@@ -114,19 +114,20 @@ def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
     return Speeds(known, nvlink * 1e9, network, cluster.gpus_per_node, host)
 
 
-def work_of(config: RunConfig, table: RuleTable, model: ModelFields, longest: int, sent: int) -> StepWork:
+def work_of(
+    r: RolloutConfig, spec: PolicySpec, table: RuleTable, model: ModelFields, longest: int, sent: int
+) -> StepWork:
     """Of a step of a run.
 
     Args:
         longest: tokens of a response with its prompt.
         sent: bytes of a sync.
     """
-    r = config.rollout
     sampled = min(r.max_response_tokens, longest)
     return StepWork(
         responses=r.groups_per_step * r.group_size, prompt=longest - sampled, sampled=sampled,
-        forwards=1 + (policy_spec(config).reference is not None),
-        optimizer_steps=config.train.optimizer_steps_per_rollout,
+        forwards=1 + (spec.reference is not None),
+        optimizer_steps=spec.train.optimizer_steps_per_rollout,
         active=matrix_elements_per_token(table, model.top_k), layers=model.num_layers,
         top_k=model.top_k if model.num_experts else 0, experts=model.num_experts,
         width=sent / model_parameters(table),

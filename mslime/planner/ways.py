@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mslime.config.schema import RunConfig
+from mslime.config.cluster import ClusterConfig
+from mslime.config.weights import WeightsConfig
 from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, Way, broadcast_way, near_ranks
 
@@ -27,22 +28,24 @@ NOTED = 0.4e-9
 of bfloat16, by one thread of a CPU."""
 
 
-def way_of(config: RunConfig, rates: Rates, receiving: Receiving) -> Way | None:
-    """The way of the transport that a run chose; None for `relay`, whose schedule is another, and for a user's."""
-    per_node = config.cluster.gpus_per_node
+def way_of(
+    transport: str, weights: WeightsConfig, cluster: ClusterConfig, rates: Rates, receiving: Receiving
+) -> Way | None:
+    """The way of a transport (`RunConfig.transport`); None for `relay`, whose schedule is another, and a user's."""
+    per_node = cluster.gpus_per_node
     gpus = receiving.engines * receiving.ranks
     machines = -(-gpus // per_node)
-    match config.transport:
+    match transport:
         case "broadcast":
             return broadcast_way(rates)
         case "handles":
-            return handles_way(rates, gpus - 1 if config.colocated else gpus)
+            return handles_way(rates, gpus - 1 if cluster.colocated else gpus)
         case "shm":
             return shm_way(rates)
         case "disk":
             return disk_way(rates, machines)
         case "delta":
-            over_files = machines if config.weights.delta_over == "disk" else None
+            over_files = machines if weights.delta_over == "disk" else None
             return delta_way(rates, over_files, changing(rates, receiving))
         case "mooncake":
             return mooncake_way(rates, receiving, near_ranks(receiving.ranks, per_node))

@@ -42,7 +42,8 @@ from mslime.algorithms.token_batch import Reduce
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
-from mslime.config.reward import RewardPartConfig, ScoringConfig
+from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group
 from mslime.data.source import Prompt
@@ -375,7 +376,7 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
     contracts: dict[str, Callable[[str], list[str]]] = {
         "data.source": lambda f: check_source(f, config.data, tokenizer, config.seed),
         "rollout.function": lambda f: _try_rollout(f, prompt),
-        "rollout.environment": lambda f: _try_environment(f, config, prompt),
+        "rollout.environment": lambda f: _try_environment(f, config.rollout, prompt),
         "rollout.dynamic_filter": lambda f: check_filter(f, prompt, size),
         "algorithm.advantage": lambda f: check_advantage(f, size),
         "algorithm.loss": lambda f: check_loss(f, algorithm),
@@ -386,17 +387,23 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
     tried = [_tried(seam.setting, seam.function, contracts.get(seam.setting)) for seam in seams_of(config)]
     rewards = config.reward.graders if config.train.task == "rl" else []
     return tried + [
-        _tried("reward.function", part.function, lambda _, part=part: _try_reward(part, config, prompt, tokenizer))
+        _tried(
+            "reward.function",
+            part.function,
+            lambda _, part=part: _try_reward(part, config.reward, prompt, tokenizer, size),
+        )
         for part in rewards
         if part.function is not None
     ]
 
 
-def _try_reward(part: RewardPartConfig, config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
+def _try_reward(
+    part: RewardPartConfig, reward: RewardConfig, prompt: Prompt, tokenizer: Tokenizer, size: int
+) -> list[str]:
     alone = ScoringConfig(
-        kind="custom", function=part.function, per=part.per, timeout_s=part.timeout_s, on_error=config.reward.on_error
+        kind="custom", function=part.function, per=part.per, timeout_s=part.timeout_s, on_error=reward.on_error
     )
-    return try_reward_functions(alone, "reward", [prompt], tokenizer, config.rollout.group_size)
+    return try_reward_functions(alone, "reward", [prompt], tokenizer, size)
 
 
 def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | None) -> Tried:
@@ -408,9 +415,9 @@ def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | N
         return Tried(setting, function, (), error)
 
 
-def _try_environment(function: str, config: RunConfig, prompt: Prompt) -> list[str]:
-    limits = config.rollout.environment_limits
-    options = config.rollout.environment_options
+def _try_environment(function: str, rollout: RolloutConfig, prompt: Prompt) -> list[str]:
+    limits = rollout.environment_limits
+    options = rollout.environment_options
     return check_environment(function, options, prompt, limit_s=limits.call_s, memory_mib=limits.memory_mib)
 
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mslime.config.atropos import FUNCTION as ATROPOS
+from mslime.config.choices import SftLossOn
+from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
+from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 from mslime.data.conversation import wanted_turns
 from mslime.data.messages import as_messages
 from mslime.data.rows import glance
@@ -31,17 +36,15 @@ TRIED_CHARACTERS = 400
 """Of a rendered row, as far as it is shown."""
 
 
-def glance_at_files(config: RunConfig) -> None:
+def glance_at_files(data: DataConfig) -> None:
     """Look for the files and at their first lines, before what takes seconds to import. Raises DataError."""
-    if config.rollout.function == ATROPOS:
-        return
 
     def look(specs: list[str], _shuffle: bool | None) -> None:
         for spec in specs:
             path, part = split_slice(spec)
-            glance(path, [] if part.start else keys_of_rows(config.data))
+            glance(path, [] if part.start else keys_of_rows(data))
 
-    _held_in_files(config, look)
+    _held_in_files(data, look)
 
 
 def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
@@ -51,47 +54,51 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
     """
 
     if config.rollout.function == ATROPOS:
-        return [_told_to_environments(config)]
+        return [_told_to_environments(config.rollout, config.run_dir)]
 
     def open_files(specs: list[str], shuffle: bool | None) -> PromptSource:
         return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
 
-    sources = _held_in_files(config, open_files)
+    sources = _held_in_files(config.data, open_files)
     for name, source in sources.items():
         if name:
-            _check_held_out(config, source)
+            _check_held_out(source, templated=config.data.apply_chat_template)
     if config.data.source is not None:
-        drawn = DrawnPrompts(config, tokenizer)
-        return _check_drawn(config, drawn, limit) + check_rewards(config, {"": drawn, **sources}, tokenizer)
-    return _check_prompts(config, sources[""], limit) + check_rewards(config, sources, tokenizer)
+        drawn = DrawnPrompts(config.data, config.seed, tokenizer)
+        notes, tried = _check_drawn(config.data.source, drawn, limit), {"": drawn, **sources}
+    else:
+        notes, tried = _check_prompts(config.data, sources[""], limit), sources
+    return notes + check_rewards(config.rollout, config.reward, config.data, tried, tokenizer)
 
 
-def _told_to_environments(config: RunConfig) -> str:
+def _told_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
     """What Atropos' environments have to be started with. Raises ConfigError when a token or filter is not found."""
-    rollout, settings = config.rollout, config.rollout.atropos
+    settings = rollout.atropos
     settings.secret()
     load_filter(rollout.dynamic_filter)
     url = url_of(settings.host, settings.port or "PORT") + "/TOKEN"
-    token = "rollout.atropos.token" if settings.token else f"in {config.run_dir / 'atropos.json'} when the run listens"
+    token = "rollout.atropos.token" if settings.token else f"in {run_dir / 'atropos.json'} when the run listens"
     return (f"prompts: Atropos' environments bring their own; start each with rollout_server_url {url}, base_url "
             f"{url}/v1, group_size {rollout.group_size}, max_batches_offpolicy {1 + rollout.max_staleness}, "
             f"total_steps -1; TOKEN is {token}")  # fmt: skip
 
 
-def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+def check_supervised_data(
+    data: DataConfig, train: TrainConfig, seed: int, tokenizer: Tokenizer, limit: int
+) -> list[str]:
     """`check_data` of supervised training: rows with what is trained of them, and no reward."""
 
     def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
-        return SupervisedSource(specs, config.data, config.train, config.seed, tokenizer, limit, shuffle=shuffle)
+        return SupervisedSource(specs, data, train, seed, tokenizer, limit, shuffle=shuffle)
 
-    sources = _held_in_files(config, open_files)
-    return [note for name, source in sources.items() for note in _check_rows(config, source, name, tokenizer)]
+    sources = _held_in_files(data, open_files)
+    return [note for name, source in sources.items() for note in _check_rows(data, train, source, name, tokenizer)]
 
 
-def _held_in_files(config: RunConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
+def _held_in_files(data: DataConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
     """The training rows, under "", and the held-out sets by name, opened. Raises DataError."""
-    sources = {} if config.data.source is not None else {"": open_files(config.data.prompts, None)}
-    for index, eval_set in enumerate(config.data.eval_sets):
+    sources = {} if data.source is not None else {"": open_files(data.prompts, None)}
+    for index, eval_set in enumerate(data.eval_sets):
         try:
             sources[eval_set.name] = open_files([eval_set.path], False)
         except DataError as error:
@@ -104,7 +111,7 @@ def _held_in_files(config: RunConfig, open_files: Callable[[list[str], bool | No
 # Prompts
 
 
-def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[str]:
+def _check_prompts(data: DataConfig, source: PromptSource, limit: int) -> list[str]:
     """Try the training rows; returns what a person should see of them, one rendered prompt first.
 
     Args:
@@ -115,17 +122,17 @@ def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[
     """
     tried, longest, skipped, shown = 0, 0, 0, ""
     for index in _spread(len(source)):
-        prompt = _tried(config, source, index)
+        prompt = _tried(source, index, templated=data.apply_chat_template)
         tried, n = tried + 1, len(prompt.tokens)
         shown = shown or _shown(prompt.text, len(prompt.tokens))
-        if n > (config.data.max_prompt_tokens or n):
+        if n > (data.max_prompt_tokens or n):
             skipped += 1
             continue
         longest = max(longest, n)
         if n >= limit:
             raise _no_room(prompt, limit)
     if skipped == tried:
-        raise DataError("data.max_prompt_tokens", config.data.max_prompt_tokens, f"all {tried} prompts tried are "
+        raise DataError("data.max_prompt_tokens", data.max_prompt_tokens, f"all {tried} prompts tried are "
                         "longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
     of = "all" if tried == len(source) else f"{tried:,} of"
     return [
@@ -138,8 +145,8 @@ def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[
 class DrawnPrompts:
     """The first prompts of `data.source`, from an object of their own: those of the run begin anew."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        source = open_prompts(config.data, config.seed, tokenizer)
+    def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer) -> None:
+        source = open_prompts(data, seed, tokenizer)
         self._prompts = [source.next() for _ in range(DRAWN)]
         self.skipped = source.skipped
 
@@ -155,7 +162,7 @@ class DrawnPrompts:
         return ((prompt.where, prompt.label) for prompt in self._prompts)
 
 
-def _check_drawn(config: RunConfig, drawn: DrawnPrompts, limit: int) -> list[str]:
+def _check_drawn(named: str, drawn: DrawnPrompts, limit: int) -> list[str]:
     """`_check_prompts` of the first prompts of `data.source`."""
     prompts = [drawn.at(index) for index in range(len(drawn))]
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
@@ -163,7 +170,7 @@ def _check_drawn(config: RunConfig, drawn: DrawnPrompts, limit: int) -> list[str
         raise _no_room(longest, limit)
     return [
         f"the first prompt, as the model sees it: {_shown(prompts[0].text, len(prompts[0].tokens))}",
-        f"prompts: {config.data.source}; {len(drawn)} drawn, the longest has {len(longest.tokens):,} tokens, "
+        f"prompts: {named}; {len(drawn)} drawn, the longest has {len(longest.tokens):,} tokens, "
         f"{drawn.skipped:,} were skipped as longer than data.max_prompt_tokens",
     ]
 
@@ -174,10 +181,10 @@ def _no_room(prompt: Prompt, limit: int) -> DataError:
                      "rollout.max_total_tokens")  # fmt: skip
 
 
-def _check_held_out(config: RunConfig, source: PromptSource) -> None:
+def _check_held_out(source: PromptSource, *, templated: bool) -> None:
     """Try rows of a held-out set. Raises DataError like `_check_prompts`; none is too long, the longest are cut."""
     for index in _spread(len(source)):
-        _tried(config, source, index)
+        _tried(source, index, templated=templated)
 
 
 def _spread(rows: int) -> Iterable[int]:
@@ -185,11 +192,11 @@ def _spread(rows: int) -> Iterable[int]:
     return range(rows) if rows <= TRIED else range(0, rows, -(-rows // TRIED))
 
 
-def _tried(config: RunConfig, source: PromptSource, index: int) -> Prompt:
+def _tried(source: PromptSource, index: int, *, templated: bool) -> Prompt:
     """A prompt, rendered and tokenised."""
     row = source.row(index)
     prompt = source.tokenised(row)
-    if config.data.apply_chat_template:
+    if templated:
         _refuse_lost_text(as_messages(row.prompt), prompt.text, row.where)
     return prompt
 
@@ -222,7 +229,9 @@ class _Found:
     cut: int = 0
 
 
-def _check_rows(config: RunConfig, source: SupervisedSource, name: str, tokenizer: Tokenizer) -> list[str]:
+def _check_rows(
+    data: DataConfig, train: TrainConfig, source: SupervisedSource, name: str, tokenizer: Tokenizer
+) -> list[str]:
     """Look at every row, and try them as the trainer would; returns what a person should see, of training rows the
     first one with what is trained.
 
@@ -233,13 +242,13 @@ def _check_rows(config: RunConfig, source: SupervisedSource, name: str, tokenize
         DataError: a row cannot be trained, its text is lost in the template, it is too long, or all are left out.
     """
     for index in range(len(source)):
-        _look_at(config, source.rows.row(index), tokenizer)
+        _look_at(data, train.sft_loss_on, source.rows.row(index), tokenizer)
     found, first = _Found(), ""
     for index in _spread(len(source)):
-        shown = _try(config, source, index, found)
+        shown = _try(data, source, index, found)
         first = first or shown
     if found.sequences == 0:
-        raise DataError("train.sft_too_long", config.train.sft_too_long, f"all {found.tried} rows tried are too long",
+        raise DataError("train.sft_too_long", train.sft_too_long, f"all {found.tried} rows tried are too long",
                         "raise rollout.max_total_tokens or data.max_prompt_tokens, or give shorter rows")  # fmt: skip
     of = "all" if found.tried == len(source) else f"{found.tried:,} of"
     counts = (
@@ -250,15 +259,15 @@ def _check_rows(config: RunConfig, source: SupervisedSource, name: str, tokenize
     return [counts] if name else [f"the first row, with what is trained in [[ ]]: {first}", counts]
 
 
-def _look_at(config: RunConfig, row: Row, tokenizer: Tokenizer) -> None:
+def _look_at(data: DataConfig, loss_on: SftLossOn, row: Row, tokenizer: Tokenizer) -> None:
     """What can be told of a row without rendering it."""
-    if config.data.messages_key is None:
+    if data.messages_key is None:
         refuse_unlabelled(row.label, row.where, tokenizer)
     else:
-        wanted_turns(as_messages(row.prompt), row.where, config.train.sft_loss_on)
+        wanted_turns(as_messages(row.prompt), row.where, loss_on)
 
 
-def _try(config: RunConfig, source: SupervisedSource, index: int, found: _Found) -> str:
+def _try(data: DataConfig, source: SupervisedSource, index: int, found: _Found) -> str:
     """Count a row; returns it as text, with what is trained marked."""
     row = source.rows.row(index)
     fitted = source.fitted(row)
@@ -272,7 +281,7 @@ def _try(config: RunConfig, source: SupervisedSource, index: int, found: _Found)
     if not fitted.sequences:
         return ""
     last = fitted.sequences[-1]
-    if config.data.messages_key is not None or config.data.apply_chat_template:
+    if data.messages_key is not None or data.apply_chat_template:
         messages = as_messages(row.prompt)
         end = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant"), len(messages))
         _refuse_lost_text(messages[:end], last.text, row.where)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group as RichGroup
 from rich.table import Table
 from rich.text import Text
 
+from mslime.config.algorithm import CriticConfig
 from mslime.config.atropos import FUNCTION as ATROPOS
+from mslime.config.engines import TeacherConfig
 from mslime.config.layout import ParallelLayout
-from mslime.config.reward import RewardPartConfig
+from mslime.config.reward import RewardConfig, RewardPartConfig
 from mslime.config.schema import RunConfig
 from mslime.config.warnings import warnings
 from mslime.preflight.environment import gpu_warnings
@@ -27,12 +30,12 @@ def describe(run: ResolvedRun) -> RichGroup:
         parts += [_adapters_table(run), *(_adapter_table(own) for own in run.adapters.values())]
         told = {text: None for own in run.adapters.values() for text in warnings(own.config)}
         parts += [Text(f"note: {text}") for text in run.notes]
-        parts += [Text(f"warning: {text}", style="yellow") for text in [*told, *gpu_warnings(config)]]
+        parts += [Text(f"warning: {text}", style="yellow") for text in [*told, *gpu_warnings(config.cluster)]]
         return RichGroup(*parts)
     if config.train.task == "rl":
         parts += [_batch_table(config), _switch_table(run)]
     parts += [Text(f"note: {text}") for text in run.notes]
-    parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config)]]
+    parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config.cluster)]]
     return RichGroup(*parts)
 
 
@@ -63,7 +66,7 @@ def _adapter_table(run: ResolvedRun) -> Table:
         [
             ("layers", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"),
             ("prompts", config.data.source or ", ".join(config.data.prompts)),
-            ("reward", _reward(config)),
+            ("reward", _reward(config.reward, r.function)),
             (
                 "rollout",
                 f"{r.groups_per_step} groups x {r.group_size} responses, at most {r.max_response_tokens} tokens",
@@ -195,10 +198,14 @@ def _switch_table(run: ResolvedRun) -> Table:
                 a.correction.function or a.correction.preset or f"{a.correction.action} by {a.correction.level}",
             ),
             ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}, in the {a.kl_in}" if a.kl_coef else "off"),
-            *([("critic", _critic(config))] if config.has_critic else []),
-            ("distillation", _distillation(config)),
+            *(
+                [("critic", _critic(config.critic, config.model.path, config.critic_ranks))]
+                if config.has_critic
+                else []
+            ),
+            ("distillation", _distillation(config.teacher, a.opd_coef, config.model.teacher_path)),
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
-            ("reward", _reward(config)),
+            ("reward", _reward(config.reward, r.function)),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
             *([("weights", f"by {config.transport}")] if config.colocated else []),
             ("weight check", _weight_check(run)),
@@ -213,12 +220,12 @@ def _weight_check(run: ResolvedRun) -> str:
     return ", ".join(filter(None, (bits if run.config.compares_weights else "", probe))) or "none"
 
 
-def _reward(config: RunConfig) -> str:
-    if config.rollout.function == ATROPOS:
+def _reward(reward: RewardConfig, function: str) -> str:
+    if function == ATROPOS:
         return "the environments' scores"
-    graders = [(f"{p.weight:g} x {p.name}: " if config.reward.parts else "", p) for p in config.reward.graders]
+    graders = [(f"{p.weight:g} x {p.name}: " if reward.parts else "", p) for p in reward.graders]
     said = "; ".join(f"{head}{p.function or _served(p) or p.kind}" for head, p in graders)
-    overlong, repetition = config.reward.overlong, config.reward.repetition
+    overlong, repetition = reward.overlong, reward.repetition
     if overlong.buffer_tokens:
         said += f"; up to -{overlong.factor:g} in the last {overlong.buffer_tokens} tokens"
     if repetition.ngram:
@@ -230,18 +237,16 @@ def _served(part: RewardPartConfig) -> str:
     return "" if part.servers is None else f"{part.kind} at {', '.join(part.servers[1].urls)}"
 
 
-def _critic(config: RunConfig) -> str:
-    critic = config.critic
-    where = "on the policy's GPUs" if config.shares_critic else f"on {config.critic_ranks} GPUs of its own"
+def _critic(critic: CriticConfig, policy: Path, ranks: int) -> str:
+    where = f"on {ranks} GPUs of its own" if ranks else "on the policy's GPUs"
     warm_up = f", alone in the first {critic.warmup_steps} step(s)" if critic.warmup_steps else ""
-    return f"{critic.path or config.model.path} with a value head, {where}, learning rate {critic.lr:g}{warm_up}"
+    return f"{critic.path or policy} with a value head, {where}, learning rate {critic.lr:g}{warm_up}"
 
 
-def _distillation(config: RunConfig) -> str:
-    teacher, coefficient = config.teacher, config.algorithm.opd_coef
+def _distillation(teacher: TeacherConfig, coefficient: float, held: Path | None) -> str:
     if coefficient == 0:
         return "off"
-    where = f"held by the trainer, {config.model.teacher_path}"
+    where = f"held by the trainer, {held}"
     if teacher.urls:
         where = f"served at {', '.join(teacher.urls)}; its vocabulary is compared when the run meets it"
     elif teacher.path is not None:

@@ -11,9 +11,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from mslime.config.cluster import ClusterConfig
 from mslime.config.errors import ConfigError
 from mslime.config.passthrough import installed_version
-from mslime.config.schema import RunConfig
 
 PACKAGES = (
     "mslime",
@@ -107,20 +107,16 @@ def failure(code: str) -> str | None:
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
 
 
-def gpu_warnings(config: RunConfig) -> list[str]:
+def gpu_warnings(cluster: ClusterConfig) -> list[str]:
     """For `mslime check`, which may run where the run will not: what this machine lacks for a run on GPUs."""
-    return [f"no part of it can use a GPU here: {text}" for text in gpu_problems()] if _on_gpus(config) else []
+    return [f"no part of it can use a GPU here: {text}" for text in gpu_problems()] if cluster.device == "cuda" else []
 
 
-def refuse_without_gpu(config: RunConfig) -> None:
+def refuse_without_gpu(cluster: ClusterConfig) -> None:
     """A run whose GPUs must be this machine's is refused before anything is started. Raises ConfigError."""
-    if not _on_gpus(config) or config.cluster.ray_address is not None:
+    if cluster.device != "cuda" or cluster.ray_address is not None:
         return
     problems = gpu_problems()
     if problems:
         what, _, way_out = problems[0].rpartition("; ")
         raise ConfigError("cluster.device", "cuda", what, way_out)
-
-
-def _on_gpus(config: RunConfig) -> bool:
-    return config.cluster.device == "cuda"

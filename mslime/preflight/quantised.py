@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mslime.config.choices import AUTO, TRANSPORT_NAMES
+from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
@@ -44,17 +45,17 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
             f"{config.model.path}: quantization_config", encoded.method,
             "on a CPU quantised layers are emulated for ordinary attention, and this model has a latent one", plain,
         )  # fmt: skip
-    _check_shares(config, text, encoded)
+    _check_shares(config.sglang, text, encoded)
 
 
-def _check_shares(config: RunConfig, text: Mapping[str, object], encoded: Encoded) -> None:
+def _check_shares(engine: SGLangConfig, text: Mapping[str, object], encoded: Encoded) -> None:
     """SGLang gives each GPU whole blocks, or groups, of an expert."""
-    width, tp = text.get("moe_intermediate_size"), config.sglang.tp_size
-    tp //= int(str(config.sglang.extra.get("ep_size") or 1))
+    width, tp = text.get("moe_intermediate_size"), engine.tp_size
+    tp //= int(str(engine.extra.get("ep_size") or 1))
     unit, size = _unit(encoded.encoding)
     if isinstance(width, int) and width % (size * max(tp, 1)):
         raise ConfigError(
-            "sglang.tp_size", config.sglang.tp_size,
+            "sglang.tp_size", engine.tp_size,
             f"experts are {width} wide, which {tp} GPUs do not share out in {unit} of {size}, as SGLang wants them",
             "choose a smaller sglang.tp_size, sglang.ep_size as large as it, or a plain checkpoint",
         )  # fmt: skip

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mslime.config.choices import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
+from mslime.config.observing import ObserveConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
@@ -100,14 +103,14 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     _check_paths(config)
     if data:
         read_hf_config(config.model.path)  # the first thing that a run needs, and is told of
-        glance_at_files(config)
+        glance_at_files(config.data)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
     model = replace(family.model_fields(hf_config), renderers=family.support.renderers)
     if config.train.task == "rl":
         check_quantised(config, checkpoint, hf_config)
         family.refuse_for_engine(hf_config)
-        _check_engine_tp(config, family)
+        _check_engine_tp(config.sglang.tp_size, family)
         engine_dtype(config, hf_config)
         config.sglang.keys()
         config.teacher.keys()
@@ -116,7 +119,7 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
         adapters, _ = adapters_of_run(family.rules(hf_config), config.lora, config.layout, stages)
         if config.syncs_adapters:
             check_served(adapters, family)
-    _check_lengths(config, model)
+    _check_lengths(config.rollout, config.train.task, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
@@ -130,10 +133,13 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     if foreign := [i for i in config.rollout.stop_token_ids if i >= tokenizer.vocab_size]:
         rule = f"the tokenizer's ids end at {tokenizer.vocab_size - 1}"
         raise ConfigError("rollout.stop_token_ids", foreign[0], rule, "name ids of this tokenizer")
-    _check_teacher(config, model, tokenizer)
-    checked = check_supervised_data if config.train.task == "sft" else check_data
-    notes = checked(config, tokenizer, config.rollout.longest(model.max_positions)) if data else []
-    _check_optional_packages(config)
+    _check_teacher(config.teacher.path, model, tokenizer)
+    notes, limit = list[str](), config.rollout.longest(model.max_positions)
+    if data and config.train.task == "sft":
+        notes = check_supervised_data(config.data, config.train, config.seed, tokenizer, limit)
+    elif data:
+        notes = check_data(config, tokenizer, limit)
+    _check_optional_packages(config.observe)
     return ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
 
 
@@ -232,21 +238,20 @@ def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=known)})
 
 
-def _check_engine_tp(config: RunConfig, family: Family) -> None:
+def _check_engine_tp(tp: int, family: Family) -> None:
     largest = family.support.largest_engine_tp
-    if largest is not None and config.sglang.tp_size > largest:
+    if largest is not None and tp > largest:
         raise ConfigError(
-            "sglang.tp_size", config.sglang.tp_size,
+            "sglang.tp_size", tp,
             f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
             f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
         )  # fmt: skip
 
 
-def _check_teacher(config: RunConfig, model: ModelFields, tokenizer: Tokenizer) -> None:
+def _check_teacher(path: Path | None, model: ModelFields, tokenizer: Tokenizer) -> None:
     """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
     from mslime.backends.sglang.teacher import embedding_rows
 
-    path = config.teacher.path
     if path is None:
         return
     rows = embedding_rows(path)
@@ -262,8 +267,8 @@ def _check_teacher(config: RunConfig, model: ModelFields, tokenizer: Tokenizer) 
                           "distil from a model of the student's family")  # fmt: skip
 
 
-def _check_lengths(config: RunConfig, model: ModelFields) -> None:
-    limit = config.rollout.longest(model.max_positions)
+def _check_lengths(rollout: RolloutConfig, task: Task, model: ModelFields) -> None:
+    limit = rollout.longest(model.max_positions)
     if limit > model.max_positions:
         raise ConfigError(
             "rollout.max_total_tokens",
@@ -271,19 +276,19 @@ def _check_lengths(config: RunConfig, model: ModelFields) -> None:
             f"the model has {model.max_positions} positions",
             "lower it",
         )
-    if config.train.task == "rl" and config.rollout.max_response_tokens >= limit:
+    if task == "rl" and rollout.max_response_tokens >= limit:
         raise ConfigError(
             "rollout.max_response_tokens",
-            config.rollout.max_response_tokens,
+            rollout.max_response_tokens,
             f"leaves no room for a prompt within {limit} tokens",
             "lower it, or raise rollout.max_total_tokens",
         )
 
 
-def _check_optional_packages(config: RunConfig) -> None:
+def _check_optional_packages(observe: ObserveConfig) -> None:
     wanted = {
-        "tensorboard": ("tensorboard", config.observe.tensorboard or None),
-        "wandb": ("wandb_project", config.observe.wandb_project),
+        "tensorboard": ("tensorboard", observe.tensorboard or None),
+        "wandb": ("wandb_project", observe.wandb_project),
     }
     for package, (setting, value) in wanted.items():
         if value is not None and importlib.util.find_spec(package) is None:

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
-from mslime.config.reward import RewardPartConfig, ScoringConfig
-from mslime.config.schema import RunConfig
+from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
@@ -46,7 +47,9 @@ class Prompts(Protocol):
         ...
 
 
-def check_rewards(config: RunConfig, sources: Mapping[str, Prompts], tokenizer: Tokenizer) -> list[str]:
+def check_rewards(
+    rollout: RolloutConfig, reward: RewardConfig, data: DataConfig, sources: Mapping[str, Prompts], tokenizer: Tokenizer
+) -> list[str]:
     """Check labels and functions of training and of every held-out set; return what a person should know.
 
     Args:
@@ -56,19 +59,19 @@ def check_rewards(config: RunConfig, sources: Mapping[str, Prompts], tokenizer: 
         DataError: a row's label cannot be graded.
         ConfigError: a function of reward, filter or rollout cannot be used, or the token of a served reward is not set.
     """
-    load_filter(config.rollout.dynamic_filter)
-    if config.rollout.environment is None:
-        load_workflow(config.rollout.function)
+    load_filter(rollout.dynamic_filter)
+    if rollout.environment is None:
+        load_workflow(rollout.function)
     notes: list[str] = []
-    own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets)}
-    sizes = {"": config.rollout.group_size} | {s.name: s.samples_per_prompt for s in config.data.eval_sets}
+    own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(data.eval_sets)}
+    sizes = {"": rollout.group_size} | {s.name: s.samples_per_prompt for s in data.eval_sets}
     for name, source in sources.items():
         place, scoring = own.get(name, ("reward", None))
-        found = _check_labels(source, scoring or config.reward, config.data.label_key)
+        found = _check_labels(source, scoring or reward, data.label_key)
         notes += [f"{name or 'training'}: {note}" for note in found]
         if scoring is not None or not name:
-            _check_tokens(scoring or config.reward, place)
-            notes += _try_functions(scoring or config.reward, place, source, tokenizer, sizes[name])
+            _check_tokens(scoring or reward, place)
+            notes += _try_functions(scoring or reward, place, source, tokenizer, sizes[name])
     return notes
 
 

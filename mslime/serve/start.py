@@ -57,7 +57,7 @@ def serve(values: Mapping[str, Any]) -> int:
     config = resolved_device(served_config(values))
     key = _key(config)
     hide(key)
-    refuse_without_gpu(config)
+    refuse_without_gpu(config.cluster)
     run = resolve(config, data=False)
     log = log_file(config.run_dir / "logs" / "driver.log", "server", config.observe.log_level)
     with only_run(config), StopSignals() as stop, owned(config.run_dir), log:

@@ -255,7 +255,8 @@ def test_every_transport_of_mslime_is_predicted_over_the_links_that_it_uses(
     assert plan.prediction.wire == pytest.approx(moved * plan.sync_bytes)
     assert plan.bounds["wire"] == pytest.approx(plan.prediction.wire)
     assert plan.prediction.seconds > plan.sync_seconds
-    way = way_of(plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "weights": weights}), plan.rates, TWO)
+    config = plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "weights": weights})
+    way = way_of(config.transport, config.weights, config.cluster, plan.rates, TWO)
     assert way is not None and way.turns == turns
     assert (way.prepare, way.write) == (pytest.approx(prepared), pytest.approx(written))
     noted = 0.05 * (1 / HOST + 0.4e-9) if weights["transport"] == "delta" else 0.0
