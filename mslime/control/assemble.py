@@ -26,6 +26,7 @@ from mslime.config.choices import is_function
 from mslime.config.errors import RewardError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 from mslime.data.expert_balance import loads_of
 from mslime.data.packing import build_shards, chunks_per_group, expert_metrics, packing_metrics
 from mslime.data.sample import Group, Sample, check_invariants
@@ -109,7 +110,9 @@ def assemble(
         loads if config.train.balance_experts else None,
     )  # fmt: skip
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
-    metrics = reward_metrics(grouped, sources) | _packing_metrics(shards, config)
+    metrics = reward_metrics(grouped, sources) | packing_metrics(
+        shards, config.layout, config.train.max_tokens_per_micro_batch, _quadratic_tokens(config.train)
+    )
     if loads is not None:
         metrics |= expert_metrics(shards, loads, config.layout)
     if is_token_level(config.algorithm):  # the trainer reports what became of them
@@ -119,10 +122,10 @@ def assemble(
     return Assembled(shards, metrics, advantages, chosen)
 
 
-def have_advantages(group: Group, config: RunConfig) -> bool:
+def have_advantages(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether `assemble` can make something of a group's rewards."""
     try:
-        sample_advantages(group.samples, grouped_rewards(group.samples), config.algorithm)
+        sample_advantages(group.samples, grouped_rewards(group.samples), algorithm)
     except RewardError:
         return False
     return True
@@ -258,13 +261,8 @@ def reward_metrics(grouped: GroupRewards, sources: Sequence[str]) -> dict[str, f
     return metrics
 
 
-def _packing_metrics(shards: Sequence[Sequence[TrainShard]], config: RunConfig) -> dict[str, float]:
-    train = config.train
-    return packing_metrics(shards, config.layout, train.max_tokens_per_micro_batch, _quadratic_tokens(config))
-
-
-def _quadratic_tokens(config: RunConfig) -> float | None:
-    found = config.train.quadratic_tokens
+def _quadratic_tokens(train: TrainConfig) -> float | None:
+    found = train.quadratic_tokens
     assert found != "auto", "`preflight.resolve` counts train.quadratic_tokens from the model"
     return found
 
@@ -288,7 +286,7 @@ def _pack(
         packed=train.packed,
         steps=1 if train.task == "sft" else train.optimizer_steps_per_rollout,
         multiple_of=chunks_per_group(layout),
-        quadratic_tokens=_quadratic_tokens(config),
+        quadratic_tokens=_quadratic_tokens(train),
         version=version,
         times=times,
         loads=loads,

@@ -18,6 +18,7 @@ from pathlib import Path
 from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
+from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.weights.senders import Senders
 from mslime.weights.transport import group_name
@@ -26,9 +27,9 @@ RECORD = "weight_groups.json"
 LEAVE_SECONDS = 15.0
 
 
-def new_group(config: RunConfig) -> str:
-    """What the names of this attempt's process groups with the engines begin with."""
-    return f"{config.name}-{uuid.uuid4().hex[:12]}"
+def new_group(name: str) -> str:
+    """What the names of an attempt's process groups with the engines begin with; `name` is the run's."""
+    return f"{name}-{uuid.uuid4().hex[:12]}"
 
 
 class AttachedEngines:
@@ -43,7 +44,7 @@ class AttachedEngines:
         self._engines = tuple(engines)
         self._deadlines = config.deadlines
         self._record = config.run_dir / RECORD
-        self._config, self._groups = config, groups_of(config, [group])
+        self._config, self._groups = config, groups_of(config.layout, config.weights.senders, [group])
 
     def take_over(self) -> None:
         """Undo what a killed run may have left, and write down what this one will leave if it is killed.
@@ -57,7 +58,7 @@ class AttachedEngines:
 
     def also(self, group: str) -> None:
         """Groups of other names follow: write them down before they are made."""
-        self._groups += groups_of(self._config, [group])
+        self._groups += groups_of(self._config.layout, self._config.weights.senders, [group])
         self._write({*_recorded(self._record), *self._groups})
 
     def add(self, engine: Endpoint) -> None:
@@ -105,9 +106,10 @@ class AttachedEngines:
         return blocking(made_clean(clients, groups))
 
 
-def groups_of(config: RunConfig, beginnings: Iterable[str]) -> list[str]:
-    """Names of the process groups that senders make with the engines, from what they begin with (`new_group`)."""
-    senders = Senders.at_most(config.layout, config.weights.senders).everyone()
+def groups_of(layout: ParallelLayout, most: int, beginnings: Iterable[str]) -> list[str]:
+    """Names of the process groups that at most so many senders make with the engines, from what they begin with
+    (`new_group`)."""
+    senders = Senders.at_most(layout, most).everyone()
     return [group_name(beginning, rank) for beginning in beginnings for rank in senders]
 
 

@@ -29,7 +29,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.backends.sglang.guard import kill_all
-from mslime.config.cluster import RAY_START, Parts, worker_environment
+from mslime.config.choices import Device
+from mslime.config.cluster import RAY_START, ClusterConfig, Parts, worker_environment
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.schema import RunConfig
@@ -64,10 +65,10 @@ _TOO_SLOW = "timed out during startup"
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
 
-def use_cuda(config: RunConfig) -> bool:
+def use_cuda(device: Device) -> bool:
     """Whether this run uses GPUs: `cluster.device`, or what is visible when it says auto."""
-    if config.cluster.device != "auto":
-        return config.cluster.device == "cuda"
+    if device != "auto":
+        return device == "cuda"
     import torch
 
     return torch.cuda.is_available()
@@ -75,7 +76,7 @@ def use_cuda(config: RunConfig) -> bool:
 
 def resolved_device(config: RunConfig) -> RunConfig:
     """The configuration with `cluster.device` decided, so that every process agrees on it."""
-    device = "cuda" if use_cuda(config) else "cpu"
+    device = "cuda" if use_cuda(config.cluster.device) else "cpu"
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
 
@@ -140,11 +141,11 @@ class Cluster:
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
             self._sweeper.enter_context(Sweeper())
-        self._sweeper.enter_context(_ray_environment(config))
+        self._sweeper.enter_context(_ray_environment(config.cluster.ray_address, config.deadlines.rescue_s))
         self._connected = True
-        self._connect(local | {"runtime_env": _runtime_environment(config)})
+        self._connect(local | {"runtime_env": _runtime_environment(config.cluster, config.sglang.extra)})
         self._on_init()
-        refuse_small_cluster(config, self._parts)
+        refuse_small_cluster(config.cluster, config.claims(self._parts))
         if self._parts.trainers:
             self._trainers, self._spots = self._place_ranks("cluster.trainer_ranks", world)
         if self._parts.trainers and config.critic_ranks:
@@ -394,7 +395,7 @@ def _start_ray(options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _ray_environment(config: RunConfig) -> Iterator[None]:
+def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
     """Ray's own settings of this process, where the environment does not name them; gone again afterwards.
 
     Who has the token of a Ray cluster runs code as whoever started it. Each local run draws one, which other processes
@@ -409,11 +410,11 @@ def _ray_environment(config: RunConfig) -> Iterator[None]:
         # A job that was submitted to Ray has a runtime environment of its own; see `_runtime_environment`.
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(config.deadlines.rescue_s) + 600),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(rescue_s) + 600),
     }
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         ours["RAY_AUTH_MODE"] = "token"
-    elif config.cluster.ray_address is None and os.environ.get("RAY_AUTH_MODE", "token") == "token":
+    elif address is None and os.environ.get("RAY_AUTH_MODE", "token") == "token":
         # Any `ray.init` of this process has left the mode behind, and with it Ray would take the token of its file.
         ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     added = {name: value for name, value in ours.items() if name not in os.environ}
@@ -436,7 +437,7 @@ def remote_class(cls: type, **options: Any) -> Any:
     return ray.remote(**options)(cls) if options else ray.remote(cls)
 
 
-def _runtime_environment(config: RunConfig) -> dict[str, Any]:
+def _runtime_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, Any]:
     """What Ray gives every process of the run.
 
     Variables of `ray job submit` or a RayJob stay as they are, unless `cluster.env` names them. Its import path is
@@ -444,9 +445,9 @@ def _runtime_environment(config: RunConfig) -> dict[str, Any]:
     """
     job: dict[str, Any] = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
     variables = {
-        **worker_environment(config.cluster, config.sglang.extra),
+        **worker_environment(cluster, engine_fields),
         **job.get("env_vars", {}),
-        **config.cluster.env,
+        **cluster.env,
     }
     quoted = shlex.quote(sys.executable)  # Ray 2.60 gives it to a shell as it is
     own = {} if quoted == sys.executable else {"py_executable": quoted}
@@ -475,17 +476,17 @@ def _knock(address: str) -> None:
     _raylet.GcsClient(address=f"{host}:{port}")
 
 
-def own_host(config: RunConfig) -> str:
+def own_host(cluster: ClusterConfig) -> str:
     """The address under which this process's services are found: loopback unless the cluster may span machines."""
-    return "127.0.0.1" if config.cluster.ray_address is None else ray.util.get_node_ip_address()
+    return "127.0.0.1" if cluster.ray_address is None else ray.util.get_node_ip_address()
 
 
-def use_own_interface(config: RunConfig) -> None:
+def use_own_interface(cluster: ClusterConfig) -> None:
     """Let gloo listen where this process's services are found, unless the environment names an interface.
 
     By itself gloo looks up the host's name, which many distributions map to 127.0.1.1: no other machine gets there.
     """
-    interface = interface_of(own_host(config))
+    interface = interface_of(own_host(cluster))
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

@@ -337,7 +337,7 @@ def _wants_engines(config: RunConfig, command: str) -> None:
 def _owned(config: RunConfig) -> Iterator[StopSignals]:
     """The run directory is this process's, signals are followed, and what is done is logged."""
     log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
-    with only_run(config), StopSignals() as stop, owned(config.run_dir), log:
+    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
         yield stop
 
 

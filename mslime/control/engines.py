@@ -47,8 +47,8 @@ def _begin_actor(config: RunConfig, name: str, log_dir: str, keys: EngineKeys) -
     log_process(f"{name} actor", config.observe.log_level)
     hide(keys.api, keys.admin)
     _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
-    use_own_interface(config)
-    return own_host(config)
+    use_own_interface(config.cluster)
+    return own_host(config.cluster)
 
 
 class PartActor:

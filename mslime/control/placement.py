@@ -16,9 +16,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mslime.config.cluster import RAY_START, Parts, count_gpus, describe_gpus
+from mslime.config.cluster import RAY_START, Claim, ClusterConfig, count_gpus, describe_gpus
 from mslime.config.errors import ConfigError
-from mslime.config.schema import RunConfig
 
 _POLL_SECONDS = 1.0
 
@@ -154,7 +153,7 @@ def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
             )
 
 
-def refuse_small_cluster(config: RunConfig, parts: Parts) -> None:
+def refuse_small_cluster(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
     """Compare what the run needs with what all machines of the cluster have, before anything waits for it.
 
     Waits `cluster.join_s` for machines that are still joining.
@@ -162,29 +161,30 @@ def refuse_small_cluster(config: RunConfig, parts: Parts) -> None:
     Raises:
         ConfigError: the cluster can never hold the run.
     """
-    deadline = time.monotonic() + config.cluster.join_s
-    while (problem := _too_small(config, parts)) is not None:
+    deadline = time.monotonic() + cluster.join_s
+    while (problem := _too_small(cluster, wanted)) is not None:
         if time.monotonic() >= deadline:
             raise problem
         time.sleep(_POLL_SECONDS)
 
 
-def _too_small(config: RunConfig, parts: Parts) -> ConfigError | None:
-    wanted, nodes = config.claims(parts), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if config.cluster.device == "cuda":
+def _too_small(cluster: ClusterConfig, wanted: Sequence[Claim]) -> ConfigError | None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if cluster.device == "cuda":
         have, largest = [int(resources.get("GPU", 0)) for resources in nodes], max(claim.gpus for claim in wanted)
         if sum(have) < count_gpus(wanted):
-            return _refusal(config, f"needs {describe_gpus(wanted)}", f"{sum(have)}", len(nodes))
+            return _refusal(cluster.ray_address, f"needs {describe_gpus(wanted)}", f"{sum(have)}", len(nodes))
         if max(have) < largest:
-            return _refusal(config, f"launches engines of {largest} GPUs", f"at most {max(have)} on one", len(nodes))
+            return _refusal(
+                cluster.ray_address, f"launches engines of {largest} GPUs", f"at most {max(have)} on one", len(nodes)
+            )
     cores, processes = sum(int(resources.get("CPU", 0)) for resources in nodes), sum(claim.count for claim in wanted)
     if cores < processes:
-        return _refusal(config, f"starts {processes} processes, one a core", f"{cores} cores", len(nodes))
+        return _refusal(cluster.ray_address, f"starts {processes} processes, one a core", f"{cores} cores", len(nodes))
     return None
 
 
-def _refusal(config: RunConfig, needs: str, has: str, nodes: int) -> ConfigError:
-    address = config.cluster.ray_address
+def _refusal(address: str | None, needs: str, has: str, nodes: int) -> ConfigError:
     where = f"the Ray cluster at {address} ({nodes} machines)" if address else "this machine"
     return ConfigError(
         "cluster.ray_address",

@@ -46,7 +46,7 @@ class RankActor:
         log_process(f"{self.role} {rank}", config.observe.log_level)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
         _log.info("placed on %s, process %d, GPU %s", socket.gethostname(), os.getpid(), gpus)
-        use_own_interface(config)
+        use_own_interface(config.cluster)
         self._config, self._rank, self._step = config, rank, 0
         self._done, self._total = 0, 0
 
@@ -54,7 +54,7 @@ class RankActor:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
         from mslime.weights.broadcast import open_store
 
-        host, world = own_host(self._config), self._config.layout.world_size
+        host, world = own_host(self._config.cluster), self._config.layout.world_size
         # Open from now on, so that nobody else can take the port; torch's rendezvous in this process finds it there.
         self._store = open_store(
             host, world, timedelta(seconds=self._config.deadlines.trainer_start_s), multi_tenant=True

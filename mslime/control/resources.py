@@ -50,7 +50,9 @@ class Resources:
         """
         limits = config.deadlines.controls_within(CLEAN_S)
         clients = [client_of(address, limits) for address in engines.addresses]
-        unsound = blocking(made_clean(clients, groups_of(config, self.groups), flush=True))
+        unsound = blocking(
+            made_clean(clients, groups_of(config.layout, config.weights.senders, self.groups), flush=True)
+        )
         engines.replace(unsound)
         for name, error in unsound.items():
             note(f"{name} is gone ({error.brief}): it {'is started again' if name in engines.starting else 'has left'}")
@@ -94,7 +96,7 @@ class Attempts:
         return f"the run goes on {where} ({self._failures} of {self._most} in a row)"
 
 
-def can_go_on(config: RunConfig, resources: Resources) -> bool:
+def can_go_on(resources: Resources, *, colocated: bool) -> bool:
     """Whether another session may use what this one leaves. On shared GPUs an engine may be asleep, or hold memory that
     the trainer's next start needs."""
-    return not config.colocated and resources.ray is not None and not resources.ray.gone
+    return not colocated and resources.ray is not None and not resources.ray.gone

@@ -44,15 +44,15 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
         UserError: a user's mistake, or a failed part of the run.
         Stopped: a signal ended it, or `asked`. Signals are followed in the main thread only.
     """
-    with only_run(config):
+    with only_run(config.name):
         return _run(config, quiet, asked)
 
 
 @contextmanager
-def only_run(config: RunConfig) -> Iterator[None]:
-    """Raise ConfigError while this process runs something else."""
+def only_run(name: str) -> Iterator[None]:
+    """Raise ConfigError while this process runs something else than run `name`."""
     if not _ONE_AT_A_TIME.acquire(blocking=False):
-        raise ConfigError("name", config.name, "another run is going on in this process",
+        raise ConfigError("name", name, "another run is going on in this process",
                           "wait for its end, or start this one as a process of its own")  # fmt: skip
     try:
         yield
@@ -120,7 +120,7 @@ def _train(
                 (train_sft if config.train.task == "sft" else train_rl)(session)
             return
         except WorkerError as error:
-            if not can_go_on(config, resources):
+            if not can_go_on(resources, colocated=config.colocated):
                 raise
             saved = newest_step(config.run_dir)
             told = attempts.another(session.first_step, session.trained, saved)

@@ -103,7 +103,7 @@ class RunRollouts:
                 break
             except RewardError as error:
                 _log.warning("%sstep %d: groups without an advantage: %s", self._says, step + 1, error)
-                blamed = [g for g in batch.groups if not have_advantages(g, self.config)]
+                blamed = [g for g in batch.groups if not have_advantages(g, self.config.algorithm)]
                 if not await self.service.give_back(blamed):
                     raise
         if self.config.observe.save_groups:

@@ -150,7 +150,7 @@ class Started(ABC):
             endpoints: of those engines, not of launched ones.
             disconnect: lets the trainer leave them at the end, within so many seconds.
         """
-        group = new_group(self.config)
+        group = new_group(self.config.name)
         self._resources.groups.append(group)
         self._attached = AttachedEngines(self.config, endpoints, group)
         self._attached.take_over()
@@ -159,7 +159,7 @@ class Started(ABC):
 
     def _other_group(self) -> str:
         """The beginning of other names, for groups without the engines that are gone."""
-        group = new_group(self.config)
+        group = new_group(self.config.name)
         self._resources.groups.append(group)
         self._attached.also(group)
         return group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mslime.config.algorithm import AlgorithmConfig
@@ -11,7 +12,7 @@ from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
-from mslime.config.lora import LORA_GROUPS
+from mslime.config.lora import LORA_GROUPS, LoraConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
@@ -90,15 +91,14 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=behind)})
 
 
-def base_names(config: RunConfig) -> tuple[str, ...]:
+def base_names(path: Path, name: str | None) -> tuple[str, ...]:
     """Under which clients may ask for the base: `serve.model_name`, and its directory as it was written and whole."""
-    path = config.model.path
-    named = (config.serve.model_name,) if config.serve.model_name else ()
+    named = (name,) if name else ()
     return tuple(dict.fromkeys((*named, str(path), str(path.resolve()))))
 
 
-def adapted_parts(config: RunConfig) -> tuple[bool, bool]:
+def adapted_parts(lora: LoraConfig) -> tuple[bool, bool]:
     """Whether attention, and whether MLP layers, may have adapters; names of single layers may be of either."""
-    targets = config.lora.targets
+    targets = lora.targets
     named = any(target not in LORA_GROUPS for target in targets)
     return named or "attention" in targets, named or any(t in targets for t in LORA_GROUPS if t != "attention")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from pydantic import SecretStr
 from rich.console import Console
 
 from mslime import network
@@ -20,7 +21,6 @@ from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.keys import read_secret
-from mslime.config.schema import RunConfig
 from mslime.config.serving import served_lora
 from mslime.control.cluster import resolved_device
 from mslime.control.run import only_run
@@ -55,41 +55,41 @@ def serve(values: Mapping[str, Any]) -> int:
         Stopped: a signal ended it.
     """
     config = resolved_device(served_config(values))
-    key = _key(config)
+    key = _key(config.serve.key)
     hide(key)
     refuse_without_gpu(config.cluster)
     run = resolve(config, data=False)
     log = log_file(config.run_dir / "logs" / "driver.log", "server", config.observe.log_level)
-    with only_run(config), StopSignals() as stop, owned(config.run_dir), log:
-        listening = _listen(config)
+    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
+        listening = _listen(config.serve.port)
         write_resolved(run.config, config.run_dir / "config.yaml")
         with listening, Serving(run, stop) as serving:
             serving.answer(listening, key)
     return 0
 
 
-def _key(config: RunConfig) -> str:
+def _key(given: SecretStr | None) -> str:
     """What clients must send. Raises ConfigError for one that the SDK would not send."""
-    if config.serve.key is None:
+    if given is None:
         return KEY_PREFIX + secrets.token_urlsafe(32)
-    key = read_secret(config.serve.key, "serve.key")
+    key = read_secret(given, "serve.key")
     if not key.startswith(KEY_PREFIX):
         raise ConfigError("serve.key", "(not shown)", f"the SDK takes keys that begin with {KEY_PREFIX}",
                           f"put {KEY_PREFIX} before it")  # fmt: skip
     return key
 
 
-def _listen(config: RunConfig) -> socket.socket:
-    if not config.serve.port:
+def _listen(port: int) -> socket.socket:
+    if not port:
         return network.listen(HOST)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((HOST, config.serve.port))
+        listening.bind((HOST, port))
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise ConfigError("serve.port", config.serve.port, f"cannot be listened on: {error.strerror}",
+        raise ConfigError("serve.port", port, f"cannot be listened on: {error.strerror}",
                           "end what listens there, choose another port, or 0 for a free one") from error  # fmt: skip
     return listening
 
@@ -130,9 +130,10 @@ class Serving(Started):
         try:
             refused = await engines.meet(self._client, self._addresses, self._needs())
             positions = min(config.rollout.longest(self._run.model.max_positions), refused)
-            attention, mlp = adapted_parts(config)
+            attention, mlp = adapted_parts(config.lora)
             served = Served(
-                base_names(config), str(config.model.tokenizer.resolve()), self._run.family.architecture,
+                base_names(config.model.path, config.serve.model_name), str(config.model.tokenizer.resolve()),
+                self._run.family.architecture,
                 Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
             service = Service(

@@ -73,7 +73,7 @@ def config_of(tmp_path: Path, url: str = "http://h") -> RunConfig:
 
 
 def test_groups_of_each_attempt_have_names_of_their_own(tmp_path: Path) -> None:
-    assert len({new_group(config_of(tmp_path)) for _ in range(10)}) == 10
+    assert len({new_group(config_of(tmp_path).name) for _ in range(10)}) == 10
 
 
 def test_an_engine_is_taken_over_from_a_killed_run(tmp_path: Path, engine: LeftBehind) -> None:

@@ -123,7 +123,9 @@ def test_each_local_run_draws_a_token_that_stands_in_no_file(
         monkeypatch.setenv("RAY_AUTH_MODE", left_by_ray)
     drawn = set[str]()
     for _ in range(2):
-        with cluster_module._ray_environment(without_address()):
+        with cluster_module._ray_environment(
+            without_address().cluster.ray_address, without_address().deadlines.rescue_s
+        ):
             assert os.environ["RAY_AUTH_MODE"] == "token"
             drawn.add(os.environ["RAY_AUTH_TOKEN"])
         assert "RAY_AUTH_TOKEN" not in os.environ
@@ -148,7 +150,7 @@ def test_what_the_environment_says_of_rays_token_holds(
         monkeypatch.setenv(name, value)
     config = without_address()
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": address})})
-    with cluster_module._ray_environment(config):
+    with cluster_module._ray_environment(config.cluster.ray_address, config.deadlines.rescue_s):
         assert (os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")) == (mode, token)
 
 
@@ -168,7 +170,7 @@ def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatc
 def test_a_python_whose_path_has_a_blank_is_quoted_for_rays_shell(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     """Ray 2.60 takes its own where it is told none."""
     monkeypatch.setattr(sys, "executable", python)
-    told = cluster_module._runtime_environment(without_address()).get("py_executable")
+    told = cluster_module._runtime_environment(without_address().cluster, {}).get("py_executable")
     assert told is None if " " not in python else shlex.split(str(told)) == [python]
 
 
@@ -177,9 +179,9 @@ def test_variables_of_a_submitted_job_stay_unless_the_run_names_them(monkeypatch
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": given}}))
     config = without_address()
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {"BOTH": "ours"}})})
-    found = cluster_module._runtime_environment(config)["env_vars"]
+    found = cluster_module._runtime_environment(config.cluster, {})["env_vars"]
     assert (found["THEIRS"], found["BOTH"]) == ("1", "ours") and str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
-    with cluster_module._ray_environment(config):
+    with cluster_module._ray_environment(config.cluster.ray_address, config.deadlines.rescue_s):
         assert os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1", "else Ray refuses two sources of one variable"
 
 

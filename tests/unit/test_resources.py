@@ -47,13 +47,12 @@ def run(**cluster: Any) -> RunConfig:
 
 def test_a_run_without_ray_or_on_shared_gpus_does_not_go_on() -> None:
     resources = Resources()
-    assert not can_go_on(run(), resources), "nothing was started"
+    assert not can_go_on(resources, colocated=False), "nothing was started"
     resources.ray = cast("Any", SimpleNamespace(gone=False))
-    assert can_go_on(run(), resources)
-    shared = run().model_copy(update={"cluster": run().cluster.model_copy(update={"placement": "colocated"})})
-    assert not can_go_on(shared, resources)
+    assert can_go_on(resources, colocated=False)
+    assert not can_go_on(resources, colocated=True)
     resources.ray = cast("Any", SimpleNamespace(gone=True))
-    assert not can_go_on(run(), resources)
+    assert not can_go_on(resources, colocated=False)
 
 
 def test_resources_are_left_to_the_sweeper_when_ray_is_gone() -> None:

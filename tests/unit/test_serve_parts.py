@@ -49,7 +49,8 @@ def test_the_example_of_the_page_is_a_server() -> None:
     text = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/serve.md").read_text(), re.DOTALL)
     assert text is not None
     config = served_config(yaml.safe_load(text[1]))
-    assert base_names(config)[0] == "Qwen/Qwen3-30B-A3B" and config.layout.describe() == "TP2 DP2 EP4"
+    assert base_names(config.model.path, config.serve.model_name)[0] == "Qwen/Qwen3-30B-A3B"
+    assert config.layout.describe() == "TP2 DP2 EP4"
 
 
 def test_engines_make_room_for_as_many_adapters_as_the_setting_says() -> None:
@@ -84,10 +85,10 @@ def test_what_cannot_be_served_is_refused(values: dict[str, Any], words: str) ->
 def test_a_key_of_ones_own_begins_as_the_sdk_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OURS", "tml-ours")
     monkeypatch.setenv("THEIRS", "theirs")
-    assert _key(served_config({**PLAIN, "serve": {"key": "env:OURS"}})) == "tml-ours"
+    assert _key(served_config({**PLAIN, "serve": {"key": "env:OURS"}}).serve.key) == "tml-ours"
     with pytest.raises(ConfigError, match="begin with tml-"):
-        _key(served_config({**PLAIN, "serve": {"key": "env:THEIRS"}}))
-    drawn = {_key(served_config(PLAIN)) for _ in range(2)}
+        _key(served_config({**PLAIN, "serve": {"key": "env:THEIRS"}}).serve.key)
+    drawn = {_key(served_config(PLAIN).serve.key) for _ in range(2)}
     assert len(drawn) == 2 and all(key.startswith("tml-") and len(key) > 40 for key in drawn)
 
 
@@ -100,7 +101,7 @@ def test_an_adapter_has_the_layers_rank_and_seed_that_its_client_asked_for() -> 
     assert adapter_spec(config, AdapterAsk(3, 17)).lora.targets == config.lora.targets
     assert policy_spec(config).lora.rank == 8
     named = served_config({**PLAIN, "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}})
-    assert adapted_parts(named) == (True, True) and adapted_parts(config) == (True, True)
+    assert adapted_parts(named.lora) == (True, True) and adapted_parts(config.lora) == (True, True)
     with pytest.raises(ConfigError, match="q_proj, v_proj by name"):
         adapter_spec(named, AdapterAsk(3, 17, mlp=False))
 

@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from mslime.config.atropos import FUNCTION as ATROPOS
-from mslime.config.environments import TIMED_ADVANTAGES, EnvironmentLimitsConfig
+from mslime.config.data import DataConfig
+from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
@@ -154,19 +156,21 @@ def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
     if rollout.environment is None:
         return load_workflow(rollout.function)
     job = EnvironmentJob(rollout.environment, rollout.environment_options, limits.call_s, limits.memory_mib)
-    return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, _turns(config, tokenizer), _credit(config))
+    turns = _turns(rollout, config.data, tokenizer)
+    credit = _credit(rollout.environment_credit, config.algorithm.advantage)
+    return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, turns, credit)
 
 
-def _turns(config: RunConfig, tokenizer: Tokenizer) -> Turns | None:
-    if config.rollout.environment_turns == "chat":
+def _turns(rollout: RolloutConfig, data: DataConfig, tokenizer: Tokenizer) -> Turns | None:
+    if rollout.environment_turns == "chat":
         return None
-    special = [] if config.rollout.read_special_tokens else special_texts(tokenizer)
-    template = config.data.apply_chat_template
-    return ChatTurns(tokenizer, config.data.chat_template_kwargs, special) if template else PlainTurns(special)
+    special = [] if rollout.read_special_tokens else special_texts(tokenizer)
+    template = data.apply_chat_template
+    return ChatTurns(tokenizer, data.chat_template_kwargs, special) if template else PlainTurns(special)
 
 
-def _credit(config: RunConfig) -> str:
-    wanted, timed = config.rollout.environment_credit, config.algorithm.advantage in TIMED_ADVANTAGES
+def _credit(wanted: Credit, advantage: str) -> str:
+    timed = advantage in TIMED_ADVANTAGES
     if wanted == "episode" or (wanted == "auto" and not timed):
         return "none"
     return "moved" if timed else "steps"
