@@ -11,11 +11,11 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Section
+from mslime.config.base import Known, Section
 from mslime.config.choices import KLType, check_choice, is_function
 from mslime.config.errors import ConfigError
 from mslime.config.train import TrainConfig
@@ -82,9 +82,6 @@ class AdvantageConfig(Section):
         return self.advantage in WHITENED if self.whiten is None else self.whiten
 
 
-LossName = Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "kimi", "dppo_tv", "ipo", "reinforce"]
-
-
 @dataclass(frozen=True)
 class LossTraits:
     """What settings and warnings must know of a policy loss.
@@ -114,7 +111,7 @@ class LossTraits:
 
 _BYPASS = {"correction": {"preset": "bypass"}}
 
-POLICY_LOSSES: dict[LossName, LossTraits] = {
+POLICY_LOSSES: dict[str, LossTraits] = {
     "ppo": LossTraits({"clip_low": 0.2, "clip_high": 0.28}, clips_dual=True),  # DAPO's clip-higher
     "gspo": LossTraits(
         {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
@@ -133,7 +130,7 @@ POLICY_LOSSES: dict[LossName, LossTraits] = {
     "ipo": LossTraits({"clip_low": 0.1, "clip_high": 0.1, **_BYPASS}, "ipo", around_sampler=True),
     "reinforce": LossTraits(clips=False, unbounded=True),
 }  # fmt: skip
-"""The built-in losses; `algorithms.policies.LOSSES` has their functions."""
+"""The built-in losses, whose list is this one; `algorithms.policies.LOSSES` has their functions."""
 
 _OWN_LOSS = LossTraits(clips_dual=True)
 """A loss of the user's may read any setting, and nothing is known of what it makes of them."""
@@ -141,8 +138,7 @@ _OWN_LOSS = LossTraits(clips_dual=True)
 
 def loss_traits(loss: str) -> LossTraits:
     """What is known of a built-in loss, or of a function of the user's."""
-    known: Mapping[str, LossTraits] = {**POLICY_LOSSES}
-    return known.get(loss, _OWN_LOSS)
+    return POLICY_LOSSES.get(loss, _OWN_LOSS)
 
 
 def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
@@ -406,7 +402,7 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(AdvantageConfig):
     """Advantage, loss and off-policy correction."""
 
-    loss: LossName | str = Field(
+    loss: Annotated[str, Known(tuple(POLICY_LOSSES))] = Field(
         default="ppo",
         description="The policy loss; each is one formula in docs/algorithms.md. Or "
         "`module:function`(TokenBatch, algorithm) -> TokenLoss (docs/extending.md).",

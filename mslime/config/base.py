@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import types
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from mslime.config.passthrough import collect_extra
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """How long something may take. No wait is without an end."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Values of a text that mslime knows, beside `module:function`: the one list of them, for messages, docs, editors.
+
+    Attributes:
+        names: in the order in which they are shown.
+    """
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"enum": list(self.names), "type": "string"}, handler(core)]}
 
 
 def alternatives(annotation: Any) -> set[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -16,13 +16,19 @@ from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimi
 from mslime.config.errors import ConfigError
 from mslime.config.reward import RewardConfig
 
+RolloutFunction = Literal["single_turn", "environment", "atropos"]
+"""What plays a rollout, beside functions of the user's."""
+
+DynamicFilter = Literal["none", "zero_variance"]
+"""Which groups leave, beside functions of the user's."""
+
 
 class RolloutConfig(Section):
     """Generation: how much, how far ahead, and what becomes of work in flight."""
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
-    function: Literal["single_turn", "environment", "atropos"] | str = Field(
+    function: RolloutFunction | str = Field(
         default="single_turn",
         description="What a rollout does: one response to its prompt, an episode in `environment`, what Atropos' "
         "environments hand in (docs/environments.md#atropos), or an async `module:function`(task, engine) of several "
@@ -100,7 +106,7 @@ class RolloutConfig(Section):
         "them), masked, their response generated again, or their group dropped. auto: keep with max_staleness > 0 and "
         "a correction, else mask.",
     )
-    dynamic_filter: Literal["none", "zero_variance"] | str = Field(
+    dynamic_filter: DynamicFilter | str = Field(
         default="none",
         description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
     )
@@ -210,8 +216,8 @@ def check_rollout(
             "use 2 or more, or -1 to turn it off",
         )  # fmt: skip
     _check_managers(rollout, servers)
-    check_choice("rollout.dynamic_filter", rollout.dynamic_filter, ("none", "zero_variance"))
-    check_choice("rollout.function", rollout.function, ("single_turn", "environment", FUNCTION))
+    check_choice("rollout.dynamic_filter", rollout.dynamic_filter, get_args(DynamicFilter))
+    check_choice("rollout.function", rollout.function, get_args(RolloutFunction))
     _check_environment(rollout, algorithm, data)
     _check_atropos(rollout, algorithm, data, reward, task)
 
