@@ -262,7 +262,7 @@ def test_special_tokens_that_tools_and_environments_write_are_read_only_where_th
             said.append(text)
 
     config = run_config(tmp_path, **settings(tmp_path, read_special_tokens=read))
-    open_turns(config, FakeWithEnds()).add(FakeEngine(), None, "a<|end|>b")  # type: ignore[arg-type, union-attr]
+    open_turns(config.rollout, config.data, FakeWithEnds()).add(FakeEngine(), None, "a<|end|>b")  # type: ignore[arg-type, union-attr]
     assert said == [heard]
 
 
