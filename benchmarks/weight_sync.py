@@ -4,7 +4,6 @@
     python benchmarks/weight_sync.py --ways auto              # of two transports, only the one that runs have
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
-    python benchmarks/weight_sync.py --predict   # `mslime plan`'s prediction, with rates measured in the same run
     python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # all transports, one server
 
 Ours, per tensor and raw take turns in one run, and medians are compared. "Ours" is `WeightSender.send` over
@@ -23,9 +22,6 @@ with a server `server_s`, the whole update with its begin and end. With --loader
 and `ratio_loaders` of their updates. With --transports there is one for each transport: `server_s`, how many times as
 long the broadcast of the same round took (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s`
 of all ranks; all is compared before.
-With --predict every round also measures what `planner/sync.py` needs to know, by nothing of ours but single requests:
-the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors, an exchange. From
-a round's own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,13 +58,10 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
-from mslime.planner.filling import Rates
-from mslime.planner.sync import Receiving, predict
 from mslime.threads import in_thread
 from mslime.weights.broadcast import meet
-from mslime.weights.buckets import TORCH_DTYPES, gather, named_tensors
-from mslime.weights.groups import SyncGroups, make_groups
-from mslime.weights.plan import Bucket, Entry, WeightPlan
+from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import TRANSPORTS, Link
@@ -80,12 +73,9 @@ from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
-REPEATS = 8
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """Environment in which glibc gives nothing back to the operating system, of all processes. Torch's large tensors find
 only some of it again: they begin at multiples of 64 bytes, for which glibc wants more than was freed."""
-MANY = 400
-"""Tensors of the larger of the two requests that --predict times."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,6 @@ class Job:
     rounds: int
     engine: Endpoint
     stand_in: bool
-    predict: bool = False
     transport: str = "broadcast"
     delta_over: str = "disk"
     engine_pid: int | None = None
@@ -141,13 +130,6 @@ def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tens
     return held
 
 
-def tiny_bucket(like: Bucket, index: int, tensors: int) -> tuple[Bucket, torch.Tensor]:
-    """So many tensors of one element, under names as long as real ones, and their buffer."""
-    name = max(like.entries, key=lambda entry: len(entry.name)).name
-    entries = tuple(Entry(f"{name}.{number}", (1,), number) for number in range(tensors))
-    return replace(like, index=index, entries=entries), torch.zeros(tensors, dtype=TORCH_DTYPES[like.dtype])
-
-
 class Ways:
     """The three ways, on one rank; all ranks call the same one at the same time."""
 
@@ -171,8 +153,6 @@ class Ways:
                                 headers=job.engine.keys.headers("/update_weights_from_distributed"))  # fmt: skip
         sizes = [bucket.hf_bytes for bucket in self.gathered.buckets] if rank == 0 else []
         self.buffers = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
-        largest = self.sender.plan.buckets[0]
-        self.tiny = [tiny_bucket(largest, -1, 1), tiny_bucket(largest, -2, MANY)]
 
     def ours(self) -> None:
         """What a run does."""
@@ -231,77 +211,17 @@ class Ways:
         if first:
             with_pool(engines, lambda pool: pool.end_update())
 
-    def rates(self, raw_s: float) -> Rates:
-        """What a sync of this layout is predicted with; all ranks call it.
-
-        Args:
-            raw_s: of `raw`, in the same round.
-        """
-        one, many = self._request_s(0), self._request_s(1)
-        plan = self.sender.plan
-        return Rates(
-            network=plan.total_bytes / max(raw_s - one, 1e-9),
-            nvlink=gather_rate(plan, self.groups, plan.buckets[0].hf_bytes // 2),
-            copy=self._copy_rate(plan.buckets[0].hf_bytes),
-            request=one,
-            tensor=max(many - one, 0.0) / (MANY - 1),
-            exchange=mean_of(lambda: self.sender._exchange(None)),
-            cores=os.cpu_count() or 1,
-        )
-
-    def predicted(self, rates: Rates) -> float:
-        """Seconds of a sync into the stand-in, which copies nothing: what it does for a tensor is reading its name."""
-        receiving = Receiving(engines=1, share=0.0, recorded=False)
-        return predict(self.sender.plan, rates, receiving, self.job.layout.world_size).seconds
-
-    def _request_s(self, which: int) -> float:
-        """Of a bucket that is next to empty, on the first rank: of one tensor, or of many."""
-        dist.barrier()
-        if dist.get_rank() != 0:
-            dist.barrier()
-            return 0.0
-        assert self.transport is not None
-        transport, (bucket, flat) = self.transport, self.tiny[which]
-        elapsed = mean_of(lambda: transport.start(bucket, flat).wait())
-        dist.barrier()
-        return elapsed
-
-    def _copy_rate(self, size: int) -> float:
-        """Into new memory, as a bucket is filled; on the first rank."""
-        dist.barrier()
-        if dist.get_rank() != 0:
-            dist.barrier()
-            return math.inf
-        source = torch.zeros(size, dtype=torch.uint8)
-        elapsed = mean_of(lambda: torch.empty_like(source).copy_(source))
-        dist.barrier()
-        return size / elapsed
-
-
-def gather_rate(plan: WeightPlan, groups: SyncGroups, size: int) -> float:
-    """Bytes a second into new memory of the first rank, from those that it gathers shared tensors from; infinite
-    elsewhere. All ranks call it."""
-    members = groups.senders.tensor_ranks(0)
-    dist.barrier()
-    if dist.get_rank() not in members or len(members) == 1:
-        return math.inf
-    bucket = next(bucket for bucket in plan.buckets if bucket.members == members and bucket.sender == 0)
-    part, group = torch.zeros(size, dtype=torch.uint8), groups.gathers[members]
-    return (len(members) - 1) * size / mean_of(lambda: gather(bucket, part, group, dist.get_rank()))
-
 
 def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank; sends the seconds of every round and way, and its CPU seconds in ours."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     ways = Ways(job)
-    chosen: dict[str, Callable[[], None]] = {"ours": ways.ours}
-    chosen |= {} if job.predict else {"per_tensor": ways.per_tensor}
+    chosen: dict[str, Callable[[], None]] = {"ours": ways.ours, "per_tensor": ways.per_tensor}
     chosen |= {"raw": ways.raw} if job.stand_in else {"server": ways.whole_update}
     if rank == 0 and not job.stand_in:
         with_pool(ways.sender.engines, lambda pool: pool.begin_update())
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
-    predictions: list[tuple[Rates, float]] = []
     names = [name for name in chosen if name != "server"]
     cpu = dict.fromkeys([*names, "engine ours", "engine raw"], 0.0)
     for number in range(job.rounds + 1):  # the first is thrown away
@@ -313,9 +233,6 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
                 cpu[name] += used
                 if rank == 0 and f"engine {name}" in cpu:
                     cpu[f"engine {name}"] += engine_seconds(job) - before
-            if name == "raw" and job.predict:
-                rates = ways.rates(elapsed)
-                predictions += [(rates, ways.predicted(rates))] if number else []
     if not job.stand_in:
         if rank == 0:
             with_pool(ways.sender.engines, lambda pool: pool.end_update())
@@ -323,7 +240,7 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
         seconds["server"] = [timed(ways.whole_update)[0] for _ in range(job.rounds)]
     plan = ways.sender.plan
     size = (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))
-    pipe.send((seconds, {name: used / job.rounds for name, used in cpu.items()}, size, predictions))
+    pipe.send((seconds, {name: used / job.rounds for name, used in cpu.items()}, size))
     ways.sender.disconnect()
     dist.destroy_process_group()
 
@@ -342,14 +259,6 @@ def timed(way: Callable[[], None]) -> tuple[float, float]:
     way()
     dist.barrier()
     return time.perf_counter() - begin, time.process_time() - used
-
-
-def mean_of(call: Callable[[], object]) -> float:
-    """Seconds of one call. A mean, because a sync is the sum of many, with those that waited for a core."""
-    begin = time.perf_counter()
-    for _ in range(REPEATS):
-        call()
-    return (time.perf_counter() - begin) / REPEATS
 
 
 @dataclass
@@ -475,24 +384,7 @@ def measure(job: Job) -> dict[str, Any]:
         figures["ratio_raw"] = ratio(seconds["ours"], seconds["raw"])
         figures["ratio_raw_of_minima"] = min(seconds["ours"]) / min(seconds["raw"])
         figures["ratio_cpu"] = (cpu["ours"] + cpu["engine ours"]) / (cpu["raw"] + cpu["engine raw"])
-    if job.predict:
-        figures |= compare_prediction(found[0][3], seconds["ours"])
     return figures
-
-
-def compare_prediction(predictions: list[tuple[Rates, float]], ours: list[float]) -> dict[str, float]:
-    """The rounds' predictions beside what they measured, and the medians of their rates."""
-    rates = [asdict(each) for each, _ in predictions]
-    medians = {f"rate_{name}": statistics.median(each[name] for each in rates) for name in rates[0]}
-    predicted = [seconds for _, seconds in predictions]
-    return {
-        "predicted_s": statistics.median(predicted),
-        "ratio_predicted": ratio(predicted, ours),
-        "ratio_predicted_of_medians": statistics.median(predicted) / statistics.median(ours),
-        "ratio_predicted_of_minima": min(predicted) / min(ours),
-        # JSON has no infinity: nobody gathers there.
-        **{name: value for name, value in medians.items() if math.isfinite(value)},
-    }
 
 
 def ratio(above: Iterable[float], below: Iterable[float]) -> float:
@@ -519,7 +411,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
-    parser.add_argument("--predict", action="store_true", help="set the prediction of `mslime plan` beside ours")
     parser.add_argument("--transports", action="store_true", help="start a server and compare all weights.transport")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -530,12 +421,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.engine and not args.model:
         parser.error("--engine needs --model, the checkpoint that the server was started with")
-    single = "broadcast" if args.predict else "auto"
-    args.ways = args.ways or (single if args.engine or args.predict or args.loaders else "auto,broadcast")
-    if args.predict and args.ways != "broadcast":
-        parser.error("--predict predicts broadcast")
-    if args.predict and (args.engine or args.loaders or args.transports):
-        parser.error("--predict predicts syncs into the stand-in engine")
+    args.ways = args.ways or ("auto" if args.engine or args.loaders else "auto,broadcast")
     return args
 
 
@@ -551,7 +437,7 @@ def figures_of(
     bucket = int(args.bucket_mib * (1 << 20))
     job = Job(
         config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
-        args.predict, transport, engine_pid=None if stand_in is None else stand_in.pid,
+        transport, engine_pid=None if stand_in is None else stand_in.pid,
     )  # fmt: skip
     try:
         return measure(job)

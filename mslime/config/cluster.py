@@ -65,56 +65,27 @@ class ClusterConfig(Section):
         "refused, by plan, check and train; null: it is not compared.",
     )
     gpu_network_gbits: float = Field(
-        default=400, gt=0, description="Network of one GPU, in Gb/s, for `mslime plan`'s time of a weight sync."
+        default=400,
+        gt=0,
+        description="Network of one GPU, in Gb/s, for the least time of a weight sync in `mslime plan`.",
     )
     gpu_nvlink_gb_per_s: float = Field(
         default=450,
         gt=0,
-        description="From GPU to GPU of one machine, in GB/s, for `mslime plan`'s time of a weight sync.",
-    )
-    gpu_copy_gb_per_s: float = Field(
-        default=1200,
-        gt=0,
-        description="What one GPU copies within its memory, in GB/s of the copy, for `mslime plan`'s prediction of a "
-        "weight sync. The default is 70% of half an H100's 3,350 GB/s.",
+        description="From GPU to GPU of one machine, in GB/s, for the least time of a weight sync in `mslime plan`.",
     )
     gpu_host_gb_per_s: float = Field(
         default=25,
         gt=0,
         description="Between one GPU and its host's memory, in GB/s, while all GPUs of a machine copy: for `mslime "
-        "plan`'s prediction of a weight sync by shm, disk or delta, and its search. The default is half of PCIe 5's.",
+        "plan`'s least time of a weight sync by shm, disk or delta, and its search. The default is half of PCIe 5's.",
     )
     directory_gb_per_s: float = Field(
         default=10,
         gt=0,
-        description="What a directory that machines share takes or gives, in GB/s of all that use it, for `mslime "
-        "plan`'s prediction of a weight sync by disk or delta and of a checkpoint, and its search. The default is "
+        description="What a directory that machines share takes or gives, in GB/s of all that use it: for `mslime "
+        "plan`'s least time of a weight sync by disk or delta and of a checkpoint, and its search. The default is "
         "assumed.",
-    )
-    sync_request_ms: float = Field(
-        default=5,
-        ge=0,
-        description="Time of a bucket beside its bytes: the request to the engines and the start of the broadcast, for "
-        "`mslime plan`'s prediction of a weight sync.",
-    )
-    sync_tensor_us: float = Field(
-        default=30,
-        ge=0,
-        description="Time of one tensor in an engine's own loader, which engines without recorded copies use, for "
-        "`mslime plan`'s prediction of a weight sync.",
-    )
-    sync_exchange_ms: float = Field(
-        default=10,
-        ge=0,
-        description="Time in which all trainer ranks hear from each other, once a sync, for `mslime plan`'s "
-        "prediction of a weight sync.",
-    )
-    sync_collective_ms: float = Field(
-        default=0.1,
-        ge=0,
-        description="Time until a collective that is not asked for by a request moves its first byte, two or three "
-        "times a bucket with weights.transport relay, for `mslime plan`'s prediction of a weight sync. The default is "
-        "assumed; it is to be measured on GPUs.",
     )
     ray_address: str | None = Field(
         default_factory=_ray_address,

@@ -14,7 +14,6 @@ from mslime.planner.problems import GIB, TIGHT, Verdict, verdict_of
 from mslime.planner.rollouts import RolloutBytes, TokenBytes
 from mslime.planner.stages import StagePlan
 from mslime.planner.sync import lane_bytes
-from mslime.planner.ways import CHANGED
 from mslime.tables import facts_table
 
 _STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -256,7 +255,6 @@ def _sync(plan: RunPlan) -> Table:
                 else []
             ),
             *_bound(plan),
-            *_prediction(plan),
         ],
     )
 
@@ -276,30 +274,6 @@ def _bound(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _seconds(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
-
-
-def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
-    """The prediction, its parts, and the settings that it stands on."""
-    found, rates = plan.prediction, plan.rates
-    if found is None:
-        return [("prediction", f"none: how long {plan.transport} takes is not known to mslime")]
-    relayed = plan.transport == "relay"
-    start = [("and", f"{rates.collective * 1e3:g} ms for the start of a collective")] if relayed else []
-    if plan.transport in ("shm", "disk", "delta"):
-        changed = f", {CHANGED:.0%} of the bytes changed" if plan.transport == "delta" else ""
-        start = [
-            ("and", f"host memory {rates.host / 1e9:g}, a shared directory {rates.directory / 1e9:g} GB/s{changed}")
-        ]
-    return [
-        ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {_seconds(found.parts)})"),
-        (
-            "predicted with",
-            f"network {rates.network / 1e9:g}, NVLink {rates.nvlink / 1e9:g}, copies {rates.copy / 1e9:g} GB/s; "
-            f"{rates.request * 1e3:g} ms a {'sync' if relayed else 'bucket'}, {rates.tensor * 1e6:g} us a tensor, "
-            f"{rates.exchange * 1e3:g} ms an exchange",
-        ),
-        *start,
-    ]
 
 
 def _verdict(plan: RunPlan) -> Text:

@@ -26,7 +26,6 @@ from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.adapters import served_adapters, together
 from mslime.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
-from mslime.planner.filling import Rates, rates_of
 from mslime.planner.parameters import model_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime.planner.problems import (
@@ -41,11 +40,20 @@ from mslime.planner.problems import (
     trainer_problems,
     verdict_of,
 )
-from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.saving import Saved, saved_bytes
 from mslime.planner.stages import StagePlan, make_stages, with_critic
-from mslime.planner.sync import SenderSync, SyncPrediction, near_ranks, relayed, sender_syncs
+from mslime.planner.sync import (
+    Rates,
+    SenderSync,
+    bounds,
+    buckets_held,
+    near_ranks,
+    rates_of,
+    receiving_of,
+    relayed,
+    sender_syncs,
+)
 from mslime.planner.times import generate_seconds, sleep_seconds, speeds_of, step_seconds, train_seconds, work_of
 from mslime.planner.trainer import HostMemory, host_memory, longest_sequence
 from mslime.weights.encoded import encoded_plan
@@ -80,7 +88,6 @@ class RunPlan:
         rates: of the links and copies of a sync, as set.
         bounds: lower bounds of one sync in seconds, by what it would be limited by; of a user's transport those of
             `broadcast`.
-        prediction: of one sync after the first two; None without engines, for adapters, and for a user's transport.
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
         phases: of a step, where trainer and engines share their GPUs; else none.
@@ -113,7 +120,6 @@ class RunPlan:
     rollouts: RolloutBytes | None
     rates: Rates
     bounds: Mapping[str, float]
-    prediction: SyncPrediction | None
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
     saved: Saved
@@ -182,10 +188,6 @@ class RunPlan:
         """Plain values, for JSON."""
         summed = {"sync_bytes": self.sync_bytes, "sync_seconds": self.sync_seconds, "host_bytes": self.host.total}
         summed |= {"experts_per_rank": self.experts_per_rank, "bubble": self.bubble}
-        if self.prediction is not None:
-            summed["prediction"] = asdict(self.prediction) | {
-                "seconds": self.prediction.seconds, "limit": self.prediction.limit
-            }  # fmt: skip
         summed |= {
             "checkpoint_bytes": self.saved.checkpoint,
             "disk_bytes": self.saved.total,
@@ -265,9 +267,7 @@ def make_plan(
     receiving = receiving_of(config.weights, servers, sync, engine) if engine is not None else None
     sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
     syncs, rates = sender_syncs(sent, cluster), rates_of(cluster)
-    prediction = None
-    if receiving is not None and not config.syncs_adapters:  # adapters go through files
-        prediction = prediction_of(config.transport, config.weights, cluster, sync, receiving, rates)
+    least = bounds(config.transport, config.weights, syncs, receiving, cluster)
     adapted = make_adapters(table, spec.lora).table if spec.lora.on else table
     valued = get_family(critic or hf_config).rules(critic or hf_config) if config.has_critic else None
     saved = saved_bytes(
@@ -298,8 +298,7 @@ def make_plan(
         host=host,
         rollouts=rollouts,
         rates=rates,
-        bounds=bounds_of(config.transport, config.weights, cluster, syncs, receiving, rates),
-        prediction=prediction,
+        bounds=least,
         problems=(
             *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
             *phase_problems(servers.tp_size, layout.world_size, taking_turns, gpu_bytes),
@@ -310,7 +309,7 @@ def make_plan(
         ),
         remarks=tuple(_remarks(layout, model, per_node, idle, unused, late)),
         saved=saved,
-        seconds=_seconds(config, spec, hf_config, served, stages, engine, prediction, longest, micro_batches),
+        seconds=_seconds(config, spec, hf_config, served, stages, engine, max(least.values()), longest, micro_batches),
         phases=taking_turns,
         host_usable=host_bytes(memory) if (memory := cluster.host_memory_gb) is not None else None,
     )
@@ -416,12 +415,12 @@ def _machines(per_node: int, trained: int, engines: tuple[int, int], teachers: t
 
 def _seconds(
     config: RunConfig, spec: PolicySpec, hf_config: Mapping[str, object], served: ServedWeights,
-    stages: Sequence[StagePlan], engine: EngineMemory | None, prediction: SyncPrediction | None, longest: int,
+    stages: Sequence[StagePlan], engine: EngineMemory | None, sync_s: float, longest: int,
     micro_batches: int,
 ) -> dict[str, float]:  # fmt: skip
     """Of a step, as a search reckons them; empty for what a search refuses, and for processors."""
     unknown = config.sglang.urls or config.sglang.pairs is not None or config.has_critic or config.teacher.serves
-    if engine is None or prediction is None or unknown or config.cluster.device == "cpu":
+    if engine is None or unknown or config.cluster.device == "cpu":
         return {}
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
@@ -432,7 +431,7 @@ def _seconds(
     parts = {
         "generate": generate_seconds(engine, config.sglang.gpus // tp, tp, work, speeds),
         "train": sum(train_seconds(spec, widths, held, work, micro_batches, speeds).values()),
-        "sync": prediction.seconds,
+        "sync": sync_s,
         "sleep": sleep_seconds(
             max(each.weights + each.optimizer for each in memory), max(each.weights for each in memory), speeds.host,
             spec.asleep is not None,

@@ -25,14 +25,13 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
 from mslime.planner.adapters import together
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
-from mslime.planner.filling import rates_of
 from mslime.planner.parameters import StageParameters, stage_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
 from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.problems import GIB, TIGHT, USABLE, host_bytes
-from mslime.planner.receiving import buckets_held
 from mslime.planner.space import Space, engine_settings
 from mslime.planner.stages import StagePlan
+from mslime.planner.sync import buckets_held, rates_of
 from mslime.planner.times import (
     Speeds,
     StepWork,
@@ -432,8 +431,8 @@ def search(
 
 
 def _planned(each: _Weighed, plan: RunPlan) -> Found:
-    """With the plan's own prediction of the sync, where it has one."""
-    sync = each.seconds["sync"] if plan.prediction is None else plan.prediction.seconds
+    """With the least that the plan gives the sync."""
+    sync = plan.sync_seconds
     parts = {**each.seconds, "sync": sync}
     step = each.seconds["step"] - each.seconds["sync"] + sync
     return Found(each.settings, each.measures, {**parts, "step": step}, each.training, plan)

@@ -19,11 +19,10 @@ from mslime.convert.families.family import ModelFields
 from mslime.convert.table import RuleTable
 from mslime.planner.activations import EXPERT_IMBALANCE, Widths
 from mslime.planner.engine import EngineMemory
-from mslime.planner.filling import Rates
 from mslime.planner.flops import matrix_elements_per_token
 from mslime.planner.parameters import StageParameters, model_parameters
+from mslime.planner.sync import CHANGED, Rates
 from mslime.planner.trainer import offloaded_share
-from mslime.planner.ways import CHANGED
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
 """Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""
@@ -259,7 +258,7 @@ def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) 
 
 
 def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> float:
-    """Roughly of a sync through files, until a plan predicts it: memory of one machine, or a directory that all share.
+    """Roughly of a sync through files: memory of one machine, or a directory that all share.
 
     Args:
         total: bytes of all weights.

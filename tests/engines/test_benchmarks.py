@@ -20,8 +20,6 @@ SMALL = {
     "lora_sync": "--hidden 64 --layers 1 --experts 4 --rounds 1 --targets attention",
     "manager": "--engines 2 --requests 20 --tokens 2000 --in-flight 8 --repeats 1 --cases short",
     "on_gpu": "--small --device cpu --layers 1 --tokens 256 --steps 1 --fp8",
-    "predict_relay": "--layouts tp1ep2 --rounds 1",
-    "predict_transports": "--ways shm --layouts tp1ep2 --engines 1 --rounds 1 --pace 1",
     "sessions": "--sessions 2 --rate 10 --seconds 1 --turns 2",
     "train_step": "--short 4 16 --long 2 32 --steps 1",
     "two_senders": "--rounds 1",
@@ -33,13 +31,11 @@ NOT_HERE = {
     "colocated_memory": "an engine and a trainer; tests/engines/test_colocated_engine.py",
     "engine_lost": "a run of minutes; tests/e2e/test_engine_gone.py",
     "engine_start": "three starts of an engine",
-    "predict_sync": "minutes, and no sizes to choose; tests/unit/test_plan_sync.py has what it calls",
     "probe": "a whole run",
     "quantised_engines": "whole runs; tests/unit/test_benchmark_quantised.py has its parts",
     "relay_lanes": "needs root and network namespaces",
     "step_overlap": "runs of a RUN.yaml that is given",
     "supports": "a MODEL that is given",
-    "transport_rates": "a part of predict_transports",
 }
 
 
