@@ -39,8 +39,6 @@ OnError = Literal["fail", "drop"]
 ProgressMode = Literal["auto", "on", "off"]
 """Whether the console shows live bars."""
 
-Rejoin = Literal["sync", "peer"]
-"""When an engine that is back gets the run's weights."""
 
 KVTransfer = Literal["mooncake", "mooncake_tcp", "nixl", "mori"]
 """How SGLang moves the cache of a request that was prefilled to the server that decodes it."""

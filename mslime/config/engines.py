@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from mslime.config.base import EngineSection
-from mslime.config.choices import KVTransfer, Placement, Rejoin, check_url
+from mslime.config.choices import KVTransfer, Placement, check_url
 from mslime.config.cluster import ClusterConfig, engine_nccl, not_colocated
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys, Secret, read_secret
@@ -86,11 +86,6 @@ class SGLangConfig(EngineSection):
         description="How often in a row a launched engine that died is started again, beside the run; it takes part "
         "from the next weight sync on, and after ten syncs is counted anew. Without another one, the run waits.",
     )  # fmt: skip
-    rejoin: Rejoin = Field(
-        default="sync",
-        description="When an engine that is back, or new, gets weights. sync: in the next weight sync. peer: at once, "
-        "of an engine that serves, where it was started alike, so that it serves before that sync, too.",
-    )
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
         default=None,
@@ -142,23 +137,6 @@ class SGLangConfig(EngineSection):
             for key, setting in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
         )
         return EngineKeys(api, admin)
-
-    def check_rejoin(self, colocated: bool, adapters: bool) -> None:
-        """Raise ConfigError where engines cannot have weights of each other.
-
-        Args:
-            colocated: they share the trainer's GPUs.
-            adapters: they are given adapters alone.
-        """
-        if self.rejoin != "peer":
-            return
-        why = ""
-        if colocated:
-            why = "engines on the trainer's GPUs (cluster.placement) have their weights in their own turn only"
-        elif adapters:
-            why = "engines that get adapters alone (lora.sync: adapter) have the model's own weights from their start"
-        if why:
-            raise ConfigError("sglang.rejoin", self.rejoin, why, "set it to sync, which is the default")
 
     @property
     def drafts(self) -> bool:
@@ -234,7 +212,6 @@ class TeacherConfig(SGLangConfig):
         default=0, ge=0, le=0,
         description="0: a teacher that died is not started again. Others take its work; without one the run ends.",
     )  # fmt: skip
-    rejoin: Rejoin = Field(default="sync", description="sync is all there is: a teacher's weights never change.")
     pairs: KVTransfer | None = Field(default=None, description="null is all there is: a teacher only prefills.")
     concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
     placement: Placement = Field(
@@ -282,7 +259,6 @@ def check_sglang(
     if not engine.urls:
         engine.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else engine.tp_size)
     _check_nccl(engine, cluster)
-    engine.check_rejoin(cluster.colocated, syncs_adapters)
     _check_sampling(engine.extra, rollout)
 
 
@@ -309,8 +285,6 @@ def check_teacher(
     _check_urls("teacher", teacher)
     if teacher.placement == "colocated":
         _check_colocated_teacher(teacher, cluster, rollout.managers, ranks)
-    if teacher.rejoin != "sync":
-        raise ConfigError("teacher.rejoin", teacher.rejoin, "a teacher's weights never change", "remove it")
     if teacher.urls and teacher.path is not None:
         raise ConfigError(
             "teacher.path",
@@ -356,7 +330,6 @@ def _check_pairs(
         ("rollout.pause_mode", pause_mode, "abort",
          "a request that waits in a pair while its weights change would be prefilled by one version, and decoded by "
          "another"),
-        ("sglang.rejoin", engine.rejoin, "sync", "weights of a peer go to one server, and a pair has two"),
     ):  # fmt: skip
         if value != needed:
             raise ConfigError(field, value, f"{why} (sglang.pairs: {pairs})", f"set it to {needed}, or remove "

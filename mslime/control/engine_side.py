@@ -62,10 +62,9 @@ class EngineSide:
         self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
         return refused_input
 
-    async def greet(self, address: EngineAddress, at_once: bool = False) -> str:
+    async def greet(self, address: EngineAddress) -> None:
         """Check an engine that is new, was started again or answers again, and let it take part from the next weight
-        update on; or `at_once`, see `EnginePool.catch_up`, whose answer this is. Raises EngineError naming what it
-        lacks, EngineDied when it does not answer."""
+        update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
         from mslime.config.choices import ENGINE_TAGS
@@ -92,11 +91,6 @@ class EngineSide:
                 raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
             raise
         await self.pool.admit(client)
-        return await self.pool.catch_up(client.name) if at_once else ""
-
-    async def retire(self, name: str) -> None:
-        """See `EnginePool.retire`."""
-        await self.pool.retire(name)
 
     async def leave_out(self, urls: Collection[str], why: str) -> None:
         """See `EnginePool.leave_out`."""

@@ -2,8 +2,7 @@
 
 An engine may have requests only with the run's weights in it, and those it gets in a sync, with all others. So whoever
 is new, was started again or answers again is checked beside the run and admitted to the next sync; who is to leave gets
-no requests from then on, and is left out of it. With `sglang.rejoin: peer`, one that has been started gets the weights
-of the others before that sync, too.
+no requests from then on, and is left out of it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Fleet:
         engines: those that the run began with, and what launches others.
         attached: takes over engines of others before they are used, and releases them.
         check: raises when the run is to end.
-        at_once: engines that have been started get weights of others between syncs (`sglang.rejoin`).
 
     Attributes:
         orders: what is asked of it from outside.
@@ -51,12 +49,10 @@ class Fleet:
         attached: AttachedEngines,
         check: Callable[[], None],
         progress: Progress,
-        at_once: bool = False,
     ) -> None:
         self._rollouts, self._engines = rollouts, engines
         self._attached, self._check, self._progress = attached, check, progress
         self.orders = Orders()
-        self._at_once, self._caught_up = at_once, False
         self._passed = Counter[str]()  # syncs since an engine was gone
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
@@ -85,20 +81,13 @@ class Fleet:
         for name, why in self._rollouts.engines.call(RunEngines.dead).items():
             self._look_after(name, why)
         self._show()
-        doubted, self._caught_up = self._caught_up, False
-        return doubted or any(state.state == "joining" for state in self._states.values())
+        return any(state.state == "joining" for state in self._states.values())
 
-    def catch_up(self) -> None:
-        """Between two syncs, as often as one likes: let those that have been started meanwhile serve at once, with the
-        weights of one that serves, where `sglang.rejoin` says so. Who cannot have these joins in the next sync."""
-        if self._at_once and self._engines.starting and not self._rollouts.engines.call(RunEngines.stranded):
-            self._take_started(at_once=True)
-
-    def _take_started(self, at_once: bool = False) -> None:
+    def _take_started(self) -> None:
         """Greet servers that have been started, and start those again that were in vain."""
         for name, found in (started := self._engines.started()).items():
             how = "is back" if self._states[name].why else "joins"
-            failure = found if isinstance(found, UserError) else self._greet(found, how, at_once)
+            failure = found if isinstance(found, UserError) else self._greet(found, how)
             if failure is not None:
                 self._start_again(name, f"{name} could not be started ({failure.brief})", failure)
         if started:
@@ -172,21 +161,17 @@ class Fleet:
         self._passed[name] += 1
         return self._passed[name].bit_count() == 1
 
-    def _greet(self, address: EngineAddress, how: str, at_once: bool = False) -> EngineError | None:
-        """Admit an engine to the next sync, or let it serve at once; what is wrong with it."""
+    def _greet(self, address: EngineAddress, how: str) -> EngineError | None:
+        """Admit an engine to the next sync; what is wrong with it."""
         try:
-            giver = self._rollouts.engines.call(RunEngines.greet, address, at_once)
+            self._rollouts.engines.call(RunEngines.greet, address)
         except EngineError as error:
             return error
         self._engines.take(address)
         del self._passed[address.name]
         launched = self._engines.launched(address.name)
         self._states[address.name] = EngineState(address.name, address.url, launched, "joining")
-        self._progress.note(f"{address.name} {how} at {address.url}{f', with the weights of {giver}' if giver else ''}")
-        if giver:
-            self._states[address.name].state, self._caught_up = "serving", True
-        elif at_once:
-            self._progress.note(f"{address.name} waits for the next weight sync: see the rollout service's log")
+        self._progress.note(f"{address.name} {how} at {address.url}")
         return None
 
     def _start_again(self, name: str, what: str, why: object) -> None:

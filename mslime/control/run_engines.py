@@ -43,17 +43,16 @@ class RunEngines:
     # ---------------------------------------------------------------------------------------------- who they are
 
     @verb("meet engine", "engine_start_s", interruptible=True)
-    async def greet(self, address: EngineAddress, at_once: bool = False) -> str:
+    async def greet(self, address: EngineAddress) -> None:
         """See `EngineSide.greet`: at the manager whose engine it was, or at the one that has fewest."""
         with phase(_log, f"meeting {address.name} at {address.url}"):
             known = [member for member in self._members if address.name in member.names]
             member = known[0] if known else min(self._members, key=lambda each: len(each.engines))
-            giver = await member.side.ask(EngineSide.greet, address, at_once)
+            await member.side.ask(EngineSide.greet, address)
         if known:
             member.engines[member.names.index(address.name)] = address
         else:
             member.engines.append(address)
-        return giver
 
     @verb("let engine leave")
     async def retire(self, name: str) -> None:
@@ -67,7 +66,7 @@ class RunEngines:
                     raise ConfigError(
                         "drain", name, "is the only engine of one of several rollout managers", "drain another"
                     )
-                await member.side.ask(EngineSide.retire, name)
+                await member.pool.ask(EnginePool.retire, name)
                 member.engines[:] = [address for address in member.engines if address.name != name]
 
     @verb("leave engines out")

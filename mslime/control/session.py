@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
@@ -43,7 +43,6 @@ from mslime.preflight.resolve import ResolvedRun
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
 
-P = ParamSpec("P")
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
 
@@ -135,8 +134,7 @@ class Session(Started):
         self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
-        at_once = self.config.sglang.rejoin == "peer"
-        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress, at_once)
+        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)
@@ -201,17 +199,6 @@ class Session(Started):
         follows = model.sends_routes(self.config.train.replay)
         return WeightProbe(self._rollouts, self._trainers, tolerance, self._memory, model, follows=follows)
 
-    def _between_syncs(self, report: Callable[P, None]) -> Callable[P, None]:
-        """What shows progress while something is waited for, and lets engines that are back catch up meanwhile."""
-        if self.config.train.task != "rl" or not self.parts.engines:
-            return report
-
-        def show(*args: P.args, **kwargs: P.kwargs) -> None:
-            report(*args, **kwargs)
-            self._fleet.catch_up()
-
-        return show
-
     # ---------------------------------------------------------------------------------------------- verbs of the loop
 
     @property
@@ -239,7 +226,7 @@ class Session(Started):
         while True:
             try:
                 taking = self._rollouts.service.begin(RunRollouts.take, step)
-                batch = self._rollouts.groups(taking, self._between_syncs(self.progress.rollout))
+                batch = self._rollouts.groups(taking, self.progress.rollout)
                 break
             except EngineError as error:  # what was finished waits for the next call
                 with self._syncing():
@@ -266,8 +253,7 @@ class Session(Started):
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
         self._learnt.training = True
-        report = self._between_syncs(self.progress.train)
-        found = self._trainers.train(shards, report, policy, self._records.step, watched)
+        found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
         self._learnt.training = False
         self._learnt.trained = self._records.step
         if self.config.train.task == "sft":

@@ -18,7 +18,6 @@ from mslime.engine_plugin import (
     ipc,
     memory_release,
     narrow_routes,
-    peers,
     relay,
     wire,
 )
@@ -134,6 +133,5 @@ HANDLERS: Mapping[type[wire.Record], Handler] = {
         lambda: adapter_checksums.held(_runner(manager).lora_manager, request.name)
     ),
     wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),
-    wire.Transfer: lambda manager, request: peers.transfer(request, _runner(manager).weight_updater.get_model()),
 }
 """By request, who replies: called with SGLang's manager and the request, on every rank of an engine."""

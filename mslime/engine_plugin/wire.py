@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -177,24 +177,6 @@ class ReleasedMemory:
     """What has the engine released? Reply: `Released`."""
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One engine's part in giving all that its model holds to another engine. Reply: `Offered` or `Transferred`.
-
-    Attributes:
-        part: `offer` a place to meet at, `give` what it holds, `take` that.
-        name: of this transfer among all.
-        host, port: where they meet; the giver listens there. With `offer`, the port is not known yet.
-        limit_s: for which one waits for the other.
-    """
-
-    part: Literal["offer", "give", "take"]
-    name: str
-    host: str
-    limit_s: float
-    port: int = 0
-
-
 Request = (
     Ping
     | ReadDirectory
@@ -206,7 +188,6 @@ Request = (
     | HeldWeights
     | HeldAdapter
     | ReleasedMemory
-    | Transfer
 )
 
 # ----------------------------------------------------------------------------------------------------------- replies
@@ -268,25 +249,7 @@ class Released:
         return [tag for tag in ENGINE_TAGS if tag in held and tag in self.tags]
 
 
-@dataclass(frozen=True)
-class Offered:
-    """The port at which the giver of a transfer listens."""
-
-    port: int
-
-
-@dataclass(frozen=True)
-class Transferred:
-    """What each rank of an engine holds after a transfer.
-
-    Attributes:
-        sums: of all bits in all places, by rank.
-    """
-
-    sums: tuple[int, ...]
-
-
-Reply = Answer | Loaded | Sums | Released | Offered | Transferred
+Reply = Answer | Loaded | Sums | Released
 
 
 @dataclass(frozen=True)

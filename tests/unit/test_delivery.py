@@ -42,7 +42,6 @@ class Fakes:
         self.gone, self.silent, self.starting, self.launches = dict[str, str](), set[str](), list[str](), True
         self.most_starts, self.made = 9, 0
         self.unequal: list[Exception | None] = []
-        self.giver = ""  # of weights between syncs
         self.ends: list[str] = []  # of syncs that went so far
         self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
 
@@ -117,12 +116,11 @@ class Fakes:
         self.calls.append(f"end {name}")
         self.addresses = [known for known in self.addresses if known.name != name]
 
-    def greet(self, address: EngineAddress, at_once: bool = False) -> str:
-        self.calls.append(f"greet {address.name}{' at once' if at_once else ''}")
+    def greet(self, address: EngineAddress) -> None:
+        self.calls.append(f"greet {address.name}")
         if address.name in self.silent or address.url.endswith("broken"):
             raise EngineError(address.name, "handshake", "it lacks routes", "read its log")
         self.gone.pop(address.name, None)
-        return self.giver if at_once else ""
 
     def retire(self, name: str) -> None:
         self.calls.append(f"retire {name}")
@@ -155,9 +153,9 @@ class Fakes:
         self.calls.append("check")
 
 
-def fleet_of(fakes: Fakes, at_once: bool = False) -> Fleet:
+def fleet_of(fakes: Fakes) -> Fleet:
     made: Any = fakes
-    return Fleet(fake_process(made), made, made, fakes.check, made, at_once)
+    return Fleet(fake_process(made), made, made, fakes.check, made)
 
 
 def delivery_of(fakes: Fakes) -> Delivery:
@@ -390,47 +388,6 @@ def state_in(fleet: Fleet, name: str) -> str:
 
 def states(fleet: Fleet) -> dict[str, str]:
     return {name: state.state for name, state in fleet._states.items()}
-
-
-def test_an_engine_that_is_back_between_syncs_serves_at_once_and_the_next_weights_are_compared() -> None:
-    fakes = Fakes([], [])
-    fleet = fleet_of(fakes, at_once=True)
-    fakes.gone["b"] = "why"
-    fleet.lost(fakes.gone)
-    fakes.calls, fakes.giver = [], "a"
-    fleet.catch_up()
-    assert fakes.calls == [] and states(fleet)["b"] == "starting", "it is not up yet"
-    fakes.back = {"b": EngineAddress("b", "http://b2")}
-    fleet.catch_up()
-    assert fakes.calls == ["greet b at once", "b is back at http://b2, with the weights of a"]
-    assert states(fleet) == dict.fromkeys("abc", "serving")
-    assert fleet.tend(), "what it holds did not come from the trainer"
-    assert not fleet.tend()
-
-
-def test_an_engine_that_nobody_can_give_weights_to_waits_for_the_next_sync() -> None:
-    fakes = Fakes([], [])
-    fleet = fleet_of(fakes, at_once=True)
-    fakes.gone["b"] = "why"
-    fleet.lost(fakes.gone)
-    fakes.back = {"b": EngineAddress("b", "http://b2")}
-    fleet.catch_up()
-    assert states(fleet) == {"a": "serving", "b": "joining", "c": "serving"}
-    assert fakes.calls[-1].startswith("b waits for the next weight sync")
-    assert fleet.tend()
-
-
-@pytest.mark.parametrize("why", ["sync", "stranded", "fails"])
-def test_between_syncs_nobody_is_greeted_unless_it_is_to_catch_up(why: str) -> None:
-    fakes = Fakes([], [])
-    fleet = fleet_of(fakes, at_once=why != "sync")
-    fakes.gone = dict.fromkeys("abc" if why == "stranded" else "b", "why")
-    fleet.lost(fakes.gone)
-    fakes.calls = []
-    fakes.back = {"b": EngineAddress("b", "http://broken")}
-    fleet.catch_up()
-    again = "b could not be started (handshake: it lacks routes): start b"
-    assert fakes.calls == (["greet b at once", again] if why == "fails" else [])
 
 
 def test_an_engine_of_which_one_connection_broke_gets_requests_again() -> None:

@@ -61,9 +61,8 @@ class FakeRollouts:
         self.tell("pause")
         self.update.append("pause")
 
-    def greet(self, address: EngineAddress, at_once: bool = False) -> str:
+    def greet(self, address: EngineAddress) -> None:
         self.update.append(f"greet {address.name}")
-        return ""
 
     def dead(self) -> dict[str, str]:
         return self.gone

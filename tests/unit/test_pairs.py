@@ -59,7 +59,6 @@ PAIRED = {"pairs": "mooncake"}
         ({"sglang": PAIRED | {"tp_size": 2, "nnodes": 2}}, "sglang.nnodes = 2: each half of a pair lies on one"),
         ({"sglang": PAIRED, "rollout": {"pause_mode": "in_place"}}, "rollout.pause_mode = .*prefilled by one version"),
         ({"sglang": PAIRED, "rollout": {"pause_mode": "retract"}}, "rollout.pause_mode = .*prefilled by one version"),
-        ({"sglang": PAIRED | {"rejoin": "peer"}}, "sglang.rejoin = .*a pair has two"),
         ({"sglang": PAIRED, "cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}}, "never put to sl"),
         ({"sglang": PAIRED, "lora": {"rank": 4, "sync": "adapter"}}, "sglang.pairs = .*lora.sync: adapter"),
         ({"sglang": PAIRED, "cluster": {"device": "cpu"}}, r"(?s)sglang.pairs = .*memory of GPUs.*mooncake_tcp"),

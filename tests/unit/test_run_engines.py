@@ -48,7 +48,7 @@ def test_an_engine_comes_back_where_it_was_and_a_new_one_where_there_are_fewest(
     engines, (first, second), members = engines_of([engine(0), engine(2)], [engine(1)])
     asyncio.run(engines.greet(engine(2, "http://again")))
     asyncio.run(engines.greet(engine(3)))
-    assert (first.asked, second.asked) == ([("greet", "engine2", False)], [("greet", "engine3", False)])
+    assert (first.asked, second.asked) == ([("greet", "engine2")], [("greet", "engine3")])
     assert [[e.url for e in member.engines] for member in members] == [
         ["http://e0", "http://again"], ["http://e1", "http://e3"],
     ]  # fmt: skip

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang import adapter_update
-from mslime.backends.sglang.catching_up import catch_up
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.comparison import Sums, compare, why_not
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
@@ -175,25 +174,6 @@ class EnginePool:
     async def _withdraw(self, name: str) -> None:
         if (client := self._admitted.pop(name, None)) is not None:
             await client.close()
-
-    async def catch_up(self, name: str) -> str:
-        """Let an admitted engine have the weights of one that serves, and requests from now on; the name of that one.
-        Empty where none could give them, and it waits for the next weight update. Not during an update."""
-        client = self._admitted[name]
-        givers = [slot for slot in self._slots if slot.error is None and not slot.leaving]
-        if not givers:
-            return ""
-        giver = min(givers, key=lambda slot: slot.assigned)
-        try:
-            await self._unless_dead(giver, catch_up(client, giver.client))
-            await client.resume()
-        except EngineError as error:
-            _log.warning("%s has no weights of %s: %s", client.url, giver.client.url, error.brief)
-            return ""
-        del self._admitted[name]
-        self._slots = [slot for slot in self._slots if slot.client.name != name]
-        self._slots.append(Slot(client, self._concurrency))
-        return giver.client.name
 
     async def retire(self, name: str) -> None:
         """Give an engine no requests any more, interrupt those that it has (they go on elsewhere, with their tokens),
