@@ -80,14 +80,18 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
     @ray.remote
     class FakeManagerActor(Host):
         def __init__(self) -> None:
-            self.given_up = asyncio.Event()
+            self.begun, self.given_up = asyncio.Event(), asyncio.Event()
             self.objects = {"rollout": self}
 
         async def answer_rows(self, *args: object, **options: object) -> None:
+            self.begun.set()
             try:
                 await asyncio.sleep(600)
             finally:
                 self.given_up.set()
+
+        async def has_begun(self) -> bool:
+            return await self.begun.wait()
 
         async def told(self) -> bool:
             return await asyncio.wait_for(self.given_up.wait(), 30)
@@ -96,7 +100,7 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
         actor = FakeManagerActor.remote()
         manager = Remote[Manager](actor, "rollout", "rollout manager 0", "manager0.log", DeadlineConfig())
         rows = asyncio.create_task(manager.ask(Manager.answer_rows, EvalSetConfig(name="held_out", path="p")))
-        await asyncio.sleep(1)
+        assert await actor.has_begun.remote()
         rows.cancel()
         with pytest.raises(asyncio.CancelledError):
             await rows
