@@ -253,10 +253,13 @@ def _failures(answers: Sequence[Future[HostSlices | None]]) -> list[BaseExceptio
 
 
 def _cause(where: str, answers: Sequence[Future[HostSlices | None]], broke: str) -> WeightSyncError:
-    """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine."""
+    """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine. Of
+    several engines without an answer all are named: one may be late only because another one is."""
     wait(answers, timeout=ECHO_S)
     failures = _failures(answers)
-    for error in failures:
-        if NOT_ARRIVED not in str(error):
-            return naming(where, error)
+    causes = [error for error in failures if NOT_ARRIVED not in str(error)]
+    if causes:
+        first, *others = (naming(where, error) for error in causes)
+        also = "".join(f"; also {other.value}" for other in others)
+        return sync_error("send", f"{first.value}{also}", first.rule)
     return sync_error("send", where, f"the connection with engines broke: {broke or failures[0]}")

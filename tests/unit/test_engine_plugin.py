@@ -34,14 +34,11 @@ RECORDS: tuple[wire.Record, ...] = (
     wire.HeldWeights(),
     wire.HeldAdapter("code-v1"),
     wire.ReleasedMemory(),
-    wire.Transfer("give", "a1", "::1", 2.5, 4711),
     wire.Answer("it is not there"),
     wire.Loaded("loaded: \n all", CUTS),
     wire.Loaded("loaded"),
     wire.Sums(({"a": "1 -2"}, {"": "no copies"})),
     wire.Released(frozenset({"weights"}), "requests run"),
-    wire.Offered(4711),
-    wire.Transferred((1, -5)),
     wire.IpcBucket(("a", "b"), ("bfloat16", "float32"), ((2, 3), ())),
 )
 

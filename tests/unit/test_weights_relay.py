@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.config.errors import WeightSyncError
+from mslime.config.choices import NOT_ARRIVED
+from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
 from mslime.config.slices import HostSlices, Slice
 from mslime.engine_plugin.wire import Answer, JoinRelayGroup, RelaySync, decode
@@ -153,6 +154,17 @@ def test_an_engine_that_dies_or_says_nothing_is_named_within_the_deadline(
         transport.disconnect()
         assert pair[1].url in str(caught.value)
         deliver_anew(patient_link, pair[:1], 2)
+
+
+def test_all_engines_without_an_answer_are_named_and_none_that_only_lost_the_others() -> None:
+    answers = [Future[Any]() for _ in range(4)]
+    for answer, (url, rule) in zip(
+        answers, [("http://a", "no answer"), ("http://b", NOT_ARRIVED), ("http://c", "no answer")], strict=False
+    ):
+        answer.set_exception(sync_error("send", url, rule))
+    answers[3].set_result(None)
+    message = str(weights_relay._cause("bucket 0", answers, "the connection broke"))
+    assert "http://a" in message and "http://c" in message and "http://b" not in message
 
 
 def test_a_server_without_the_plug_in_is_told_apart_before_anything_is_made(
