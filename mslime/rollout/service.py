@@ -236,7 +236,8 @@ class RolloutService:
         async with self._handing:
             parts = await self._all(lambda manager: manager.ask(Manager.kept, next_step, interrupt))
             header, columns = self.joined.state(parts)
-            return await save_beside(path, header | {"source": self._source.state_dict()}, columns)
+            header |= {"source": self._source.state_dict()}
+        return await save_beside(path, header, columns)
 
     # ------------------------------------------------------------------------------------------------ submission
 

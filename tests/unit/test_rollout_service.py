@@ -707,6 +707,35 @@ def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_added(
     run(work)
 
 
+def test_new_prompts_are_handed_out_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, may, write = threading.Event(), threading.Event(), state._write_archive
+
+    def hold(*args: Any) -> None:
+        begun.set()
+        assert may.wait(20)
+        write(*args)
+
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path, max_staleness=1), engine)
+        await service.take(0)
+        monkeypatch.setattr(state, "_write_archive", hold)
+        checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        before = service.joined.next_group_id
+        await publish(service, engine, 1)
+        await ticks(40)
+        try:
+            assert service.joined.next_group_id > before and not checkpoint.done()
+        finally:
+            may.set()
+        await checkpoint
+        await service.close()
+
+    run(work)
+
+
 def test_responses_that_began_before_truncated_sampling_keep_their_whole_vocabulary(tmp_path: Path):
     async def work() -> None:
         engine = FakeSlowEngine(uneven)
@@ -731,7 +760,13 @@ def test_responses_that_began_before_truncated_sampling_keep_their_whole_vocabul
     run(work)
 
 
-def test_an_evaluation_beside_training_is_of_one_version_or_refused(tmp_path: Path):
+def test_an_evaluation_beside_training_is_of_one_version_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def at_once(call: Callable[..., Any], *args: Any) -> Any:
+        """The engines' tokens are counted in passes of the loop, and a disk has a clock of its own."""
+        return call(*args)
+
+    monkeypatch.setattr(state.asyncio, "to_thread", at_once)
+
     class FakeCounting(FakeSlowEngine):
         held_out = 0
 
