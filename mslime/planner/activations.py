@@ -9,99 +9,14 @@ All numbers are elements per token of the micro-batch of one context-parallel ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
-
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
+from mslime.convert.flops import Widths
 
 EXPERT_IMBALANCE = 1.25
 """Tokens on the expert-parallel rank that gets most, over the mean. An assumption: routing decides, not arithmetic."""
 FLOAT32_SHARE = 2
 """Elements of the model's 16-bit dtype that one float32 number takes."""
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Sizes of one model, read from megatron-core's TransformerConfig fields (`Family.transformer_fields`).
-
-    Every number of features is the whole model's; tensor parallelism divides it where it is used.
-    """
-
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    mlp: int
-    experts: int
-    top_k: int
-    expert_mlp: int
-    shared_mlp: int
-    query_rank: int
-    key_value_rank: int
-    rope_dim: int
-    value_dim: int
-    qk_norm: bool
-    linear_keys: int
-    linear_values: int
-    linear_value_heads: int
-    linear_key_dim: int
-    moe_layers: frozenset[int]
-    linear_layers: frozenset[int]
-
-    @property
-    def latent(self) -> bool:
-        """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434)."""
-        return self.key_value_rank > 0
-
-
-def read_widths(fields: Mapping[str, object], moe_layers: tuple[int, ...]) -> Widths:
-    """The sizes in a family's TransformerConfig fields.
-
-    Args:
-        moe_layers: global ids of the layers that route.
-    """
-
-    def size(name: str, default: int = 0) -> int:
-        value = fields.get(name)
-        return default if value is None else cast("int", value)
-
-    heads, hidden = size("num_attention_heads"), size("hidden_size")
-    latent = bool(fields.get("multi_latent_attention"))
-    head_dim = size("qk_head_dim") if latent else size("kv_channels", hidden // heads)
-    return Widths(
-        hidden=hidden,
-        heads=heads,
-        groups=size("num_query_groups", heads),
-        head_dim=head_dim,
-        mlp=size("ffn_hidden_size"),
-        experts=size("num_moe_experts"),
-        top_k=size("moe_router_topk"),
-        expert_mlp=size("moe_ffn_hidden_size"),
-        shared_mlp=size("moe_shared_expert_intermediate_size"),
-        query_rank=size("q_lora_rank") if latent else 0,
-        key_value_rank=size("kv_lora_rank") if latent else 0,
-        rope_dim=size("qk_pos_emb_head_dim") if latent else 0,
-        value_dim=size("v_head_dim") if latent else head_dim,
-        qk_norm=bool(fields.get("qk_layernorm")),
-        linear_keys=size("linear_num_key_heads") * size("linear_key_head_dim"),
-        linear_values=size("linear_num_value_heads") * size("linear_value_head_dim"),
-        linear_value_heads=size("linear_num_value_heads"),
-        linear_key_dim=size("linear_key_head_dim"),
-        moe_layers=frozenset(moe_layers),
-        linear_layers=frozenset(_linear_layers(fields)),
-    )
-
-
-def _linear_layers(fields: Mapping[str, object]) -> list[int]:
-    """Global ids of the gated delta-net layers; a frequency N makes every N-th layer a full one (megatron-core)."""
-    if fields.get("experimental_attention_variant") != "gated_delta_net":
-        return []
-    frequency = fields["linear_attention_freq"]
-    if isinstance(frequency, int):
-        return [layer for layer in range(cast("int", fields["num_layers"])) if (layer + 1) % frequency]
-    return [layer for layer, linear in enumerate(cast("list[int]", frequency)) if linear]
 
 
 def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropped: frozenset[str]) -> float:

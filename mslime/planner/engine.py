@@ -12,11 +12,11 @@ from functools import cached_property
 
 from mslime.config.engines import SGLangConfig
 from mslime.convert.encoding import Encoded
+from mslime.convert.flops import Widths
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.writers import SAFETENSORS_DTYPES
-from mslime.planner.activations import Widths
-from mslime.planner.parameters import copies, model_parameters
+from mslime.planner.parameters import model_parameters
 from mslime.weights.plan import DTYPE_BYTES
 
 MIB = 2**20
@@ -90,7 +90,7 @@ class ServedWeights:
 
     def _size(self, rule: Rule) -> tuple[int, int]:
         dtype = rule.dtype or self.dtype
-        elements = copies(rule) * math.prod(rule.kind.full_shape)
+        elements = rule.parameters * math.prod(rule.kind.full_shape)
         stored = elements * DTYPE_BYTES[dtype]
         for bound in rule.expand() if self.encoded is not None else ():
             for name, shape in zip(bound.hf_names, bound.hf_shapes, strict=True):
@@ -137,7 +137,7 @@ def adapter_bytes(factors: RuleTable, alive: int, tp: int, dtype: str) -> int:
         alive: how many versions it serves at once.
     """
     elements = (
-        copies(rule) * math.prod(rule.kind.full_shape) // (1 if rule.kind.tp_axis is None else tp)
+        rule.parameters * math.prod(rule.kind.full_shape) // (1 if rule.kind.tp_axis is None else tp)
         for rule in factors.rules
     )
     return alive * sum(elements) * DTYPE_BYTES[dtype]
@@ -147,7 +147,7 @@ def _held(rule: Rule, tp: int) -> int:
     """Elements of a rule's tensors on one GPU of an engine; experts are shared out whole or cut, to the same share."""
     if rule.megatron.startswith("mtp.") or not rule.exported:
         return 0
-    number = copies(rule)
+    number = rule.parameters
     if rule.experts:
         return -(-number * math.prod(rule.kind.full_shape) // tp)
     kind = rule.kind

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
-from mslime.convert.table import UNTRAINED, Rule, RuleTable
+from mslime.convert.table import Rule, RuleTable
 
 ROUTER_BIAS = "router.expert_bias"
 """A buffer, not a parameter: float32, without gradient or optimizer state (megatron-core's TopKRouter)."""
@@ -88,16 +88,6 @@ def stage_parameters(
     return tuple(found)
 
 
-def copies(rule: Rule) -> int:
-    """Parameters of the whole model that a rule stands for."""
-    return (len(rule.layers) if "{layer}" in rule.megatron else 1) * (rule.experts or 1)
-
-
-def is_trained(rule: Rule) -> bool:
-    """Whether the trainer builds a rule's parameters; the others are only carried along in checkpoints."""
-    return rule.megatron.split(".")[0] not in UNTRAINED
-
-
 def model_parameters(table: RuleTable, ends: str | tuple[str, ...] = "") -> int:
     """Elements of the whole model, a tied output layer once, router biases left out.
 
@@ -105,18 +95,15 @@ def model_parameters(table: RuleTable, ends: str | tuple[str, ...] = "") -> int:
         ends: of the names of those that are counted.
     """
     return sum(
-        copies(rule) * math.prod(rule.kind.full_shape)
+        rule.parameters * math.prod(rule.kind.full_shape)
         for rule in table.rules
-        if rule.exported
-        and is_trained(rule)
-        and not rule.megatron.endswith(ROUTER_BIAS)
-        and rule.megatron.endswith(ends)
+        if rule.exported and rule.trained and not rule.megatron.endswith(ROUTER_BIAS) and rule.megatron.endswith(ends)
     )
 
 
 def _held(rule: Rule, layout: ParallelLayout, stage: int, layers: frozenset[int]) -> int:
     """Elements of a rule's parameters on one rank of a stage."""
-    if not is_trained(rule):
+    if not rule.trained:
         return 0
     if "{layer}" in rule.megatron:
         here = sum(layer in layers for layer in rule.layers)

@@ -22,8 +22,8 @@ from mslime.convert.adapters import make_adapters
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
+from mslime.convert.flops import read_widths
 from mslime.convert.table import RuleTable
-from mslime.planner.activations import read_widths
 from mslime.planner.adapters import served_adapters, together
 from mslime.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
 from mslime.planner.parameters import model_parameters

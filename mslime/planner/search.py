@@ -21,8 +21,8 @@ from mslime.config.schema import RunConfig
 from mslime.config.training import PolicySpec, policy_spec
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
+from mslime.convert.flops import read_widths
 from mslime.convert.kinds import padded_vocab_size
-from mslime.planner.activations import read_widths
 from mslime.planner.adapters import together
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime.planner.parameters import StageParameters, stage_parameters

@@ -11,7 +11,7 @@ from typing import Any
 
 from mslime.config.megatron import MegatronConfig
 from mslime.convert.families.family import ModelFields
-from mslime.planner.activations import Widths
+from mslime.convert.flops import Widths
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -9,9 +9,9 @@ from mslime.config.megatron import check_model
 from mslime.config.training import CriticSpec, PolicySpec, TrainingSpec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
+from mslime.convert.flops import read_widths
 from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
-from mslime.planner.activations import read_widths
 from mslime.planner.parameters import StageParameters, stage_parameters, work_per_token
 from mslime.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
 from mslime.weights.plan import WeightPlan

@@ -16,10 +16,10 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.rollout import RolloutConfig
 from mslime.config.training import PolicySpec
 from mslime.convert.families.family import ModelFields
+from mslime.convert.flops import Widths, matrix_elements_per_token
 from mslime.convert.table import RuleTable
-from mslime.planner.activations import EXPERT_IMBALANCE, Widths
+from mslime.planner.activations import EXPERT_IMBALANCE
 from mslime.planner.engine import EngineMemory
-from mslime.planner.flops import matrix_elements_per_token
 from mslime.planner.parameters import StageParameters, model_parameters
 from mslime.planner.sync import CHANGED, Rates
 from mslime.planner.trainer import offloaded_share

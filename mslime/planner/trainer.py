@@ -17,7 +17,8 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
-from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_bytes
+from mslime.convert.flops import Widths
+from mslime.planner.activations import chunks_in_flight, kept_elements, working_bytes
 from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 

@@ -21,13 +21,13 @@ from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.flops import quadratic_tokens
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.command import plan_of_run
-from mslime.planner.flops import quadratic_tokens
 from mslime.planner.problems import GIB, host_problems
 from mslime.preflight.data import check_data, check_supervised_data, glance_at_files
 from mslime.preflight.quantised import check_quantised

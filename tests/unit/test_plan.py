@@ -20,7 +20,8 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
-from mslime.planner.activations import chunks_in_flight, kept_elements, layer_elements, read_widths
+from mslime.convert.flops import read_widths
+from mslime.planner.activations import chunks_in_flight, kept_elements, layer_elements
 from mslime.planner.command import plan_config
 from mslime.planner.engine import static_fraction
 from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token

@@ -19,8 +19,8 @@ from mslime.config.gpus import GPUS, usual_gpu
 from mslime.config.loader import build, load_config, merge
 from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.flops import read_widths
 from mslime.planner import times
-from mslime.planner.activations import read_widths
 from mslime.planner.command import found_by, plan_of
 from mslime.planner.describe_search import as_flags, as_yaml
 from mslime.planner.parameters import stage_parameters

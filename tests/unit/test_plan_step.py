@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
-from mslime.planner.activations import layer_elements, read_widths, working_bytes
+from mslime.convert.flops import read_widths
+from mslime.planner.activations import layer_elements, working_bytes
 from mslime.planner.trainer import TrainerMemory, sync_bytes
 from mslime.weights.plan import Bucket, Entry, Slot
 
