@@ -10,8 +10,8 @@ from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.training import PolicySpec
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable
-from mslime.planner.parameters import model_parameters
-from mslime.planner.trainer import params_bytes
+from mslime_plugins.planner.parameters import model_parameters
+from mslime_plugins.planner.trainer import params_bytes
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mslime.planner.describe import share_of
-from mslime.planner.problems import GIB, Verdict, verdict_of
-from mslime.planner.search import Found
+from mslime_plugins.planner.describe import share_of
+from mslime_plugins.planner.problems import GIB, Verdict, verdict_of
+from mslime_plugins.planner.search import Found
 
 
 def describe_found(found: Sequence[Found], gpu: str) -> Group:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from mslime.doctor.findings import Gpu
+from mslime_plugins.doctor.findings import Gpu
 
 REASONS = {
     "nvmlClocksEventReasonSwPowerCap": "power limit",

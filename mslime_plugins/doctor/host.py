@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 
 GIB, MIB = 2**30, 2**20
 GIB_A_GPU = 100

@@ -9,11 +9,11 @@ from mslime.config.engines import SGLangConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.serving import Role
 from mslime.config.training import PolicySpec
-from mslime.planner.engine import RUNTIME_BYTES, EngineMemory
-from mslime.planner.phases import PhaseMemory
-from mslime.planner.rollouts import RolloutBytes
-from mslime.planner.stages import StagePlan
-from mslime.planner.trainer import HostMemory, offloaded_share
+from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory
+from mslime_plugins.planner.phases import PhaseMemory
+from mslime_plugins.planner.rollouts import RolloutBytes
+from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.trainer import HostMemory, offloaded_share
 
 Verdict = Literal["fits", "tight", "does not fit"]
 GIB = 2**30

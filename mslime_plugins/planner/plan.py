@@ -24,11 +24,14 @@ from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import read_widths
 from mslime.convert.table import RuleTable
-from mslime.planner.adapters import served_adapters, together
-from mslime.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
-from mslime.planner.parameters import model_parameters
-from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
-from mslime.planner.problems import (
+from mslime.weights.encoded import encoded_plan
+from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
+from mslime.weights.senders import Senders
+from mslime_plugins.planner.adapters import served_adapters, together
+from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
+from mslime_plugins.planner.parameters import model_parameters
+from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
+from mslime_plugins.planner.problems import (
     GIB,
     USABLE,
     Problem,
@@ -40,10 +43,10 @@ from mslime.planner.problems import (
     trainer_problems,
     verdict_of,
 )
-from mslime.planner.rollouts import RolloutBytes, rollout_bytes
-from mslime.planner.saving import Saved, saved_bytes
-from mslime.planner.stages import StagePlan, make_stages, with_critic
-from mslime.planner.sync import (
+from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
+from mslime_plugins.planner.saving import Saved, saved_bytes
+from mslime_plugins.planner.stages import StagePlan, make_stages, with_critic
+from mslime_plugins.planner.sync import (
     Rates,
     SenderSync,
     bounds,
@@ -54,11 +57,15 @@ from mslime.planner.sync import (
     relayed,
     sender_syncs,
 )
-from mslime.planner.times import generate_seconds, sleep_seconds, speeds_of, step_seconds, train_seconds, work_of
-from mslime.planner.trainer import HostMemory, host_memory, longest_sequence
-from mslime.weights.encoded import encoded_plan
-from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
-from mslime.weights.senders import Senders
+from mslime_plugins.planner.times import (
+    generate_seconds,
+    sleep_seconds,
+    speeds_of,
+    step_seconds,
+    train_seconds,
+    work_of,
+)
+from mslime_plugins.planner.trainer import HostMemory, host_memory, longest_sequence
 
 
 @dataclass(frozen=True)

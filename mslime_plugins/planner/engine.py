@@ -16,8 +16,8 @@ from mslime.convert.flops import Widths
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.writers import SAFETENSORS_DTYPES
-from mslime.planner.parameters import model_parameters
 from mslime.weights.plan import DTYPE_BYTES
+from mslime_plugins.planner.parameters import model_parameters
 
 MIB = 2**20
 _VOCABULARY = 64

@@ -1,5 +1,8 @@
-"""Measurements that need torch, each in a process of its own: `python -m mslime.doctor.measure WHAT ...` prints one
-line of JSON. Without a GPU the same code measures the CPU, in float32 and on smaller sizes."""
+"""Measurements that need torch, each in a process of its own.
+
+`python -m mslime_plugins.doctor.measure WHAT ...` prints one line of JSON. Without a GPU the same code measures the
+CPU, in float32 and on smaller sizes.
+"""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from mslime.config.passthrough import installed_version
-from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
-from mslime.doctor.measure import TOLERANCE
-from mslime.doctor.speeds import measured
 from mslime.preflight.environment import failure
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
+from mslime_plugins.doctor.measure import TOLERANCE
+from mslime_plugins.doctor.speeds import measured
 
 NEEDED = ("torch", "megatron.core", "ray", "transformers", "sglang.srt.server_args")
 ON_GPUS = {
@@ -97,7 +97,7 @@ def kernel_finding(name: str, differs: float | str, bound: float) -> Finding:
     """
     if isinstance(differs, str):
         return fail(f"{name}: {differs}", "see the line of packages; the whole traceback: python -m "
-                    "mslime.doctor.measure kernels --device cuda:0")  # fmt: skip
+                    "mslime_plugins.doctor.measure kernels --device cuda:0")  # fmt: skip
     text = f"{name}: at most {differs:.1e} from plain torch, {bound:.0e} is allowed"
     if not differs <= bound:
         return fail(text, "do not train: its numbers are wrong on this machine; please report it with `mslime env`")

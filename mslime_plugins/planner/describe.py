@@ -8,13 +8,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import RunPlan
-from mslime.planner.problems import GIB, TIGHT, Verdict, verdict_of
-from mslime.planner.rollouts import RolloutBytes, TokenBytes
-from mslime.planner.stages import StagePlan
-from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table
+from mslime_plugins.planner.activations import EXPERT_IMBALANCE
+from mslime_plugins.planner.plan import RunPlan
+from mslime_plugins.planner.problems import GIB, TIGHT, Verdict, verdict_of
+from mslime_plugins.planner.rollouts import RolloutBytes, TokenBytes
+from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.sync import lane_bytes
 
 _STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mslime.doctor.findings import Finding, Node, fail, ok, warn
 from mslime.observe.metrics import FILE_NAME, read_metrics
 from mslime.observe.rows import by_step
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, warn
 
 if TYPE_CHECKING:
     from mslime.data.sample import Sample
@@ -120,7 +120,7 @@ def run_settings(node: Node, model: Path, directory: Path) -> dict[str, Any]:
         },
         "sglang": {"max_total_tokens": 16384},
         "rollout": {"groups_per_step": 4, "group_size": 4, "max_response_tokens": 24, "max_staleness": 0},
-        "reward": {"kind": "custom", "function": "mslime.doctor.step:even_tokens"},
+        "reward": {"kind": "custom", "function": "mslime_plugins.doctor.step:even_tokens"},
         "train": {"num_steps": STEPS, "lr": 1e-4},
         "observe": {"progress": "off"},
         **shared,

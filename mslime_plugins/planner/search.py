@@ -23,16 +23,18 @@ from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.kinds import padded_vocab_size
-from mslime.planner.adapters import together
-from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
-from mslime.planner.parameters import StageParameters, stage_parameters
-from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
-from mslime.planner.plan import RunPlan, make_plan
-from mslime.planner.problems import GIB, TIGHT, USABLE, host_bytes
-from mslime.planner.space import Space, engine_settings
-from mslime.planner.stages import StagePlan
-from mslime.planner.sync import buckets_held, rates_of
-from mslime.planner.times import (
+from mslime.weights.plan import WeightPlan
+from mslime.weights.senders import Senders
+from mslime_plugins.planner.adapters import together
+from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
+from mslime_plugins.planner.parameters import StageParameters, stage_parameters
+from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
+from mslime_plugins.planner.space import Space, engine_settings
+from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.sync import buckets_held, rates_of
+from mslime_plugins.planner.times import (
     Speeds,
     StepWork,
     file_seconds,
@@ -43,9 +45,13 @@ from mslime.planner.times import (
     train_seconds,
     work_of,
 )
-from mslime.planner.trainer import TrainerMemory, host_memory, longest_sequence, micro_batch_tokens, trainer_memory
-from mslime.weights.plan import WeightPlan
-from mslime.weights.senders import Senders
+from mslime_plugins.planner.trainer import (
+    TrainerMemory,
+    host_memory,
+    longest_sequence,
+    micro_batch_tokens,
+    trainer_memory,
+)
 
 ENGINE_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 """Of all GPUs, what engines of their own are given."""

@@ -18,9 +18,9 @@ from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
 from mslime.convert.flops import Widths
-from mslime.planner.activations import chunks_in_flight, kept_elements, working_bytes
-from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, working_bytes
+from mslime_plugins.planner.parameters import StageParameters
 
 CONTEXT_BYTES = 3 * 2**30
 """CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number, larger than what is seen."""

@@ -12,10 +12,10 @@ from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
-from mslime.planner.parameters import StageParameters, stage_parameters, work_per_token
-from mslime.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
 from mslime.weights.plan import WeightPlan
 from mslime.weights.senders import Senders
+from mslime_plugins.planner.parameters import StageParameters, stage_parameters, work_per_token
+from mslime_plugins.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
 
 
 @dataclass(frozen=True)

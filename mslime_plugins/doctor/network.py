@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import psutil
 
-from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime.network import ephemeral_ports, listen, own_ports
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 
 GBITS_A_GPU = 200
 """Of network for a GPU below which a run over several machines is looked at; H100 machines are sold with 400."""

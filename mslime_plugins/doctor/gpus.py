@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from mslime.config.gpus import nominal
-from mslime.doctor.findings import Finding, Gpu, Node, fail, ok, unseen, warn
-from mslime.doctor.nvml import cuda_of_driver
 from mslime.preflight.environment import NEEDED_DRIVER, driver_version, failure
+from mslime_plugins.doctor.findings import Finding, Gpu, Node, fail, ok, unseen, warn
+from mslime_plugins.doctor.nvml import cuda_of_driver
 
 GIB = 2**30
 HOT_C = 80

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from mslime.config.gpus import Nominal, nominal
-from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
-from mslime.doctor.network import rdma_ports
 from mslime.network import free_port
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
+from mslime_plugins.doctor.network import rdma_ports
 
-WORKER = "mslime.doctor.measure"
+WORKER = "mslime_plugins.doctor.measure"
 """The module that measures, in processes of its own."""
 DEADLINE_S = 300
 CPU_RANKS = 2

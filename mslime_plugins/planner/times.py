@@ -18,11 +18,11 @@ from mslime.config.training import PolicySpec
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import Widths, matrix_elements_per_token
 from mslime.convert.table import RuleTable
-from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.engine import EngineMemory
-from mslime.planner.parameters import StageParameters, model_parameters
-from mslime.planner.sync import CHANGED, Rates
-from mslime.planner.trainer import offloaded_share
+from mslime_plugins.planner.activations import EXPERT_IMBALANCE
+from mslime_plugins.planner.engine import EngineMemory
+from mslime_plugins.planner.parameters import StageParameters, model_parameters
+from mslime_plugins.planner.sync import CHANGED, Rates
+from mslime_plugins.planner.trainer import offloaded_share
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
 """Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""

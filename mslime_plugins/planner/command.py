@@ -14,11 +14,11 @@ from mslime.config.gpus import usual_gpu
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
-from mslime.planner.describe import describe
-from mslime.planner.describe_search import describe_found
-from mslime.planner.plan import RunPlan, make_plan
-from mslime.planner.problems import Verdict
-from mslime.planner.search import Found, NothingFits, search
+from mslime_plugins.planner.describe import describe
+from mslime_plugins.planner.describe_search import describe_found
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.problems import Verdict
+from mslime_plugins.planner.search import Found, NothingFits, search
 
 _WIDTH = 140
 TIGHT_STATUS = 3

@@ -19,8 +19,8 @@ from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig
 from mslime.config.weights import WeightsConfig
-from mslime.planner.engine import EngineMemory
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime_plugins.planner.engine import EngineMemory
 
 CHANGED = 0.05
 """Of the weights' bytes, what `delta` sends: an assumption above what docs/weight_sync.md measured."""
