@@ -50,7 +50,7 @@ def _add_serve(parser: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mslime.serve.start import serve
+    from mslime_plugins.serve.start import serve
 
     return serve(values_of(args))
 
