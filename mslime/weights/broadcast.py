@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from mslime.config.errors import ChangesRefused, sync_error
-from mslime.config.keys import EngineInfo
+from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.network import listen, own_address
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done, naming, until_answered
+from mslime.weights.transport import Carrier, Link, Loading, all_done
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -100,16 +99,24 @@ def meet(
     return joined.result(), store
 
 
-class BroadcastTransport:
-    """One flat broadcast a bucket to all engines at once."""
+class BroadcastTransport(Carrier):
+    """One flat broadcast a bucket to all engines at once.
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    Of changes the places and then the values are one broadcast. Their number and sums are in the request that announces
+    it, so an engine knows how much will come.
+
+    Args:
+        with_changes: changes of buckets may follow: engines note the version of what they load.
+    """
+
+    def __init__(self, link: Link, with_changes: bool = False) -> None:
+        self.link, self._with_changes = link, with_changes
         self.engines: tuple[EngineInfo, ...] = ()
         self._announced: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
         self._entered: Future[dist.Work] | None = None
         self._store: Store | None = None
+        self._version = 0
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Make the process group: every engine is asked to join while this rank waits in it.
@@ -118,30 +125,42 @@ class BroadcastTransport:
             WeightSyncError: an engine refused, or did not come before the deadline.
         """
         assert self._group is None, "connected already"
-        self.engines = tuple(engines)
-        self._group, self._store = meet(self.link, engines, [engine.ranks for engine in engines])
+        link, self.engines = self.link, tuple(engines)
+        if self._with_changes:
+            able = [link.receivers.can_take_changes(engine) for engine in engines]
+            all_done(able, "connect", f"{len(engines)} engines", link.deadline_s)
+        self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Note the version, which engines are told of where changes may follow."""
+        self._version = version
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
-        return self.send(bucket, flat, self._announce(bucket))
+        receivers, name = self.link.receivers, self.link.name
+        if self._with_changes:
+            return self._send(bucket, flat, receivers.announce_version(bucket, name, BucketVersion(self._version)))
+        if bucket.index not in self._announced:  # the request is the same at every sync
+            self._announced[bucket.index] = receivers.announce(bucket, name)
+        return self._send(bucket, flat, self._announced[bucket.index])
 
-    def send(self, bucket: Bucket, flat: torch.Tensor, announcement: bytes) -> PendingBroadcast:
-        """Ask every engine to receive what is announced of a bucket, and broadcast `flat`, which that is."""
+    def start_changes(
+        self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
+    ) -> PendingBroadcast:
+        """Ask every engine to receive changes of the bucket, and broadcast them."""
+        packed = torch.cat([part.view(torch.uint8) for part in (index, value)])
+        return self._send(bucket, packed, self.link.receivers.announce_version(bucket, self.link.name, version))
+
+    def _send(self, bucket: Bucket, flat: torch.Tensor, announcement: bytes) -> PendingBroadcast:
         assert self._group is not None, "not connected"
         answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
         if not flat.numel():
-            return PendingBroadcast(bucket, flat, None, answers, self.link.deadline_s)
+            return PendingBroadcast(bucket, answers, flat, None, self.link.deadline_s)
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
         # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
-        return PendingBroadcast(bucket, flat, self._entered, answers, self.link.deadline_s)
-
-    def _announce(self, bucket: Bucket) -> bytes:
-        """The request for a bucket, which is the same at every sync."""
-        if bucket.index not in self._announced:
-            self._announced[bucket.index] = self.link.receivers.announce(bucket, self.link.name)
-        return self._announced[bucket.index]
+        return PendingBroadcast(bucket, [self._entered, *answers], flat, self._entered, self.link.deadline_s)
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
@@ -156,35 +175,19 @@ class BroadcastTransport:
 
 
 @dataclass
-class PendingBroadcast:
+class PendingBroadcast(Loading):
     """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
-    bucket: Bucket
     flat: torch.Tensor
     entered: Future[dist.Work] | None
-    answers: Sequence[Future[None]]
     deadline_s: float
 
-    def wait(self) -> None:
-        """Return when the broadcast is done and every engine has loaded the bucket.
-
-        Raises:
-            WeightSyncError: from the engine that refused it, or when the deadline passes.
-        """
-        for refused in self.refused():
-            raise naming(self.bucket.describe(), refused)
-
     def refused(self) -> list[ChangesRefused]:
-        """Return when the broadcast is done and every engine has loaded the bucket, or refused changes of it.
-
-        Raises:
-            WeightSyncError: as `wait`, but for the refusals, which are returned.
-        """
-        if self.entered is None:
-            return until_answered(self.bucket, self.answers)
-        refused = until_answered(self.bucket, (self.entered, *self.answers))
-        try:
-            self.entered.result().wait(timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:
-            raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+        """As `Loading.refused`, and the broadcast is done."""
+        refused = super().refused()
+        if self.entered is not None:
+            try:
+                self.entered.result().wait(timedelta(seconds=self.deadline_s))
+            except RuntimeError as error:
+                raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
         return refused

@@ -33,8 +33,7 @@ from mslime.config.keys import EngineInfo
 from mslime.network import free_port, own_address
 from mslime.weights.broadcast import open_store
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done
+from mslime.weights.transport import CollectiveTransport, Link, all_done
 
 VERSION = "0.4.2"
 """Of the package `checkpoint-engine`."""
@@ -143,10 +142,8 @@ class _Server:
     failures: Failures | None = field(default=None)
 
 
-class CheckpointEngineTransport:
-    """One trainer rank's part; on every rank, also on those that send nothing (`transport.EveryRank`)."""
-
-    any_order = True  # nothing is sent before all is filled
+class CheckpointEngineTransport(CollectiveTransport):
+    """One trainer rank's part; on every rank, also on those that send nothing."""
 
     def __init__(self, link: Link) -> None:
         self.link, self._engines = link, tuple[EngineInfo, ...]()

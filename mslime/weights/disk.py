@@ -2,6 +2,7 @@
 
     DIRECTORY/GROUP/version_000012/bucket_00003.safetensors     whole when it has this name
     DIRECTORY/GROUP/version_000012/model.safetensors.index.json written last, by the first sender: all of it is there
+    DIRECTORY/GROUP/version_000013/bucket_00003.changes.safetensors  of `delta`: what is different in version 13
 
 GROUP is new for every connection. A version is removed when the next one is whole, also one of a run that was killed,
 so that there are two at most; the last one stays.
@@ -20,27 +21,30 @@ from pathlib import Path
 
 import torch
 
-from mslime.config.choices import version_name
+from mslime.config.choices import CHANGES, version_name
 from mslime.config.errors import WeightSyncError
+from mslime.config.keys import BucketVersion
 from mslime.convert.hf import INDEX_NAME
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
-from mslime.weights.files import DirectoryTransport
+from mslime.weights.files import DirectoryTransport, PendingFile
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
+from mslime.weights.transport import Carrier, Link
 
 _VERSION = re.compile(r"version_\d{6,}")
 
 
-class DiskTransport(DirectoryTransport):
-    """Every bucket in a file of its own."""
+class DiskTransport(DirectoryTransport, Carrier):
+    """Every bucket in a file of its own.
 
-    kind = "safetensors"
-    lasting = True
-    """Whether files are to outlive the machine's next crash."""
+    Args:
+        with_changes: changes of buckets may follow. Then nobody else can read a version, so it has no index, and its
+            files need not outlive the machine's next crash: closing one is enough for other machines to see it.
+    """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, with_changes: bool = False) -> None:
         assert link.directory is not None, "the link has no directory"
         super().__init__(link)
+        self.kind, self._with_changes = "base" if with_changes else "safetensors", with_changes
         self._root, self._group = link.directory, link.directory / (link.group or link.name)
         self._version: Path | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -66,27 +70,35 @@ class DiskTransport(DirectoryTransport):
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write the bucket's file, whole or not at all."""
-        path = self.path_of(bucket)
+        path = self._path_of(bucket)
         tensors = zip(bucket.entries, bucket.dtypes, strict=True)
         header = safetensors_header(
             [TensorPlan(entry.name, SAFETENSORS_DTYPES[dtype], entry.shape) for entry, dtype in tensors]
         )
-        self.write_file(path, header, flat.view(torch.uint8).cpu())
+        self._write_file(path, header, flat.view(torch.uint8).cpu())
         return path
 
-    def path_of(self, bucket: Bucket) -> Path:
+    def start_changes(
+        self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
+    ) -> PendingFile:
+        """Write what changed, and ask every engine to read it."""
+        path = self._path_of(bucket).with_suffix(".changes.safetensors")
+        kinds = (("I64", 4), ("I32", len(index)), (SAFETENSORS_DTYPES[bucket.dtype], len(index)))
+        plans = [TensorPlan(name, dtype, (size,)) for name, (dtype, size) in zip(CHANGES, kinds, strict=True)]
+        parts = (torch.tensor([version.base, *version.sums]), index.cpu(), value.cpu())
+        self._write_file(path, safetensors_header(plans), *(part.view(torch.uint8) for part in parts))
+        return self.announce(bucket, "changes", path)
+
+    def _path_of(self, bucket: Bucket) -> Path:
         """The bucket's file of the version under way."""
         assert self._version is not None, "begin comes before start"
         return self._version / _file_name(bucket)
 
-    def write_file(self, path: Path, *parts: bytes | torch.Tensor) -> None:
+    def _write_file(self, path: Path, *parts: bytes | torch.Tensor) -> None:
         """A file of the version under way, whole or not at all. Raises WeightSyncError."""
         self._unfinished.append(path)
         with self._writing():
-            write_whole(path, *parts, lasting=self.lasting)
-
-    def arrived(self) -> None:
-        """The file stays until the version is removed."""
+            write_whole(path, *parts, lasting=not self._with_changes)
 
     def complete(self) -> None:
         """Let the version count as whole, and remove all others. The plan's first sender does it for everyone."""
@@ -94,11 +106,11 @@ class DiskTransport(DirectoryTransport):
         self._unfinished.clear()
         if self._buckets[0].sender == self.link.rank:
             with self._writing():
-                self.finish(self._version)
+                if not self._with_changes:
+                    self._write_index(self._version)
                 self._remove_others(self._version)
 
-    def finish(self, version: Path) -> None:
-        """All engines have all of a version: say so to others who read it. Raises OSError."""
+    def _write_index(self, version: Path) -> None:
         files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
         size = sum(bucket.hf_bytes for bucket in self._buckets)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}

@@ -7,7 +7,7 @@ need not wait for. What a sender asks before its first bucket is whether every e
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,11 +19,10 @@ from mslime.config.choices import FileKind
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import EngineInfo
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link, Pending
-from mslime.weights.waiting import all_done, naming, until_answered
+from mslime.weights.transport import Link, Loading, Transport, all_done
 
 
-class FileTransport(ABC):
+class FileTransport(Transport):
     """Buckets in files that engines read."""
 
     kind: FileKind
@@ -39,24 +38,11 @@ class FileTransport(ABC):
         """Make the place where buckets will be; what asks an engine whether it sees that. Raises WeightSyncError."""
 
     @abstractmethod
-    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """See `transport.SyncObserver`."""
-
-    @abstractmethod
-    def complete(self) -> None:
-        """See `transport.SyncObserver`."""
-
-    @abstractmethod
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write `flat` [bucket.hf_numel] into a file. Raises WeightSyncError."""
 
-    @abstractmethod
     def arrived(self) -> None:
         """Every engine has loaded a bucket."""
-
-    @abstractmethod
-    def disconnect(self) -> None:
-        """See `transport.Transport`."""
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Ask every engine whether it sees this sender's place. Raises WeightSyncError when one does not."""
@@ -64,15 +50,16 @@ class FileTransport(ABC):
         ask = self.prepare(engines)
         all_done([ask(engine) for engine in engines], "connect", f"{len(engines)} engines", self.link.deadline_s)
 
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
         """Write the bucket, and ask every engine to read it."""
         assert self.engines, "not connected"
-        return PendingFile(bucket, self.announce(bucket, self.kind, self.write(bucket, flat)), self.arrived)
+        return self.announce(bucket, self.kind, self.write(bucket, flat))
 
-    def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> list[Future[None]]:
+    def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> PendingFile:
         """Ask every engine to read a bucket from a file."""
         announcement = self._announcement(bucket, kind, path)
-        return [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+        return PendingFile(bucket, answers, self.arrived)
 
     def _announcement(self, bucket: Bucket, kind: FileKind, path: Path) -> bytes:
         """The request that names a bucket; encoded anew only where its file is another one."""
@@ -97,24 +84,13 @@ class DirectoryTransport(FileTransport):
 
 
 @dataclass
-class PendingFile:
+class PendingFile(Loading):
     """One bucket in a file, and an HTTP answer from every engine."""
 
-    bucket: Bucket
-    answers: Sequence[Future[None]]
     arrived: Callable[[], None]
 
-    def wait(self) -> None:
-        """Return when every rank of every engine has loaded the bucket. Raises WeightSyncError."""
-        for refused in self.refused():
-            raise naming(self.bucket.describe(), refused)
-
     def refused(self) -> list[ChangesRefused]:
-        """Return when every rank of every engine has loaded the bucket, or an engine refused changes of it.
-
-        Raises:
-            WeightSyncError: as `wait`, but for the refusals, which are returned.
-        """
-        if not (refused := until_answered(self.bucket, self.answers)):
+        """As `Loading.refused`."""
+        if not (refused := super().refused()):
             self.arrived()
         return refused

@@ -59,9 +59,6 @@ class MooncakeTransport(FileTransport):
         """Note the largest of this sender's buckets: where its memory is to be, the first of them says."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
 
-    def complete(self) -> None:
-        """Nothing is left to do: the memory stays registered, which costs more than keeping it."""
-
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Copy `flat` into the memory; returns when that is done, also on a GPU. Raises WeightSyncError."""
         size = max(self._largest, bucket.hf_bytes)
@@ -79,11 +76,9 @@ class MooncakeTransport(FileTransport):
             torch.cuda.current_stream(flat.device).synchronize()
         return self._place
 
-    def arrived(self) -> None:
-        """See `files.FileTransport`; there is nothing to do."""
-
     def disconnect(self) -> None:
-        """Share nothing any more, and close the port."""
+        """Share nothing any more, and close the port. Between syncs the memory stays registered: that costs less than
+        to register it anew."""
         self._unshare()
         self._end = None
 

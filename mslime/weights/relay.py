@@ -36,8 +36,7 @@ from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done, naming
+from mslime.weights.transport import Link, Transport, all_done, naming
 
 ECHO_S = 2.0
 """How long the other engines' words are waited for when something breaks: the first may be an echo."""
@@ -46,8 +45,10 @@ POLL_S = 0.001
 """Between two looks at a send over NCCL; torch's own wait looks as often."""
 
 
-class RelayTransport:
+class RelayTransport(Transport):
     """One sender's lanes."""
+
+    any_order = True  # engines put buckets into the order of the plan
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -73,9 +73,6 @@ class ShmTransport(DirectoryTransport):
         if mine:
             self.make_room(max(mine))
 
-    def complete(self) -> None:
-        """Nothing is left to do: the memory is kept for the next sync."""
-
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Copy `flat` into the shared memory, from whatever device it is on."""
         room = self.make_room(bucket.hf_bytes)

@@ -44,17 +44,14 @@ from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import (
-    EveryRank,
+    CollectiveTransport,
     Link,
-    MoveCounter,
     Moved,
-    PartTaker,
     Receivers,
-    SyncObserver,
     Transport,
     find_transport,
     group_name,
-    takes_turns,
+    make_transport,
     transport_for,
 )
 
@@ -153,7 +150,7 @@ class WeightSender:
         if options.transport != AUTO:
             find_transport(options.transport)
         self._transport: Transport | None = None
-        self._sent = self._observed = False
+        self._sent = False
         self._stream: torch.cuda.Stream | None = None  # of couriers
         self.engines: tuple[EngineInfo, ...] = ()
         plain = self._make_plan(options.dtype, groups.senders)
@@ -222,10 +219,9 @@ class WeightSender:
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
-        made = self._transport
-        said = self._exchange((self.engines, isinstance(made, SyncObserver), isinstance(made, EveryRank)))
-        self.engines, self._observed = said[0][0], any(observes for _, observes, _ in said)
-        if any(needs_all for _, _, needs_all in said):
+        said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
+        self.engines = said[0][0]
+        if any(needs_all for _, needs_all in said):
             self._meet_each_other(self._receivers, group, transport)
 
     def _meet_each_other(self, receivers: Receivers, group: str, transport: str) -> None:
@@ -234,13 +230,13 @@ class WeightSender:
         try:
             if self._transport is None:
                 self._meet(receivers, group, transport)
-            assert isinstance(self._transport, EveryRank), "a transport has what it has on every rank"
+            assert isinstance(self._transport, CollectiveTransport), "a transport is of one kind on every rank"
             offer = self._transport.offer()
         except WeightSyncError as error:
             failure = error
         offers = self._agreed("connect", failure, offer)
         try:
-            assert isinstance(self._transport, EveryRank)
+            assert isinstance(self._transport, CollectiveTransport)
             self._transport.meet(offers)
         except WeightSyncError as error:
             failure = error
@@ -272,7 +268,7 @@ class WeightSender:
             name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
             options.mooncake_over, self._groups.layout.world_size, options.bucket_bytes,
         )  # fmt: skip
-        self._transport = find_transport(transport)(link)
+        self._transport = make_transport(transport, link)
         self._transport.connect(self.engines)
 
     def send(self, version: int, verify: bool = False) -> SendReport:
@@ -291,13 +287,14 @@ class WeightSender:
             self._sent = True
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
-        phase, failure = "send", self._send_buckets(version, params, started, spent)
-        if isinstance(self._transport, EveryRank):
-            failure = self._deliver(self._transport, failure, started + self._options.deadline_s)
-        if self._observed:
-            self._raise_together(phase, failure)
-            phase, failure = "complete", self._tell_transport(lambda observer: observer.complete())
-        everyone = self._agreed(phase, failure, (time.monotonic() - started, spent, self._moved()))
+        self._raise_together("send", self._send_buckets(version, params, started, spent))
+        transport, failure = self._transport, None
+        if isinstance(transport, CollectiveTransport):
+            self._raise_together("send", _failure_of(transport.load))
+            failure = _failure_of(lambda: transport.deliver(started + self._options.deadline_s))
+        elif transport is not None:
+            failure = _failure_of(transport.complete)
+        everyone = self._agreed("complete", failure, (time.monotonic() - started, spent, self._moved()))
         moved = sum((each for _, _, each in everyone), Moved())
         return SendReport(
             version,
@@ -309,25 +306,10 @@ class WeightSender:
             self._sums(params) if verify else {},
         )
 
-    def _deliver(self, transport: EveryRank, failure: Exception | None, ends: float) -> Exception | None:
-        """Let all ranks together bring to the engines what senders have kept; how that failed on this one.
-
-        Raises:
-            WeightSyncError: on every rank: one of them could not fill or keep a bucket. No engine was given anything.
-        """
-        self._raise_together("send", failure)
-        self._raise_together("send", _failure_of(transport.load))
-        return _failure_of(lambda: transport.deliver(ends))
-
-    def _tell_transport(self, call: Callable[[SyncObserver], None]) -> Exception | None:
-        """Tell it of the whole sync, if it asks for that; how it failed."""
-        transport = self._transport
-        return _failure_of(lambda: call(transport)) if isinstance(transport, SyncObserver) else None
-
     def _moved(self) -> Moved:
-        """What this rank has sent of a sync: all of its buckets, unless its transport knows better."""
-        if isinstance(self._transport, MoveCounter):
-            return self._transport.moved()
+        """What this rank has sent of a sync: all of its buckets, unless its transport counts."""
+        if self._transport is not None and (counted := self._transport.moved()) is not None:
+            return counted
         mine = (bucket for bucket in self.plan.buckets if bucket.sender == self._groups.rank)
         return Moved(sum(bucket.hf_bytes for bucket in mine))
 
@@ -338,13 +320,14 @@ class WeightSender:
         rank, deadline_s = self._groups.rank, self._options.deadline_s
         courier: Courier | None = None
         if self._groups.sends:
-            assert self._transport is not None, "connect comes before send"
+            transport = self._transport
+            assert transport is not None, "connect comes before send"
             if self._stream is None and torch.cuda.is_initialized():
                 self._stream = torch.cuda.Stream()
-            turns = self._groups.turns if takes_turns(self._transport, len(self.engines)) else None
+            turns = self._groups.turns if len(self.engines) > 1 and not transport.any_order else None
             order = Turns(self.plan, turns) if turns is not None else None
-            refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
-            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
+            refused = _failure_of(lambda: transport.begin(version, self.plan.buckets))
+            courier = Courier(transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
         parts = {bucket.index for bucket in buckets if self._comes_in_parts(bucket)}
@@ -370,7 +353,7 @@ class WeightSender:
 
     def _comes_in_parts(self, bucket: Bucket) -> bool:
         """Whether every member of a bucket sends its part, the same on all of them."""
-        return isinstance(self._transport, PartTaker) and self._transport.comes_in_parts(bucket)
+        return self._transport is not None and self._transport.comes_in_parts(bucket)
 
     def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """What engines must say of every tensor, by Hugging Face name. Collective.

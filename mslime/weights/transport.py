@@ -8,19 +8,19 @@ promised here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mslime.config.choices import AUTO, FileKind, MooncakeOver
-from mslime.config.errors import WeightSyncError
+from mslime.config.errors import ChangesRefused, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
 from mslime.config.slices import HostSlices
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
-from mslime.weights.waiting import all_done
 
 if TYPE_CHECKING:
     import torch
@@ -201,23 +201,63 @@ class Pending(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Moves filled buckets from one sender to all engines."""
+@dataclass
+class Loading:
+    """A bucket that engines load, and an answer of each of them."""
 
-    def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Meet the engines. Raises WeightSyncError when one of them refuses, or does not come in time."""
-        ...
+    bucket: Bucket
+    answers: Sequence[Future[Any]]
 
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Begin to send `flat` [bucket.hf_numel]; it must not be written to before the wait is over.
+    def wait(self) -> None:
+        """Return when every engine has loaded the bucket.
 
-        The sender waits for a bucket before it starts the next, and converts the next meanwhile.
+        Raises:
+            WeightSyncError: from the engine that refused it, or when the deadline passes.
         """
-        ...
+        for refused in self.refused():
+            raise naming(self.bucket.describe(), refused)
 
-    def disconnect(self) -> None:
-        """Leave the engines; safe to call twice, and after a failure."""
-        ...
+    def refused(self) -> list[ChangesRefused]:
+        """Return when every engine has loaded the bucket, or has loaded nothing of the changes that it was sent.
+
+        Raises:
+            WeightSyncError: as `wait`, but for these refusals, which are returned.
+        """
+        waiting: set[Future[Any]] = set(self.answers)
+        refused: list[ChangesRefused] = []
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
+            for answer in done:
+                error = answer.exception()
+                if isinstance(error, ChangesRefused):
+                    refused.append(error)
+                elif error is not None:
+                    raise naming(self.bucket.describe(), error)
+        return refused
+
+
+def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
+    """Return when all are done.
+
+    Raises:
+        WeightSyncError: one failed, or they are not done in time.
+    """
+    done, waiting = wait(futures, timeout=deadline_s, return_when=FIRST_EXCEPTION)
+    # An engine's own words first: a broken collective is only their echo.
+    failures = [error for future in done if (error := future.exception()) is not None]
+    for error in sorted(failures, key=lambda e: not isinstance(e, WeightSyncError)):
+        if isinstance(error, WeightSyncError):
+            raise error
+        raise sync_error(phase, where, f"{type(error).__name__}: {error}") from error
+    if waiting:
+        raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
+
+
+def naming(what: str, error: BaseException) -> WeightSyncError:
+    """The error about what was sent to an engine, out of the engine's answer."""
+    rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
+    where = error.value if isinstance(error, WeightSyncError) else "engine"
+    return sync_error("send", f"{what} to {where}", rule)
 
 
 @dataclass(frozen=True)
@@ -238,20 +278,25 @@ class Moved:
         return Moved(self.bytes + other.bytes, self.changed + other.changed, self.elements + other.elements)
 
 
-@runtime_checkable
-class MoveCounter(Protocol):
-    """What a transport may have beside that does not move all of every bucket."""
+class Transport(ABC):
+    """Moves filled buckets from one sender to all engines.
 
-    def moved(self) -> Moved:
-        """In the sync that is under way, or was the last. Called on every sender."""
-        ...
+    A sender calls `connect` once; in each sync `begin`, for each of its buckets `prepare_bucket` and `start`, or
+    `skip`, and `complete`; in the end, or after a failure, `disconnect`. Most transports need `connect`, `start` and
+    `disconnect` only.
 
+    Attributes:
+        any_order: whether engines may get buckets of different senders in different orders: no engine waits for another
+            one, or they put buckets into order themselves. Otherwise senders to several engines take turns.
+    """
 
-@runtime_checkable
-class SyncObserver(Protocol):
-    """What a transport may have beside, to be told of whole syncs."""
+    any_order: bool = False
 
-    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+    @abstractmethod
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """Meet the engines. Raises WeightSyncError when one of them refuses, or does not come in time."""
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:  # noqa: B027
         """Buckets of this version follow. Called on every sender.
 
         Args:
@@ -260,92 +305,91 @@ class SyncObserver(Protocol):
         Raises:
             WeightSyncError: they cannot be sent.
         """
-        ...
-
-    def complete(self) -> None:
-        """Every sender's buckets have been loaded by every engine. Raises WeightSyncError."""
-        ...
-
-
-@runtime_checkable
-class OrderKeeper(Protocol):
-    """What a transport may have beside whose engines put buckets into the order of the plan: its senders do not take
-    turns, and engines wait for every bucket."""
-
-    def skip(self, bucket: Bucket) -> None:
-        """Let engines not wait for a bucket that cannot be sent: the sync has failed. Raises WeightSyncError."""
-        ...
-
-
-@runtime_checkable
-class PartTaker(Protocol):
-    """What a transport may have beside whose engines put some buckets together: each member sends what it packs."""
 
     def comes_in_parts(self, bucket: Bucket) -> bool:
-        """Whether `start` and `skip` are called on every member of the bucket, with its part."""
-        ...
+        """Whether engines put a bucket together: `start` and `skip` are then called on each of its members, with the
+        part that it packs, and nobody gathers the bucket."""
+        return False
+
+    def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:  # noqa: B027
+        """Do what needs no engine, before the sender has its turn. `start` follows, with the same bucket, unless the
+        sync fails. Raises WeightSyncError."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+        """Begin to send `flat` [bucket.hf_numel]; it must not be written to before the wait is over.
+
+        The sender waits for a bucket before it starts the next, and converts the next meanwhile.
+        """
+
+    def skip(self, bucket: Bucket) -> None:  # noqa: B027
+        """Called in place of `start` for a bucket that cannot be sent, as the sync has failed: for engines that would
+        wait for it. Raises WeightSyncError."""
+
+    def complete(self) -> None:  # noqa: B027
+        """Every sender's buckets have arrived. Called on every sender, unless the sync has failed on any rank. Raises
+        WeightSyncError."""
+
+    def moved(self) -> Moved | None:
+        """What this sender has moved in the sync that is under way, or was the last; None: all of its buckets."""
+        return None
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Leave the engines; safe to call twice, and after a failure."""
 
 
-@runtime_checkable
-class InAnyOrder(Protocol):
-    """What a transport may have beside whose engines may take buckets of different senders in different orders.
+class Carrier(Transport):
+    """A transport that also takes changes of a bucket, for `delta`. Made so that changes may follow what it sends."""
 
-    Attributes:
-        any_order: whether no engine waits for another one in it, so that its senders do not take turns.
+    @abstractmethod
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Loading: ...
+
+    @abstractmethod
+    def start_changes(
+        self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
+    ) -> Loading:
+        """Begin to send what is different from the version `version.base`.
+
+        Args:
+            index: [n] int32, places in the bucket.
+            value: [n], the bucket's dtype: what is there now.
+        """
+
+
+class CollectiveTransport(Transport):
+    """A transport in which all trainer ranks take part, also those that send nothing: each of them has one.
+
+    `connect` only notes the engines and `start` only keeps a bucket. Before ranks enter a collective they agree that
+    none has failed, so that none waits in it for one that does not come. In place of `complete` it has `load` and
+    `deliver`.
     """
 
-    @property
-    def any_order(self) -> bool: ...
+    any_order = True  # nothing is sent before all is filled
 
-
-@runtime_checkable
-class EveryRank(Protocol):
-    """What a transport may have beside that needs every trainer rank to bring weights to engines, also those that send
-    nothing: each of them has one, and connects it.
-
-    `start` only keeps a bucket. Before ranks do anything with each other they agree that none has failed, so that
-    nobody waits in a collective for one that does not come.
-    """
-
+    @abstractmethod
     def offer(self) -> str:
         """What this rank has to say to all before they meet; by itself. Raises WeightSyncError when it cannot."""
-        ...
 
+    @abstractmethod
     def meet(self, offers: Sequence[str]) -> None:
         """Meet the other ranks: collective, after `connect`. Raises WeightSyncError.
 
         Args:
             offers: of all ranks, by rank.
         """
-        ...
 
+    @abstractmethod
     def load(self) -> None:
         """Make ready what was kept of a sync; by itself. Raises WeightSyncError."""
-        ...
 
+    @abstractmethod
     def deliver(self, ends: float) -> None:
         """Bring it to every engine: collective. Raises WeightSyncError, on every rank where it does on one.
 
         Args:
             ends: time (`time.monotonic`) after which no rank waits for an engine any more.
         """
-        ...
-
-
-@runtime_checkable
-class Preparer(Protocol):
-    """What a transport may have beside that has work to do on a bucket for which no engine is needed."""
-
-    def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Called before the sender has its turn; `start` follows, with the same bucket, unless the sync fails. Raises
-        WeightSyncError."""
-        ...
-
-
-def takes_turns(transport: Transport, engines: int) -> bool:
-    """Whether senders to so many engines send one after the other, in the order of the plan."""
-    in_any_order = isinstance(transport, InAnyOrder) and transport.any_order
-    return engines > 1 and not in_any_order and not isinstance(transport, OrderKeeper)
 
 
 def group_name(group: str, sender: int) -> str:
@@ -386,3 +430,19 @@ def find_transport(spec: str) -> MakeTransport:
     make = load_function(TRANSPORTS.get(spec, spec), "weights.transport")
     check_parameters(make, spec, "weights.transport", "link")
     return make
+
+
+def make_transport(spec: str, link: Link) -> Transport:
+    """The transport that `weights.transport` names, for one sender.
+
+    Raises:
+        ConfigError: as `find_transport`.
+        WeightSyncError: a user's function made something else.
+    """
+    made: object = find_transport(spec)(link)
+    if not isinstance(made, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WeightSyncError(
+            "weights.transport", spec, f"returned a {type(made).__name__}, which is not a Transport",
+            "derive its class from mslime.weights.transport.Transport",
+        )  # fmt: skip
+    return made

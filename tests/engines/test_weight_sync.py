@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -464,7 +464,7 @@ def flip_and_repair(trainer: MegatronTrainer, engine: Endpoint) -> dict[str, str
     real, said = sender._transport, {}
     assert real is not None
     for tensor in FLIPPED:
-        sender._transport = BitFlippingTransport(real, tensor)
+        sender._transport = cast(Any, BitFlippingTransport(real, tensor))
         with pytest.raises(WeightSyncError) as caught:
             publish(sender, 99, 0)
         said[tensor] = str(caught.value)

@@ -32,7 +32,7 @@ from mslime.control.trainers import TrainerGroup
 from mslime.weights import contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.courier import Courier, Seconds
-from mslime.weights.transport import Link, SyncObserver, find_transport
+from mslime.weights.transport import Link, Transport, find_transport
 from tests.fixtures.remote import fake_process
 from tests.fixtures.stand_in_engine import StandInEngine
 
@@ -59,7 +59,7 @@ class Sender:
 
     def __init__(self, transport: str, directory: Path) -> None:
         self._make, self._directory, self._receivers = find_transport(transport), directory, SGLangReceivers(DEADLINES)
-        self._transport: Any = None
+        self._transport: Transport = cast(Any, None)
         self.spoilt: list[str] = []
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
@@ -72,9 +72,7 @@ class Sender:
 
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         spoilt = self.spoilt.pop(0) if self.spoilt else ""
-        observer = self._transport if isinstance(self._transport, SyncObserver) else None
-        if observer is not None:
-            observer.begin(version, BUCKETS)
+        self._transport.begin(version, BUCKETS)
         courier = Courier(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
@@ -88,8 +86,7 @@ class Sender:
             failure = sync_error("gather", BUCKETS[1].describe(), "a parameter is gone")
         if failure is not None:
             raise failure
-        if observer is not None:
-            observer.complete()
+        self._transport.complete()
         return SimpleNamespace(expected=expected), {}
 
     def close(self) -> None:

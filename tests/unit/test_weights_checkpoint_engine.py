@@ -24,7 +24,7 @@ from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import free_port
 from mslime.weights import checkpoint_engine
 from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
-from mslime.weights.transport import EveryRank, Link, Receivers, find_transport
+from mslime.weights.transport import CollectiveTransport, Link, Receivers, find_transport
 from tests.fixtures.parameter_servers import Case, FakeParameterServer, Outcome, run_ranks
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link
@@ -140,7 +140,7 @@ def test_engines_that_cannot_be_handed_weights_are_refused(
 ) -> None:
     monkeypatch.setattr(checkpoint_engine, "_package", lambda: None)
     transport = find_transport("checkpoint_engine")(link_of(ranks))
-    assert isinstance(transport, EveryRank)
+    assert isinstance(transport, CollectiveTransport)
     transport.connect([engine])
     with pytest.raises(WeightSyncError, match=said) as caught:
         transport.offer()

@@ -33,7 +33,7 @@ from mslime.weights.disk import DiskTransport
 from mslime.weights.handles import HandleTransport, handle_of
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.shm import ShmTransport
-from mslime.weights.transport import Link, SyncObserver, find_transport
+from mslime.weights.transport import Link, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link, obedient
 
@@ -74,7 +74,6 @@ def test_buckets_in_files_keep_the_contract(
     name: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
     make = find_transport(name)
-    assert isinstance(make(link), SyncObserver)
     said = check_transport(make, link, infos(engines), lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
 

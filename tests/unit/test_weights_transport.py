@@ -12,7 +12,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -31,7 +31,7 @@ from mslime.weights.buckets import convert, pack
 from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import TRANSPORTS, Link, MakeTransport, find_transport
+from mslime.weights.transport import TRANSPORTS, Link, MakeTransport, find_transport, make_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
@@ -336,3 +336,9 @@ def test_every_transport_that_the_settings_offer_is_there() -> None:
 def test_a_transport_that_cannot_be_made_is_refused_by_name(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)weights\.transport.*{says}"):
         find_transport(spec)
+
+
+def test_what_is_no_transport_is_refused_before_it_meets_an_engine() -> None:
+    with pytest.raises(WeightSyncError, match="not a Transport") as caught:
+        make_transport("tests.unit.user_transport:of_a_plain_class", cast(Any, None))
+    assert caught.value.field == "weights.transport"
