@@ -51,7 +51,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.config.choices import AUTO
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
@@ -137,15 +137,15 @@ class Ways:
         family = get_family(job.config)
         table, rank = family.rules(job.config), dist.get_rank()
         self.job, self.params = job, parameters_of(table, job, rank)
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
         options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=job.transport)
-        self.sender = WeightSender(table, groups, self.params.items, options, receivers)
+        self.sender = WeightSender(table, groups, self.params.items, options, engine_port)
         self.sender.connect([job.engine])
         self.connection = ""
         if groups.sends:  # for the ways that are not ours
             self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
-            link = Link(self.connection, "gloo", DEADLINE_S, receivers)
+            link = Link(self.connection, "gloo", DEADLINE_S, engine_port)
             self.group, self._store = meet(link, self.sender.engines, [1])
         self.gathered = self.sender._gathered_plan(job.dtype)
         self.groups, self.transport = groups, self.sender._transport
@@ -287,9 +287,9 @@ def senders_by_transport(
     senders: dict[str, WeightSender] = {}
     directory = Path(store).parent / "weights" if job.delta_over == "disk" else None
     for name in names:
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=directory)
-        senders[name] = WeightSender(table, groups, params.items, options, receivers)
+        senders[name] = WeightSender(table, groups, params.items, options, engine_port)
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)
         update(senders[name])  # the first sync records how to load; what every transport uses is alike from here on

@@ -105,7 +105,7 @@ FileKind = Literal["mapped", "handle", "remote", "safetensors", "base", "changes
 CHANGES = ("sums", "index", "value")
 """Tensors of a file of changes, in this order.
 
-- sums [4] int64: the number of the version that was changed; word sums (`checksum` of `weights.transport.Receivers`) of
+- sums [4] int64: the number of the version that was changed; word sums (`tensor_sums.word_sum`) of
   `index`, of `value` and of the whole bucket with the changes in it.
 - index [n] int32: elements of the bucket that changed, in ascending order.
 - value [n], the bucket's dtype: what they are now.

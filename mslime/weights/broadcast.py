@@ -21,10 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from mslime.config.errors import ChangesRefused, sync_error
 from mslime.config.keys import BucketVersion, EngineInfo
+from mslime.engine_plugin import wire
 from mslime.network import listen, own_address
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Carrier, Link, Loading, all_done
+from mslime.weights.transport import Carrier, Link, Loading, all_done, ask_all
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -70,14 +71,15 @@ def meet(
     link: Link,
     engines: Sequence[EngineInfo],
     joining: Sequence[int],
-    lane: int | None = None,
+    sender: int | None = None,
     machine: int | None = None,
 ) -> tuple[dist.ProcessGroup, Store]:
     """Make a process group of this rank, its rank 0, with ranks of engines.
 
     Args:
         joining: how many ranks of each engine are in it.
-        lane, machine: see `Receivers.join`.
+        sender: the number of this one, if of each engine only ranks that receive from it join (`JoinRelayGroup`).
+        machine: of these, only those on this machine of each engine.
 
     Returns:
         The group, and the store that it needs as long as it lives.
@@ -88,11 +90,11 @@ def meet(
     timeout, world_size = timedelta(seconds=link.deadline_s), 1 + sum(joining)
     host = own_address(engines[0].url)
     store = open_store(host, world_size, timeout)
-    joins = [
-        link.receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size, name=link.name,
-                            backend=link.backend, lane=lane, machine=machine)
-        for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False)
-    ]  # fmt: skip
+    joins: list[Future[Any]] = []
+    for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False):
+        place = link.name, host, store.port, rank, world_size, link.backend
+        request = wire.JoinGroup(*place) if sender is None else wire.JoinRelayGroup(sender, *place, machine)
+        joins.append(link.engine_port.ask(engine, request))
     # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
     joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)
     all_done([joined, *joins], "connect", f"{len(engines)} engines", link.deadline_s)
@@ -112,7 +114,7 @@ class BroadcastTransport(Carrier):
     def __init__(self, link: Link, with_changes: bool = False) -> None:
         self.link, self._with_changes = link, with_changes
         self.engines: tuple[EngineInfo, ...] = ()
-        self._announced: dict[int, bytes] = {}
+        self._updates: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
         self._entered: Future[dist.Work] | None = None
         self._store: Store | None = None
@@ -127,8 +129,7 @@ class BroadcastTransport(Carrier):
         assert self._group is None, "connected already"
         link, self.engines = self.link, tuple(engines)
         if self._with_changes:
-            able = [link.receivers.can_take_changes(engine) for engine in engines]
-            all_done(able, "connect", f"{len(engines)} engines", link.deadline_s)
+            ask_all(link.engine_port, engines, wire.Ping(), link.deadline_s)
         self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
@@ -137,23 +138,25 @@ class BroadcastTransport(Carrier):
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
-        receivers, name = self.link.receivers, self.link.name
         if self._with_changes:
-            return self._send(bucket, flat, receivers.announce_version(bucket, name, BucketVersion(self._version)))
-        if bucket.index not in self._announced:  # the request is the same at every sync
-            self._announced[bucket.index] = receivers.announce(bucket, name)
-        return self._send(bucket, flat, self._announced[bucket.index])
+            return self._send(bucket, flat, self._update(bucket, BucketVersion(self._version)))
+        if bucket.index not in self._updates:  # the request is the same at every sync
+            self._updates[bucket.index] = wire.update_request([bucket], self.link.name)
+        return self._send(bucket, flat, self._updates[bucket.index])
 
     def start_changes(
         self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
     ) -> PendingBroadcast:
         """Ask every engine to receive changes of the bucket, and broadcast them."""
         packed = torch.cat([part.view(torch.uint8) for part in (index, value)])
-        return self._send(bucket, packed, self.link.receivers.announce_version(bucket, self.link.name, version))
+        return self._send(bucket, packed, self._update(bucket, version))
 
-    def _send(self, bucket: Bucket, flat: torch.Tensor, announcement: bytes) -> PendingBroadcast:
+    def _update(self, bucket: Bucket, version: BucketVersion) -> bytes:
+        return wire.update_request([bucket], self.link.name, wire.FromBroadcast(version))
+
+    def _send(self, bucket: Bucket, flat: torch.Tensor, update: bytes) -> PendingBroadcast:
         assert self._group is not None, "not connected"
-        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+        answers = [self.link.engine_port.load(engine, update) for engine in self.engines]
         if not flat.numel():
             return PendingBroadcast(bucket, answers, flat, None, self.link.deadline_s)
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
@@ -165,8 +168,8 @@ class BroadcastTransport(Carrier):
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
         group, self._group = self._group, None
-        link = self.link
-        leaving = [link.receivers.leave(engine, link.name) for engine in self.engines] if group is not None else []
+        engines, leave = self.engines if group is not None else (), wire.LeaveGroup(self.link.name)
+        leaving = [self.link.engine_port.ask(engine, leave) for engine in engines]
         # A broadcast that was never met holds the group's lock.
         if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)

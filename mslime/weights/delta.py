@@ -16,6 +16,7 @@ import torch
 
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import BucketVersion, EngineInfo
+from mslime.tensor_sums import word_sum
 from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.disk import DiskTransport
 from mslime.weights.plan import Bucket
@@ -80,7 +81,6 @@ class DeltaTransport(Transport):
     def __init__(self, link: Link) -> None:
         carrier = DiskTransport if link.directory is not None else BroadcastTransport
         self._carrier: Carrier = carrier(link, with_changes=True)
-        self._checksum = link.receivers.checksum
         self._sent: dict[int, _Sent] = {}
         self._number = 0
         self._moved = Moved()
@@ -132,7 +132,7 @@ class DeltaTransport(Transport):
         count, found = find_changes(flat, sent.bits)
         if found is None or sent.refused == _PATIENCE:
             return _Compared(bucket.index, count)
-        sums = (self._checksum(found.index.to(torch.int32)), self._checksum(found.value), self._checksum(flat))
+        sums = (word_sum(found.index.to(torch.int32)), word_sum(found.value), word_sum(flat))
         return _Compared(bucket.index, count, found, sums)
 
     def whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> Pending:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,9 @@ import torch
 from mslime.config.choices import FileKind
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import wire
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link, Loading, Transport, all_done
+from mslime.weights.transport import Link, Loading, Transport, ask_all
 
 
 class FileTransport(Transport):
@@ -34,8 +34,9 @@ class FileTransport(Transport):
         self._announced: dict[int, tuple[Path, bytes]] = {}
 
     @abstractmethod
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
-        """Make the place where buckets will be; what asks an engine whether it sees that. Raises WeightSyncError."""
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
+        """Make the place where buckets will be; what an engine is asked, to find out whether it can read there, and
+        what the user can do if it cannot. Raises WeightSyncError."""
 
     @abstractmethod
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
@@ -47,8 +48,8 @@ class FileTransport(Transport):
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Ask every engine whether it sees this sender's place. Raises WeightSyncError when one does not."""
         self.engines = tuple(engines)
-        ask = self.prepare(engines)
-        all_done([ask(engine) for engine in engines], "connect", f"{len(engines)} engines", self.link.deadline_s)
+        request, hint = self.open_place(engines)
+        ask_all(self.link.engine_port, engines, request, self.link.deadline_s, hint)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
         """Write the bucket, and ask every engine to read it."""
@@ -57,17 +58,12 @@ class FileTransport(Transport):
 
     def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> PendingFile:
         """Ask every engine to read a bucket from a file."""
-        announcement = self._announcement(bucket, kind, path)
-        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
-        return PendingFile(bucket, answers, self.arrived)
-
-    def _announcement(self, bucket: Bucket, kind: FileKind, path: Path) -> bytes:
-        """The request that names a bucket; encoded anew only where its file is another one."""
         known = self._announced.get(bucket.index)
-        if known is None or known[0] != path:
-            known = path, self.link.receivers.announce_file(bucket, kind, path)
+        if known is None or known[0] != path:  # the request is encoded anew only if the file is another one
+            known = path, wire.update_request([bucket], load=wire.FromFile(kind, path))
             self._announced[bucket.index] = known
-        return known[1]
+        answers = [self.link.engine_port.load(engine, known[1]) for engine in self.engines]
+        return PendingFile(bucket, answers, self.arrived)
 
 
 class DirectoryTransport(FileTransport):
@@ -77,10 +73,12 @@ class DirectoryTransport(FileTransport):
     def open_directory(self) -> Path:
         """Where the files will be. Raises WeightSyncError."""
 
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
-        """See `FileTransport`."""
-        directory, receivers = self.open_directory(), self.link.receivers
-        return lambda engine: receivers.see(engine, directory)
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
+        """The directory."""
+        return wire.ReadDirectory(self.open_directory()), (
+            "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and "
+            "disk and delta for a weights.directory that all machines share"
+        )
 
 
 @dataclass

@@ -8,14 +8,14 @@ group is made, no rank of an engine waits for another engine, and one that is go
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import wire
 from mslime.network import own_address
 from mslime.remote_memory import End
 from mslime.weights.files import FileTransport
@@ -38,11 +38,10 @@ class MooncakeTransport(FileTransport):
         self._place = Path()
         self._largest = 0
 
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
         """Start this end; every engine is asked to read a few random bytes of it."""
-        link = self.link
         try:
-            self._end = End(own_address(engines[0].url), link.mooncake_over)
+            self._end = End(own_address(engines[0].url), self.link.mooncake_over)
             said = secrets.token_bytes(GREETING)
             self._share(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         except ImportError as error:
@@ -53,7 +52,10 @@ class MooncakeTransport(FileTransport):
             ) from error
         except OSError as error:
             raise _unusable(str(error), "see what Mooncake wrote to the log") from error
-        return lambda engine: link.receivers.reach(engine, self._place, said)
+        return wire.ReadMemory(self._place, said.hex()), (
+            "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
+            "weights.transport: broadcast"
+        )
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Note the largest of this sender's buckets: where its memory is to be, the first of them says."""

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from mslime.config.errors import WeightSyncError
+from mslime.engine_plugin import wire
 from mslime.weights.files import DirectoryTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
@@ -104,7 +105,8 @@ class ShmTransport(DirectoryTransport):
         """Let engines unmap the memory, and free it."""
         room, self._room = self._room, None
         if room is not None:
-            forgotten = [self.link.receivers.forget(engine, room.path.parent) for engine in self.engines]
+            forget = wire.ForgetDirectory(room.path.parent)
+            forgotten = [self.link.engine_port.ask(engine, forget) for engine in self.engines]
             wait(forgotten, timeout=self.link.deadline_s)
             os.close(room.file)
 

@@ -26,6 +26,8 @@ from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
+from mslime.engine_plugin import wire
+from mslime.tensor_sums import whole_sum
 from mslime.weights.buckets import (
     TORCH_DTYPES,
     convert,
@@ -45,9 +47,9 @@ from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import (
     CollectiveTransport,
+    EnginePort,
     Link,
     Moved,
-    Receivers,
     Transport,
     find_transport,
     group_name,
@@ -103,7 +105,7 @@ class SendReport:
         seconds: of the whole send, on the slowest rank.
         phases: where they went, by sender's global rank.
         changed: of the elements sent, the fraction that the version before had not; None where it is not known.
-        expected: where asked for, what an engine's ranks must together say of each tensor (`Receivers.digest`).
+        expected: where asked for, what an engine's ranks must together say of each tensor (`wire.Sums`).
     """
 
     version: int
@@ -123,7 +125,7 @@ class WeightSender:
         groups: from `make_groups`.
         params: gives this rank's parameters by canonical name; called anew for every sync.
         options: how to send.
-        receivers: the engines; None where nothing is sent, only exported. The sender closes them.
+        engine_port: the engines; None where nothing is sent, only exported. The sender closes them.
         on_bucket: called on senders with (buckets filled, buckets that it sends), for progress.
         values: what is sent and exported of these parameters; each is asked for when a bucket is filled with it.
         finish: how an export is completed, on one rank.
@@ -139,14 +141,14 @@ class WeightSender:
         groups: SyncGroups,
         params: NamedParams,
         options: SyncOptions,
-        receivers: Receivers | None = None,
+        engine_port: EnginePort | None = None,
         on_bucket: Callable[[int, int], None] | None = None,
         values: Callable[[Params], Params] = dict,
         finish: Finish | None = None,
     ) -> None:
         self._values, self._finish = values, finish or finish_checkpoint
         self._table, self._groups, self._params, self._options = table, groups, params, options
-        self._receivers, self._on_bucket = receivers, on_bucket
+        self._engine_port, self._on_bucket = engine_port, on_bucket
         if options.transport != AUTO:
             find_transport(options.transport)
         self._transport: Transport | None = None
@@ -207,29 +209,29 @@ class WeightSender:
         Raises:
             WeightSyncError: on every rank, naming the engine and its answer.
         """
-        assert self._receivers is not None, "a sender without receivers only exports"
+        assert self._engine_port is not None, "a sender without engine_port only exports"
         if group is None:
             group = self._exchange(f"{self._options.name}-{uuid.uuid4().hex[:8]}")[0]
-        transport = self._look_at(engines, self._receivers)
+        transport = self._look_at(engines, self._engine_port)
         for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
             if sender == self._groups.rank:
                 try:
-                    self._meet(self._receivers, group, transport)
+                    self._meet(self._engine_port, group, transport)
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
         said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
         self.engines = said[0][0]
         if any(needs_all for _, needs_all in said):
-            self._meet_each_other(self._receivers, group, transport)
+            self._meet_each_other(self._engine_port, group, transport)
 
-    def _meet_each_other(self, receivers: Receivers, group: str, transport: str) -> None:
+    def _meet_each_other(self, engine_port: EnginePort, group: str, transport: str) -> None:
         """Let every rank have the transport, and all of them meet. Collective. Raises WeightSyncError on every rank."""
         offer, failure = "", None
         try:
             if self._transport is None:
-                self._meet(receivers, group, transport)
+                self._meet(engine_port, group, transport)
             assert isinstance(self._transport, CollectiveTransport), "a transport is of one kind on every rank"
             offer = self._transport.offer()
         except WeightSyncError as error:
@@ -242,14 +244,14 @@ class WeightSender:
             failure = error
         self._raise_together("connect", failure)
 
-    def _look_at(self, engines: Sequence[Endpoint], receivers: Receivers) -> str:
+    def _look_at(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
         """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
         transport, failure = self._options.transport, None
         if self._groups.sends:
             try:
-                self.engines = tuple(map(receivers.describe, engines))
+                self.engines = tuple(map(engine_port.describe, engines))
                 if transport == AUTO:
-                    transport = transport_for(self.engines, receivers, self._options.deadline_s)
+                    transport = transport_for(self.engines, engine_port, self._options.deadline_s)
             except WeightSyncError as error:
                 failure = error
         said = self._agreed("connect", failure, transport)
@@ -260,12 +262,12 @@ class WeightSender:
             _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
         return transport
 
-    def _meet(self, receivers: Receivers, group: str, transport: str) -> None:
+    def _meet(self, engine_port: EnginePort, group: str, transport: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
         link = Link(
-            name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
+            name, options.backend, options.deadline_s, engine_port, group, rank, options.directory, senders,
             options.mooncake_over, self._groups.layout.world_size, options.bucket_bytes,
         )  # fmt: skip
         self._transport = make_transport(transport, link)
@@ -368,8 +370,8 @@ class WeightSender:
                 failure = failure or error
                 continue
             if flat is not None:
-                assert self._receivers is not None
-                sums |= {name: self._receivers.digest(tensor) for name, tensor in named_tensors(bucket, flat)}
+                named = named_tensors(bucket, flat)
+                sums |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named}
         self._raise_together("check", failure)
         return {name: each for found in self._exchange(sums) for name, each in found.items()}
 
@@ -433,7 +435,7 @@ class WeightSender:
         self._exchange(None)
 
     def sums(self) -> dict[str, str]:
-        """What engines must say of every tensor that is sent or exported (`Receivers.digest`). Collective."""
+        """What engines must say of every tensor that is sent or exported (`wire.Sums`). Collective."""
         return self._sums(self._values(dict(self._params())))
 
     @property
@@ -466,8 +468,8 @@ class WeightSender:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.disconnect()
-        if self._receivers is not None:
-            self._receivers.close()
+        if self._engine_port is not None:
+            self._engine_port.close()
         self.engines = ()
 
 

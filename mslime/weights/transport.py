@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mslime.config.choices import AUTO, FileKind, MooncakeOver
+from mslime.config.choices import AUTO, MooncakeOver
 from mslime.config.errors import ChangesRefused, WeightSyncError, sync_error
-from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
-from mslime.config.slices import HostSlices
+from mslime.config.keys import BucketVersion, Endpoint, EngineInfo
+from mslime.engine_plugin import wire
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 
@@ -38,123 +38,45 @@ TRANSPORTS: Mapping[str, str] = {
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
 
-class Receivers(Protocol):
+class EnginePort(Protocol):
     """The engines, as far as a sender needs them. Control hands it in: this room knows no engine by name.
 
-    Calls about weights are futures, because an engine answers when the weights have arrived. They raise
-    WeightSyncError, in the engine's own words.
+    Requests are records of the engine plug-in (`engine_plugin.wire`). Calls that weights wait for are futures, because
+    an engine answers when it has done what it was asked. They raise WeightSyncError, in the engine's own words.
     """
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         """What a running engine is. Raises WeightSyncError."""
         ...
 
-    def join(
-        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
-        lane: int | None = None, machine: int | None = None,
-    ) -> Future[None]:  # fmt: skip
-        """Let an engine's ranks, numbered from `rank` on, join the process group `name`, whose store is there.
+    def ask(
+        self, engine: EngineInfo, request: wire.Request | wire.OwnRequest, hint: str = ""
+    ) -> Future[wire.Answer | wire.Loaded]:
+        """Done when an engine has done what it is asked. `wire.Ping` asks whether it can take what its plug-in loads.
 
         Args:
-            lane: one rank on each machine joins: that which receives from the sender of this number.
-            machine: with `lane`, only the one on this machine of the engine.
+            hint: what the user can do if the engine cannot do it.
         """
         ...
 
-    def announce(self, bucket: AnnouncedBucket, group: str) -> bytes:
-        """The description of a bucket that is broadcast in the process group `group`, for `receive`; the same for every
-        engine and at every sync."""
-        ...
-
-    def announce_file(self, bucket: AnnouncedBucket, kind: FileKind, path: Path) -> bytes:
-        """The description of a bucket that lies in a file, for `receive`."""
-        ...
-
-    def announce_version(self, bucket: AnnouncedBucket, group: str, version: BucketVersion) -> bytes:
-        """The description of a bucket, or of changes of it, that is broadcast in the process group `group`, for
-        `receive`."""
-        ...
-
-    def can_take_changes(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that it can take changes by a broadcast."""
-        ...
-
-    def announce_relay(
-        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket],
-        senders: Sequence[Sequence[int]], cuts: str,
-    ) -> bytes:  # fmt: skip
-        """The description of a whole sync for `receive_all`, the same from every sender.
-
-        Args:
-            sync: names it.
-            lanes: the senders' process groups, in their order.
-            plan: names the buckets.
-            buckets: the plan's; empty where the engines know it.
-            senders: by bucket, the number of its lane.
-            cuts: name of what each machine keeps, where it is sent no more; empty: whole buckets are sent.
-        """
-        ...
-
-    def can_relay(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that its ranks can pass buckets on."""
-        ...
-
-    def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
-        """Done when an engine says that it can take buckets in files of this directory."""
-        ...
-
-    def reach(self, engine: EngineInfo, place: Path, said: bytes) -> Future[None]:
-        """Done when an engine has read these bytes in memory of this process (`mslime.remote_memory`)."""
-        ...
-
-    def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
-        """The description of a bucket that is handed to an engine's ranks on their own GPUs."""
-        ...
-
-    def can_take_handed(self, engine: EngineInfo) -> Future[None]:
-        """Done when an engine says that its ranks can take buckets that are handed to them."""
-        ...
-
-    def take_handed(self, engine: EngineInfo, addresses: Mapping[str, str]) -> Future[None]:
-        """Let an engine's ranks take what is handed to them; done when they have loaded all of it.
-
-        Args:
-            addresses: of who hands it out on each GPU, by the GPU.
-        """
-        ...
-
-    def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
-        """Let an engine unmap the files of this directory."""
-        ...
-
-    def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take a bucket that is announced, by a broadcast or from a file; done when all its ranks have
-        loaded it.
+    def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
+        """Done when all ranks of an engine have loaded what `update` (`wire.update_request`) announces.
 
         The future raises ChangesRefused where changes are announced and the engine has loaded nothing of them.
         """
         ...
 
-    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[HostSlices | None]:
-        """Let an engine take all of a sync; done when all its ranks have loaded it. What its machines keep of each
-        bucket, where that is news."""
-        ...
-
-    def leave(self, engine: EngineInfo, name: str) -> Future[None]:
-        """Let an engine's ranks leave the process group `name`."""
-        ...
-
-    def digest(self, tensor: torch.Tensor) -> str:
-        """What the ranks of an engine must together say of this whole tensor when weights are compared."""
-        ...
-
-    def checksum(self, tensor: torch.Tensor) -> int:
-        """Sum of a tensor's bytes by which an engine finds out whether changes of it are right; signed, of 64 bits."""
-        ...
-
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         ...
+
+
+def ask_all(
+    engine_port: EnginePort, engines: Sequence[EngineInfo], request: wire.Request, deadline_s: float, hint: str = ""
+) -> None:
+    """Return when all engines have done what they are asked, before the first bucket. Raises WeightSyncError."""
+    answers = [engine_port.ask(engine, request, hint) for engine in engines]
+    all_done(answers, "connect", f"{len(engines)} engines", deadline_s)
 
 
 @dataclass(frozen=True)
@@ -165,7 +87,7 @@ class Link:
         name: of this sender's connection; unique among the senders of all stages and runs that share an engine.
         backend: of process groups: `nccl` on GPUs, `gloo` on CPUs.
         deadline_s: for meeting the engines, and for each bucket.
-        receivers: the engines' requests. The caller closes them.
+        engine_port: the engines' requests. The caller closes them.
         group: what the names of all senders' connections begin with.
         rank: of this sender.
         directory: for weights in files; None where there is none (`weights.directory`), and where `delta` goes by
@@ -179,7 +101,7 @@ class Link:
     name: str
     backend: str
     deadline_s: float
-    receivers: Receivers
+    engine_port: EnginePort
     group: str = ""
     rank: int = 0
     directory: Path | None = None
@@ -397,7 +319,7 @@ def group_name(group: str, sender: int) -> str:
     return f"{group}-rank{sender}"
 
 
-def transport_for(engines: Sequence[EngineInfo], receivers: Receivers, deadline_s: float) -> str:
+def transport_for(engines: Sequence[EngineInfo], engine_port: EnginePort, deadline_s: float) -> str:
     """What `auto` comes to with these engines.
 
     `relay` where each is one rank that nobody has to pass a bucket on to: it then loads a bucket while the next one
@@ -409,7 +331,7 @@ def transport_for(engines: Sequence[EngineInfo], receivers: Receivers, deadline_
     if any(engine.ranks > 1 or engine.drafts for engine in engines):
         return "broadcast"
     try:
-        all_done([receivers.can_relay(engine) for engine in engines], "connect", f"{len(engines)} engines", deadline_s)
+        ask_all(engine_port, engines, wire.Ping(), deadline_s)
     except WeightSyncError as error:
         if error.field != "weights.transport":
             raise

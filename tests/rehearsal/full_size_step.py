@@ -49,7 +49,7 @@ from mslime.planner.plan import make_plan
 from mslime.planner.trainer import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Link
+from mslime.weights.transport import Link, Transport
 from tests.fixtures.full_size import make_hollow_checkpoint
 from tests.fixtures.launch_scripts import launch, published
 from tests.rehearsal.unwritten import Unwritten
@@ -238,7 +238,7 @@ class Arrived:
         self._flat = None
 
 
-class Nowhere:
+class Nowhere(Transport):
     """A transport whose buckets arrive as soon as the sender waits for them."""
 
     def __init__(self, link: Link) -> None: ...
@@ -252,7 +252,7 @@ class Nowhere:
 
 
 class OneEngine:
-    """Receivers of which the sender asks nothing but what they are."""
+    """An engine of which the sender asks nothing but what it is."""
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         return EngineInfo(engine.url, ranks=8)

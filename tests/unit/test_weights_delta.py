@@ -246,17 +246,21 @@ def test_after_two_refusals_in_a_row_a_bucket_goes_as_a_whole_from_then_on(
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_changes_whose_sums_are_others_are_refused(
-    engines: list[StandInEngine], transport: DeltaTransport, caplog: pytest.LogCaptureFixture, wrong: int
+    engines: list[StandInEngine],
+    transport: DeltaTransport,
+    caplog: pytest.LogCaptureFixture,
+    wrong: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    weights, right, asked = new_weights(), transport._checksum, list[int]()
+    weights, right, asked = new_weights(), weights_delta.word_sum, list[int]()
     deliver(transport, 1, weights)
 
     def of_another(tensor: torch.Tensor) -> int:
         asked.append(len(asked) % 3)
         return right(tensor) + (asked[-1] == wrong)
 
-    transport._checksum = of_another
+    monkeypatch.setattr(weights_delta, "word_sum", of_another)
     deliver_changes(engines, transport, 2, weights)
     assert "damaged" in caplog.text if wrong < 2 else "is not what was to be sent" in caplog.text
     assert caplog.text.count("goes as a whole") == len(BUCKETS)

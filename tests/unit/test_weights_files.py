@@ -207,7 +207,7 @@ def test_a_bucket_that_is_larger_than_those_before_gets_more_memory(
 KILLED = """
 import sys, time
 from pathlib import Path
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
@@ -215,7 +215,7 @@ from mslime.weights import contract, shm
 from mslime.weights.transport import Link
 
 shm.SHARED_MEMORY = Path(sys.argv[1])
-transport = shm.ShmTransport(Link("killed", "gloo", 5, SGLangReceivers(DeadlineConfig())))
+transport = shm.ShmTransport(Link("killed", "gloo", 5, SGLangPort(DeadlineConfig())))
 transport.connect([EngineInfo(sys.argv[2])])
 buckets = contract._buckets()
 transport.begin(1, buckets)

@@ -17,7 +17,7 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.engine_plugin import rdma
+from mslime.engine_plugin import rdma, wire
 from mslime.engine_plugin.bucket_files import Files, read_memory
 from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.engine_plugin.rdma import RdmaReader
@@ -80,9 +80,9 @@ def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEn
         transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
     place = first._place
     first.disconnect()
-    late = link.receivers.announce_file(BUCKETS[0], "remote", place)
+    late = wire.update_request([BUCKETS[0]], load=wire.FromFile("remote", place))
     with pytest.raises(WeightSyncError, match="cannot read .* bytes"):
-        link.receivers.receive(infos[0], late).result()
+        link.engine_port.load(infos[0], late).result()
     second.start(BUCKETS[1], contract._filled(BUCKETS[1], 1)).wait()
     second.disconnect()
 
