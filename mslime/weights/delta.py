@@ -18,7 +18,7 @@ from mslime.config.errors import ChangesRefused
 from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.tensor_sums import word_sum
 from mslime.weights.broadcast import BroadcastTransport
-from mslime.weights.disk import DiskTransport
+from mslime.weights.files import DiskTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport
 

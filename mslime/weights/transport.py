@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 TRANSPORTS: Mapping[str, str] = {
     "broadcast": "mslime.weights.broadcast:BroadcastTransport",
-    "shm": "mslime.weights.shm:ShmTransport",
-    "handles": "mslime.weights.handles:HandleTransport",
-    "disk": "mslime.weights.disk:DiskTransport",
+    "shm": "mslime.weights.memory:MemoryTransport",
+    "handles": "mslime.weights.memory:device_memory",
+    "disk": "mslime.weights.files:DiskTransport",
     "delta": "mslime.weights.delta:DeltaTransport",
     "relay": "mslime.weights.relay:RelayTransport",
     "mooncake": "mslime.weights.mooncake:MooncakeTransport",
