@@ -52,10 +52,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.backends.sglang.port import SGLangPort
-from mslime.config.choices import AUTO
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
+from mslime.config.transports import AUTO, TRAITS
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
@@ -64,7 +64,7 @@ from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
-from mslime.weights.transport import TRANSPORTS, Link
+from mslime.weights.transport import Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.conftest import serve
@@ -303,7 +303,7 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
     left_out = {"delta", "checkpoint_engine"}  # delta_sync.py has the changes; engines are not on the ranks' GPUs
     left_out |= {"mooncake"} if find_spec("mooncake") is None else set()
-    names = [name for name in TRANSPORTS if name not in left_out]
+    names = [name for name in TRAITS if name not in left_out]
     with senders_by_transport(names, rank, job, store) as (_, senders):
         found: dict[str, list[Update]] = {name: [] for name in names}
         for number in range(job.rounds):

@@ -73,16 +73,6 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-AUTO = "auto"
-"""The transport that is chosen when the engines are met: `relay` or `broadcast` (`weights.transport.transport_for`)."""
-
-TRANSPORT_NAMES = (AUTO, "broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake", "checkpoint_engine")
-"""Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
-
-MooncakeOver = Literal["rdma", "tcp"]
-"""What Mooncake's transfer engine reads memory over."""
-
-
 SHARES_AT_MOST = 1.25
 """How much ranks of an engine exchange at once (`relay`): shares of one bucket together, and what a rank takes, are at
 most so many times the largest bucket. It bounds the memory that they need."""

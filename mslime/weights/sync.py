@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import torch
 
-from mslime.config.choices import AUTO, MooncakeOver
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.transports import AUTO, FALLBACK, MooncakeOver
 from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
@@ -88,7 +88,7 @@ class SyncOptions:
     deadline_s: float
     name: str = "mslime"
     export_dtype: str | None = None
-    transport: str = "broadcast"
+    transport: str = FALLBACK
     directory: Path | None = None
     encoded: Encoded | None = None
     mooncake_over: MooncakeOver = "rdma"
@@ -256,8 +256,8 @@ class WeightSender:
                 failure = error
         said = self._agreed("connect", failure, transport)
         chosen = {said[sender] for sender in self._groups.senders.everyone()}
-        # Engines are asked by every sender, and one may have been replaced meanwhile: broadcast works with all.
-        transport = chosen.pop() if len(chosen) == 1 else "broadcast"
+        # Engines are asked by every sender, and one may have been replaced meanwhile.
+        transport = chosen.pop() if len(chosen) == 1 else FALLBACK
         if self._options.transport == AUTO and self._groups.rank == 0:
             _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
         return transport

@@ -1,9 +1,7 @@
-"""How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
+"""How a filled bucket reaches the engines: what a transport is, and what it asks engines.
 
-mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta`, `mooncake` and `checkpoint_engine`; `auto` is
-one of the first two.
-A user's is named `module:function` and called with a `Link`; `contract.check_transport` says whether it keeps what is
-promised here.
+`config.transports` lists mslime's own. A user's is named `module:function` and called with a `Link`;
+`contract.check_transport` tests whether it keeps what is promised here.
 """
 
 from __future__ import annotations
@@ -15,27 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mslime.config.choices import AUTO, MooncakeOver
 from mslime.config.errors import ChangesRefused, WeightSyncError, sync_error
 from mslime.config.keys import BucketVersion, Endpoint, EngineInfo
+from mslime.config.transports import AUTO, MooncakeOver, choose, traits_of
 from mslime.engine_plugin import wire
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 
 if TYPE_CHECKING:
     import torch
-
-TRANSPORTS: Mapping[str, str] = {
-    "broadcast": "mslime.weights.broadcast:BroadcastTransport",
-    "shm": "mslime.weights.memory:MemoryTransport",
-    "handles": "mslime.weights.memory:device_memory",
-    "disk": "mslime.weights.files:DiskTransport",
-    "delta": "mslime.weights.delta:DeltaTransport",
-    "relay": "mslime.weights.relay:RelayTransport",
-    "mooncake": "mslime.weights.mooncake:MooncakeTransport",
-    "checkpoint_engine": "mslime.weights.checkpoint_engine:CheckpointEngineTransport",
-}
-"""Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
 
 class EnginePort(Protocol):
@@ -322,21 +308,18 @@ def group_name(group: str, sender: int) -> str:
 def transport_for(engines: Sequence[EngineInfo], engine_port: EnginePort, deadline_s: float) -> str:
     """What `auto` comes to with these engines.
 
-    `relay` where each is one rank that nobody has to pass a bucket on to: it then loads a bucket while the next one
-    arrives, and takes part in as many process groups as with `broadcast`, with one other bucket in memory.
-
     Raises:
         WeightSyncError: an engine does not answer.
     """
-    if any(engine.ranks > 1 or engine.drafts for engine in engines):
-        return "broadcast"
-    try:
-        ask_all(engine_port, engines, wire.Ping(), deadline_s)
-    except WeightSyncError as error:
-        if error.field != "weights.transport":
-            raise
-        return "broadcast"  # a server that somebody else has started, without the plug-in
-    return "relay"
+    one_rank_each = all(engine.ranks == 1 and not engine.drafts for engine in engines)
+    if one_rank_each:
+        try:
+            ask_all(engine_port, engines, wire.Ping(), deadline_s)
+        except WeightSyncError as error:
+            if error.field != "weights.transport":
+                raise
+            one_rank_each = False  # a server that somebody else has started, without the plug-in
+    return choose(one_rank_each=one_rank_each)
 
 
 MakeTransport = Callable[[Link], Transport]
@@ -349,7 +332,7 @@ def find_transport(spec: str) -> MakeTransport:
         ConfigError: the function cannot be imported, or takes other arguments.
     """
     assert spec != AUTO, "transport_for says which one it is"
-    make = load_function(TRANSPORTS.get(spec, spec), "weights.transport")
+    make = load_function(traits_of(spec).made_by or spec, "weights.transport")
     check_parameters(make, spec, "weights.transport", "link")
     return make
 
