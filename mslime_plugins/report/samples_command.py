@@ -1,0 +1,159 @@
+"""`mslime samples RUN`: responses on a terminal, coloured by the weight version that sampled each token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from mslime.config.adapters import directories
+from mslime.config.errors import UserError
+from mslime.observe.samples import Sample, file_of, read_samples, recorded_steps
+from mslime_plugins.report.responses import facts, ordered, telling, versions_of, visible
+from mslime_plugins.report.sample_tokens import tokens_of
+
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to show.
+
+    Attributes:
+        step: as in the metrics; None: the newest.
+        evaluation: of held-out sets rather than of training.
+        set_name: of one held-out set; empty: of all.
+        order, count: the first so many by best, worst or longest; without an order a few of each kind.
+        kind: `truncated` or `continued`; empty: any.
+    """
+
+    step: int | None = None
+    evaluation: bool = False
+    set_name: str = ""
+    order: str = ""
+    count: int = 0
+    kind: str = ""
+
+
+def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool = False) -> None:
+    """Print what is wanted of a run's responses; as lines of JSON, as they are in the file.
+
+    Raises:
+        UserError: the run kept no responses, not of this step, or a file is damaged.
+    """
+    path, step = find_file(run_dir, wanted)
+    shown = select(path, wanted)
+    if as_json:
+        for row in shown:
+            print(json.dumps(row))
+        return
+    for row in shown:
+        console.print(_card(row))
+    if not shown:
+        console.print(f"step {step}: none of the responses in {path} is {_what(wanted)}", markup=False, highlight=False)
+    else:
+        console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
+
+
+def select(path: Path, wanted: Wanted) -> list[Sample]:
+    """The lines of a file that are wanted."""
+    rows = telling(path) if not (wanted.order or wanted.kind) else read_samples(path)
+    if wanted.set_name:
+        rows = _of_set(path, rows, wanted.set_name)
+    if wanted.kind == "truncated":
+        rows = (row for row in rows if row["status"] == "truncated")
+    elif wanted.kind == "continued":
+        rows = (row for row in rows if len(versions_of(row)) > 1)
+    return ordered(rows, wanted.order, wanted.count) if wanted.order else list(rows)
+
+
+def _of_set(path: Path, rows: Iterator[Sample] | Sequence[Sample], name: str) -> Iterator[Sample]:
+    found = (row for row in rows if row.get("set") == name)
+    first = next(found, None)
+    if first is None:
+        known = sorted({row.get("set") or "" for row in read_samples(path)})
+        raise UserError("--eval", name, f"{path} has no responses to it", f"there are {', '.join(known) or 'none'}")
+    return itertools.chain([first], found)
+
+
+def find_file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
+    """The file of the wanted step, and which step that is."""
+    if not run_dir.is_dir():
+        raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
+    steps = recorded_steps(run_dir, evaluation=wanted.evaluation)
+    what = "evaluation" if wanted.evaluation else "step"
+    if not steps and (adapters := directories(run_dir)[1:]):
+        raise UserError(
+            str(run_dir), None, "is of several adapters, and each has responses of its own",
+            f"name one of them: {', '.join(map(str, adapters))}",
+        )  # fmt: skip
+    if not steps:
+        raise UserError(
+            str(run_dir), None, f"holds no responses of any {what}",
+            "wait for the first; reinforcement learning keeps them, unless observe.save_rollouts is none",
+        )  # fmt: skip
+    step = steps[-1] if wanted.step is None else wanted.step
+    if step not in steps:
+        raise UserError("--step", step, f"no responses of this {what} are kept", f"there are: {_ranges(steps)}")
+    return file_of(run_dir, step, evaluation=wanted.evaluation), step
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`0, 10, 20 to 25`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _what(wanted: Wanted) -> str:
+    return {"truncated": "cut at the length limit", "continued": "of several weight versions"}.get(wanted.kind, "there")
+
+
+def _footer(path: Path, step: int, shown: Sequence[Sample]) -> str:
+    of = sum({row.get("set", ""): row["of"] for row in shown}.values())
+    return f"step {step}: {len(shown)} of {of} responses; the file is {path}"
+
+
+def _card(row: Sample) -> Group:
+    head = [f"step {row['step']}", *([f"set {name}"] if (name := row.get("set")) else []), f"group {row['group']}"]
+    title = visible(
+        " · ".join([*head, f"response {row['index']}", *([", ".join(row["kinds"])] if row["kinds"] else [])])
+    )
+    parts = [
+        Rule(Text(title, style="bold"), align="left", style="dim"),
+        Text(visible(" · ".join(facts(row))), style="dim"),
+        Padding(Text(visible(row["prompt"])), (0, 0, 0, 2)),
+        Padding(_coloured(row), (0, 0, 1, 2)),
+    ]
+    if row["error"]:
+        parts.append(Text(visible(row["error"]), style="red"))
+    return Group(*parts)
+
+
+def _coloured(row: Sample) -> Text:
+    """The response; what no policy sampled is dim, what is not trained in italics."""
+    versions = versions_of(row)
+    text = Text()
+    for (version, trained), together in itertools.groupby(
+        tokens_of(row), key=lambda token: (token.version, token.trained)
+    ):
+        plain = version is None
+        style = "dim" if plain else COLOURS[versions.index(version) % len(COLOURS)]
+        words = visible("".join(token.text for token in together))
+        text.append(words, style if trained or plain else f"{style} italic")
+    if len(versions) > 1:
+        text.append("\n")
+        for index, version in enumerate(versions):
+            text.append(f"[weights {version}] ", COLOURS[index % len(COLOURS)])
+    return text

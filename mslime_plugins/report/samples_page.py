@@ -1,0 +1,137 @@
+"""Responses in the report: what the page's script needs to show a few of some steps, token by token.
+
+The script writes text as text and never as HTML. What is shown is bounded (steps, tokens, characters, bytes in all),
+and the page says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mslime.config.errors import UserError
+from mslime.observe.samples import Sample, recorded_steps
+from mslime_plugins.report.responses import facts, telling_of_step, visible
+from mslime_plugins.report.sample_tokens import Token, tokens_of
+
+STEPS, EVALUATIONS = 8, 4
+BYTES, EVALUATION_BYTES = 1_500_000, 500_000
+TOKENS_A_SIDE, CHARACTERS_A_SIDE = 400, 2000
+Chosen = dict[str, Any]
+"""What the script reads, as JSON."""
+
+_FRAME = """<section id="samples-section"><h2>Samples</h2><p class="lead">{lead}</p>
+<figure class="card wide" id="samples"><div class="chooser">
+<label>step <select data-of="step"></select></label><label>group <select data-of="group"></select></label>
+<label>response <select data-of="sample"></select></label>
+<fieldset><legend>colour by</legend>
+<label><input type="radio" name="by" value="version" checked> weights</label>
+<label><input type="radio" name="by" value="difference"> difference</label>
+<label><input type="radio" name="by" value="mask"> mask</label></fieldset></div>
+<p class="known"></p><div class="legend"></div><div class="sample"></div></figure></section>"""
+
+
+def samples_section(data: Chosen) -> str:
+    """The empty frame that the script fills; empty without a response."""
+    return _FRAME.replace("{lead}", data["bound"]) if data["steps"] else ""
+
+
+def samples_data(run_dir: Path) -> tuple[Chosen, str]:
+    """(what the script shows, what is missing of it)."""
+    try:
+        steps, left_out = _bounded(run_dir, STEPS, BYTES, evaluation=False)
+        evaluations, more = _bounded(run_dir, EVALUATIONS, EVALUATION_BYTES, evaluation=True)
+    except UserError as error:
+        return {"steps": [], "bound": ""}, f"responses ({error.field}: {error.rule})"
+    found, count = [*steps, *evaluations], sum(len(step["samples"]) for step in [*steps, *evaluations])
+    said = (
+        f"{count} responses of {len(found)} steps and evaluations: those that the run kept to show them best, of at "
+        f"most {STEPS} steps and {EVALUATIONS} evaluations, together at most {(BYTES + EVALUATION_BYTES) / 1e6:g} MB"
+        + (f" ({left_out + more} more did not fit)" if left_out + more else "")
+        + f"; of long ones the first and last {TOKENS_A_SIDE} tokens. Move over a token to see where it came from. On "
+        "a terminal: <code>mslime inspect RUN</code>; others: <code>mslime samples RUN</code>."
+    )
+    return {"steps": found, "bound": said}, "" if found else "responses (rollouts/)"
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, the first and the last among them."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _bounded(run_dir: Path, most: int, total: int, *, evaluation: bool) -> tuple[list[Chosen], int]:
+    """(at most so many steps with the responses that fit, the newest first; how many did not).
+
+    Each step has the same share of the bytes, and what the newer ones left of theirs.
+    """
+    chosen = _spread(recorded_steps(run_dir, evaluation=evaluation), most)
+    out: list[Chosen] = []
+    used = left_out = 0
+    for place, step in enumerate(reversed(chosen), start=1):
+        fitting: list[Chosen] = []
+        for row in telling_of_step(run_dir, step, evaluation=evaluation):
+            shown = sample_data(row)
+            size = len(json.dumps(shown).replace("<", "\\u003c"))
+            if used + size <= total * place // len(chosen):
+                used += size
+                fitting.append(shown)
+            else:
+                left_out += 1
+        title = f"evaluation after step {step}" if evaluation else f"step {step}"
+        out += [{"title": title, "samples": fitting}] if fitting else []
+    return out, left_out
+
+
+def sample_data(row: Sample) -> Chosen:
+    """A response for the script: what is known of it, its sources, and its tokens as [text, source, position, id,
+    log-prob, trainer's log-prob, in a tool call, ids that it was drawn from]; [text, source] stands for those that are
+    not shown."""
+    shown = tokens_of(row)
+    if len(shown) > 2 * TOKENS_A_SIDE:
+        words = f" [... {len(shown) - 2 * TOKENS_A_SIDE} tokens not shown ...] "
+        gap = dataclasses.replace(shown[TOKENS_A_SIDE - 1], text=words, id=None)
+        shown = [*shown[:TOKENS_A_SIDE], gap, *shown[-TOKENS_A_SIDE:]]
+    sources: dict[tuple[Any, ...], int] = {}
+    tokens = [_token(token, sources.setdefault(_source(token), len(sources))) for token in shown]
+    keys = ("turn", "outside", "version", "age", "engine", "trained")
+    return {
+        "group": group_name(row),
+        "name": visible(f"{row['index']}: {', '.join(row['kinds'])}" + _reward(row)),
+        "known": visible(" · ".join(facts(row))),
+        "error": visible(row["error"]),
+        "prompt": visible(_cut(row["prompt"])),
+        "sources": [dict(zip(keys, source, strict=True)) for source in sources],
+        "tokens": tokens,
+        "routes": row.get("routes"),
+    }
+
+
+def group_name(row: Sample) -> str:
+    """What the group is called: its number, and the held-out set it belongs to."""
+    return visible(f"{name}, {row['group']}" if (name := row.get("set")) else str(row["group"]))
+
+
+def _reward(row: Sample) -> str:
+    return "" if row["reward"] is None else f" ({row['reward']:g})"
+
+
+def _source(token: Token) -> tuple[Any, ...]:
+    return token.turn, token.outside, token.version, token.age, visible(token.engine), token.trained
+
+
+def _token(token: Token, source: int) -> list[Any]:
+    text = visible(token.text)
+    if token.id is None:
+        return [text, source]
+    known = [token.position, token.id, token.log_prob, token.trainer_log_prob, int(token.in_call), token.support]
+    return [text, source, *known]
+
+
+def _cut(text: str) -> str:
+    out = len(text) - 2 * CHARACTERS_A_SIDE
+    return text if out <= 0 else f"{text[:CHARACTERS_A_SIDE]} [... {out} characters ...] {text[-CHARACTERS_A_SIDE:]}"

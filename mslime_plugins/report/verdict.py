@@ -1,0 +1,402 @@
+"""The first thing that the report says: sentences made from the numbers, by rules whose thresholds are stated.
+
+A rule speaks when its threshold is passed; rules that had data and nothing to say are named together. `early` and
+`late` are means over the first and the last fifth of the steps that have a metric. Of a long run the last
+fiftieth (at least ten steps) counts as late, too, where it is worse: a fifth of 5,000 steps hides the death of 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean, median, pvariance
+from typing import Literal
+
+from mslime.config.algorithm import LossTraits, loss_traits
+from mslime.observe.rows import Row, total
+from mslime_plugins.report.charts import filled
+from mslime_plugins.report.headline import short
+
+Tone = Literal["good", "note", "bad"]
+Said = tuple[Tone, str] | None
+
+FEWEST = 10
+"""Steps from which on early and late are compared."""
+LATELY = 0.02
+REWARD_ERRORS = 2.0
+FALLEN_ERRORS = 4.0
+"""More than of `REWARD_ERRORS`: the best of many windows is above the mean by chance, too."""
+FALLEN_PART = 1 / 3
+ACCURACY_BY = 0.02
+ACCURACY_LOST = 0.5
+OVERFIT_BY = 0.02
+SIGNAL_SHARE = 0.5
+ENTROPY_PART = 1 / 3
+TRUNCATED = 0.1
+MISMATCH, MISMATCH_HIGH = 0.001, 0.01
+CLIPPED = 0.2
+CORRECTED = 0.1
+DROPPED = 0.1
+IDLE = 0.5
+SPIKE = 100.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One question about a run.
+
+    Attributes:
+        topic: what it is about; of rules with nothing to say only this is shown.
+        chart: id of the chart to look at.
+        threshold: when it speaks, in words.
+        advice: what to do then.
+        needs: metrics of which one must have been recorded; templates of `names.METRICS`.
+        judge: the sentence, or None when the threshold is not passed.
+        unless: losses of which the question is not asked.
+    """
+
+    topic: str
+    chart: str
+    threshold: str
+    advice: str
+    needs: Sequence[str]
+    judge: Callable[[Sequence[Row]], Said]
+    unless: Callable[[LossTraits], bool] = lambda loss: False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that spoke. `advice` is empty when all is well."""
+
+    rule: Rule
+    tone: Tone
+    text: str
+
+    @property
+    def advice(self) -> str:
+        """What to do; nothing when the news is good."""
+        return "" if self.tone == "good" else self.rule.advice
+
+
+def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[Finding], list[str]]:
+    """(what is to be said, topics that are within their thresholds).
+
+    Args:
+        loss: `algorithm.loss` of the run; empty where it is not known.
+    """
+    findings: list[Finding] = []
+    quiet: list[str] = []
+    for rule in RULES:
+        if rule.unless(loss_traits(loss)):
+            continue
+        if not any(row.get(name) is not None for t in rule.needs for name, _ in filled(t, rows) for row in rows):
+            continue
+        said = rule.judge(rows)
+        if said is None:
+            quiet.append(rule.topic)
+        else:
+            findings.append(Finding(rule, *said))
+    return findings, quiet
+
+
+def values_of(rows: Sequence[Row], name: str) -> list[float]:
+    """The recorded values of a metric, in order of the steps."""
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _fifth(values: Sequence[float]) -> int:
+    return max(1, len(values) // 5)
+
+
+def early(values: Sequence[float]) -> float:
+    """Mean over the first fifth."""
+    return fmean(values[: _fifth(values)])
+
+
+def late(values: Sequence[float]) -> float:
+    """Mean over the last fifth."""
+    return fmean(values[-_fifth(values) :])
+
+
+def lately(values: Sequence[float]) -> float:
+    """Mean over the last fiftieth, at least ten values; of a short run over the last fifth."""
+    return fmean(values[-min(_window(values), _fifth(values)) :])
+
+
+def _window(values: Sequence[float]) -> int:
+    return max(FEWEST, int(len(values) * LATELY))
+
+
+def _trend(values: Sequence[float]) -> tuple[float, float]:
+    """(late less early, its standard error)."""
+    n = _fifth(values)
+    return late(values) - early(values), ((pvariance(values[:n]) + pvariance(values[-n:])) / n) ** 0.5
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+# The rules
+
+
+def _reward(rows: Sequence[Row]) -> Said:
+    values = values_of(rows, "reward/mean")
+    if len(values) < FEWEST:
+        return "note", f"{len(values)} steps are too few to say whether the reward rises; {FEWEST} are needed."
+    (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g}"
+    if abs(change) <= REWARD_ERRORS * error or change == 0:
+        return "bad", f"The reward did not move: {numbers}, {change:+.2g}, with a standard error of {error:.2g}."
+    if change < 0:
+        return "bad", f"The reward fell {numbers}."
+    fallen = _fallen([row for row in rows if row.get("reward/mean") is not None])
+    if fallen:
+        return "bad", f"The reward rose {numbers}, and then fell: {fallen}."
+    return "good", f"The reward rose {numbers}."
+
+
+def _fallen(rows: Sequence[Row]) -> str:
+    """How far the last steps are below the best stretch of as many; empty where that is no more than noise."""
+    values = [row["reward/mean"] for row in rows]
+    n = _window(values)
+    if len(values) < 2 * n:
+        return ""
+    sums = [0.0, *accumulate(values)]
+    means = [(sums[end] - sums[end - n]) / n for end in range(n, len(values) + 1)]
+    best, last = max(means), fmean(values[-n:])
+    rounding = 1e-9 * abs(best)
+    start = max(i for i, mean in enumerate(means) if mean >= best - rounding)
+    error = ((pvariance(values[start : start + n]) + pvariance(values[-n:])) / n) ** 0.5
+    if best - last <= max(FALLEN_ERRORS * error, FALLEN_PART * (best - min(means)), rounding):
+        return ""
+    until = rows[start + n - 1]["step"]
+    return f"{last:.3g} in the last {n} steps, {best:.3g} in the {n} up to step {until}"
+
+
+def _accuracy(rows: Sequence[Row]) -> Said:
+    parts: list[str] = []
+    changes: list[float] = []
+    lost = False
+    for name, open_part in filled("eval/{set}/accuracy", rows):
+        found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+        if len(found) < 2:
+            continue
+        (first, _), (last, _), (highest, at) = found[0], found[-1], max(found)
+        lost = lost or highest - last > max(ACCURACY_BY, ACCURACY_LOST * (highest - first))
+        changes.append(last - first)
+        parts.append(f"{open_part['set']} from {first:.3g} to {last:.3g}, highest {highest:.3g} after step {at}")
+    if not parts:
+        return None
+    tone: Tone = "bad" if lost else "good" if max(changes) > ACCURACY_BY else "note"
+    return tone, f"Held-out accuracy, first to last evaluation: {'; '.join(parts)}."
+
+
+def _held_out_loss(rows: Sequence[Row]) -> Said:
+    parts: list[str] = []
+    overfit = False
+    for name, open_part in filled("eval/{set}/nll", rows):
+        found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+        if len(found) < 2:
+            continue
+        (lowest, at), (last, _) = min(found), found[-1]
+        overfit = overfit or last > lowest * (1 + OVERFIT_BY)
+        parts.append(f"{open_part['set']} from {found[0][0]:.3g} to {last:.3g}, lowest {lowest:.3g} after step {at}")
+    return ("bad" if overfit else "good", f"Held-out loss: {'; '.join(parts)}.") if parts else None
+
+
+def _nll(rows: Sequence[Row]) -> Said:
+    values = values_of(rows, "loss/nll")
+    if len(values) < FEWEST:
+        return None
+    (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g} nats a token"
+    if (risen := lately(values)) > max(early(values), late(values)):
+        return "bad", f"The negative log-likelihood is {risen:.3g} nats a token lately, above its beginning: {numbers}."
+    if change < -REWARD_ERRORS * error:
+        return "good", f"The negative log-likelihood fell {numbers}."
+    return "bad", f"The negative log-likelihood did not fall: {numbers}."
+
+
+def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said:
+    """What to say of a share that is above its limit, late or lately; it stands for the `{}` of `what`."""
+    share = max(late(values), lately(values)) if values else 0.0
+    return None if share <= limit else (tone, what.format(_percent(share)))
+
+
+def _signal(rows: Sequence[Row]) -> Said:
+    what = "{} of the last groups teach nothing: all their responses have one reward."
+    return _above(values_of(rows, "reward/zero_variance_share"), SIGNAL_SHARE, "note", what)
+
+
+def _entropy(rows: Sequence[Row]) -> Said:
+    values = values_of(rows, "entropy/mean") or values_of(rows, "loss/entropy")
+    if len(values) < FEWEST or (last := min(late(values), lately(values))) >= early(values) * ENTROPY_PART:
+        return None
+    return "bad", f"Entropy collapses: from {early(values):.3g} to {last:.3g} nats."
+
+
+def _truncated(rows: Sequence[Row]) -> Said:
+    what = "{} of the last responses were cut at the length limit."
+    return _above(values_of(rows, "rollout/truncated"), TRUNCATED, "bad", what)
+
+
+def _mismatch(rows: Sequence[Row]) -> Said:
+    values = values_of(rows, "mismatch/kl")
+    last = max(late(values), lately(values))
+    if last <= MISMATCH:
+        return None
+    return "bad" if last > MISMATCH_HIGH else "note", f"Sampler and trainer disagree by {last:.2g} nats."
+
+
+def _clipped(rows: Sequence[Row]) -> Said:
+    sides = ("loss/clip_fraction_below", "loss/clip_fraction_above")
+    shares = [sum(row.get(name) or 0.0 for name in sides) for row in rows if row.get(sides[0]) is not None]
+    what = "The loss's trust region bounded {} of the last tokens."
+    return _above(shares or values_of(rows, "loss/clip_fraction"), CLIPPED, "bad", what)
+
+
+def _corrected(rows: Sequence[Row]) -> Said:
+    names = ("correction/clipped_fraction", "correction/masked_fraction")
+    shares = [sum(row.get(name) or 0.0 for name in names) for row in rows if row.get(names[0]) is not None]
+    return _above(shares, CORRECTED, "note", "The correction bounded or masked {} of the last tokens.")
+
+
+def _dropped(rows: Sequence[Row]) -> Said:
+    dropped, generated = total(rows, "ledger/dropped_tokens"), total(rows, "ledger/generated_tokens")
+    if not dropped or not generated or dropped / generated <= DROPPED:
+        return None
+    reasons = {
+        parts["reason"]: total(rows, name) or 0 for name, parts in filled("ledger/dropped/{reason}_tokens", rows)
+    }
+    main = max(reasons, key=lambda reason: reasons[reason], default="")
+    why = f", most of them for `{main}`" if main else ""
+    return "note", f"{short(dropped)} tokens, {_percent(dropped / generated)} of those generated, were dropped{why}."
+
+
+def _idle_trainers(rows: Sequence[Row]) -> Said:
+    share = fmean(values_of(rows, "idle/trainers"))
+    return None if share <= IDLE else ("note", f"Trainer ranks did nothing in {_percent(share)} of a step, on average.")
+
+
+def _idle_engines(rows: Sequence[Row]) -> Said:
+    share = fmean(values_of(rows, "idle/engines"))
+    return None if share <= IDLE else ("note", f"Engines did nothing in {_percent(share)} of a step, on average.")
+
+
+def _spikes(rows: Sequence[Row]) -> Said:
+    lost = [row["step"] for row in rows if "grad_norm" in row and row["grad_norm"] is None]
+    if lost:
+        return "bad", f"The gradient was not finite in {len(lost)} steps, first in step {lost[0]}."
+    norms = [(row["grad_norm"], row["step"]) for row in rows if row.get("grad_norm") is not None]
+    largest, step = max(norms)
+    if len(norms) < FEWEST or largest <= SPIKE * median(norm for norm, _ in norms):
+        return None
+    return (
+        "note",
+        f"The gradient norm of step {step} is {largest:.3g}; the median is {median(n for n, _ in norms):.3g}.",
+    )
+
+
+def _reward_errors(rows: Sequence[Row]) -> Said:
+    errors = total(rows, "reward/errors")
+    return ("bad", f"{errors:.0f} rewards raised, hung or were not finite.") if errors else None
+
+
+def _coverage(rows: Sequence[Row]) -> Said:
+    lowest = min(row["replay/coverage"] + row.get("replay/too_old", 0.0) for row in rows if "replay/coverage" in row)
+    if lowest > 1.0 - 1e-9:  # the two shares are rounded each for itself
+        return None
+    return "bad", f"In a step only {_percent(lowest)} of the routes were replayed, or left out for their age."
+
+
+RULES = (
+    Rule(
+        "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls; or rose, "
+        f"and is lately below its best by {FALLEN_ERRORS:g} standard errors and {_percent(FALLEN_PART)} of its range",
+        "Read the worst responses: is the reward what you meant, can the model earn it? Else raise train.lr. After "
+        "a fall: continue from a checkpoint before it, with a lower train.lr.",
+        ("reward/mean",), _reward,
+    ),
+    Rule(
+        "held-out accuracy", "accuracy",
+        f"always; bad when it has lost over {ACCURACY_BY:g} and {_percent(ACCURACY_LOST)} of its gain",
+        "A reward that rises without it is gamed or learnt by heart: read the best responses.",
+        ("eval/{set}/accuracy",), _accuracy,
+    ),
+    Rule(
+        "held-out loss", "held-out-loss", f"always; bad when it ends more than {_percent(OVERFIT_BY)} above its lowest",
+        "The model learns its rows by heart: stop there (checkpoint.keep_best keeps the step), or lower train.lr.",
+        ("eval/{set}/nll",), _held_out_loss,
+    ),
+    Rule(
+        "negative log-likelihood", "loss", "always in supervised training; bad when it does not fall",
+        "Change train.lr, and look whether labels follow from prompts.", ("loss/nll",), _nll,
+    ),
+    Rule(
+        "groups without a signal", "groups", f"more than {_percent(SIGNAL_SHARE)} of the groups, late",
+        "Take harder prompts if the reward is high, easier ones if it is low, or set rollout.dynamic_filter.",
+        ("reward/zero_variance_share",), _signal,
+    ),
+    Rule(
+        "entropy", "entropy", f"late below {_percent(ENTROPY_PART)} of early",
+        "Fine if the task is solved. Else raise algorithm.clip_high or algorithm.entropy_coef, or lower train.lr.",
+        ("entropy/mean", "loss/entropy"), _entropy,
+    ),
+    Rule(
+        "truncation", "length", f"more than {_percent(TRUNCATED)} of the responses, late",
+        "Raise rollout.max_response_tokens, or penalise length (reward.overlong).",
+        ("rollout/truncated",), _truncated,
+    ),
+    Rule(
+        "mismatch", "mismatch", f"KL above {MISMATCH:g} nats, late; bad above {MISMATCH_HIGH:g}",
+        "If it climbs with staleness, lower rollout.max_staleness. If not, engine and trainer compute differently.",
+        ("mismatch/kl",), _mismatch,
+    ),
+    Rule(
+        "clipped tokens", "clip",
+        f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds much by design",
+        "Updates leave the trust region: lower train.lr or train.optimizer_steps_per_rollout.",
+        ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped, lambda loss: loss.clips_much,
+    ),
+    Rule(
+        "corrected tokens", "correction", f"more than {_percent(CORRECTED)} of the tokens, late",
+        "What is trained is far from what was sampled: lower rollout.max_staleness, and look at the mismatch.",
+        ("correction/clipped_fraction",), _corrected,
+    ),
+    Rule(
+        "dropped tokens", "ledger", f"more than {_percent(DROPPED)} of what was generated",
+        "They were paid for and not used. stale: raise rollout.max_staleness or keep them. A filter: other prompts.",
+        ("ledger/dropped_tokens",), _dropped,
+    ),
+    Rule(
+        "idle trainers", "idle", f"more than {_percent(IDLE)} of the time",
+        "Raise rollout.max_staleness, give the engines more GPUs, or evaluate less often.",
+        ("idle/trainers",), _idle_trainers,
+    ),
+    Rule(
+        "idle engines", "idle", f"more than {_percent(IDLE)} of the time",
+        "Raise rollout.max_staleness, or give the trainer more GPUs.", ("idle/engines",), _idle_engines,
+    ),
+    Rule(
+        "gradient norm", "grad-norm", f"not finite, or more than {SPIKE:g} times its median",
+        "docs/report.md says where single spikes come from. Several: lower train.lr.", ("grad_norm",), _spikes,
+    ),
+    Rule(
+        "reward errors", "reward", "any", "The messages are in logs/rollouts.log; see reward.on_error.",
+        ("reward/errors",), _reward_errors,
+    ),
+    Rule(
+        "routing replay", "agreement", "less than all routes replayed, those beyond train.replay_max_age aside",
+        "Routes were lost on the way from the engine; please report it.", ("replay/coverage",), _coverage,
+    ),
+)  # fmt: skip
+
+
+def markdown() -> str:
+    """The rules as the table of docs/report.md."""
+    rows = [f"| {rule.topic} | {rule.threshold} | {rule.advice} |" for rule in RULES]
+    return "\n".join(["| topic | it speaks when | what to do |", "|---|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

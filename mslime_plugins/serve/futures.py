@@ -1,0 +1,162 @@
+"""Requests that have been taken, and their answers, which clients ask for by id.
+
+A request is taken once: sent again, with the same id, it is the same future. Those of one model are done in the order
+of their numbers, whatever order they come in, as the SDK sends parts of a batch side by side and the first one last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import orjson
+
+from mslime.config.errors import UserError
+from mslime_plugins.serve.errors import BUSY, ServeError, category_of
+
+KEPT_S = 300.0
+"""An answer that was fetched is kept so long, for a client whose connection broke in it."""
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The body of a finished request, and what it is."""
+
+    body: bytes
+    kind: str = JSON
+
+    @classmethod
+    def of(cls, **values: object) -> Answer:
+        """Of JSON values."""
+        return cls(orjson.dumps(values))
+
+    @classmethod
+    def failed(cls, error: Exception) -> Answer:
+        """What the SDK raises as RequestFailedError."""
+        told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return cls.of(error=told, category=category_of(error))
+
+
+Work = Callable[[], Awaitable[Answer]]
+
+
+@dataclass
+class Future:
+    """A request: of whom it is, its answer, and when that was first fetched."""
+
+    owner: str
+    task: asyncio.Task[Answer]
+    fetched: float | None = None
+
+
+class Turns:
+    """Numbers in order: who has one waits until those before it are done."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._moved = asyncio.Event()
+
+    async def wait(self, number: int) -> None:
+        """Return when it is `number`'s turn."""
+        while number > self._next:
+            await self._moved.wait()
+
+    def done(self, number: int) -> None:
+        """It is the next one's turn."""
+        self._next = max(self._next, number + 1)
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+@dataclass
+class Futures:
+    """All requests of a server.
+
+    Args:
+        most: unfinished ones.
+    """
+
+    most: int
+    _all: dict[str, Future] = field(default_factory=dict[str, Future])
+    _running: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
+
+    def take(self, request_id: str, owner: str, work: Work, turn: tuple[Turns, int] | None = None) -> str:
+        """Begin a request, unless it was begun before; its id.
+
+        Args:
+            owner: model or session: `drop` forgets all requests of one.
+            turn: of the model's requests.
+
+        Raises:
+            ServeError: there are too many (HTTP 429, which the SDK answers by waiting).
+        """
+        if request_id in self._all:
+            return request_id
+        if self.unfinished >= self.most:
+            raise ServeError("requests", self.unfinished, "so many wait already (serve.max_requests)",
+                             "come again later", BUSY)  # fmt: skip
+        task = asyncio.create_task(_answered(request_id, work, turn), name=request_id)
+        self._all[request_id] = Future(owner, task)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return request_id
+
+    @property
+    def unfinished(self) -> int:
+        """How many wait or run."""
+        return len(self._running)
+
+    async def fetch(self, request_id: str, patience_s: float) -> Answer | None:
+        """A request's answer; None where it is not there within `patience_s`. Raises KeyError for an unknown one."""
+        future = self._all[request_id]
+        await asyncio.wait([future.task], timeout=patience_s)
+        if not future.task.done():
+            return None
+        future.fetched = future.fetched or time.monotonic()
+        if future.task.cancelled():
+            return Answer.of(error="the request was cancelled", category="user")
+        return future.task.result()
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request, if it is there."""
+        if request_id in self._all:
+            self._all[request_id].task.cancel()
+
+    async def drop(self, owner: str) -> None:
+        """Stop and forget all requests of an owner."""
+        mine = {rid: future for rid, future in self._all.items() if future.owner == owner}
+        for future in mine.values():
+            future.task.cancel()
+        if mine:
+            await asyncio.wait([future.task for future in mine.values()])
+        for rid in mine:
+            del self._all[rid]
+
+    def forget_fetched(self) -> None:
+        """Forget answers that were fetched long ago."""
+        now = time.monotonic()
+        old = [rid for rid, each in self._all.items() if each.fetched is not None and now - each.fetched > KEPT_S]
+        for rid in old:
+            del self._all[rid]
+
+
+async def _answered(request_id: str, work: Work, turn: tuple[Turns, int] | None) -> Answer:
+    begin = time.monotonic()
+    try:
+        if turn is not None:
+            await turn[0].wait(turn[1])
+        answer = await work()
+    except Exception as error:  # told to the client, whatever it is
+        level = logging.INFO if category_of(error) == "user" else logging.ERROR
+        _log.log(level, "%s failed: %s", request_id, error, exc_info=not isinstance(error, UserError))
+        return Answer.failed(error)
+    finally:
+        if turn is not None:
+            turn[0].done(turn[1])
+    _log.info("%s: done in %.2f s", request_id, time.monotonic() - begin)
+    return answer

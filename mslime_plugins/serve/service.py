@@ -1,0 +1,409 @@
+"""What requests mean: sessions, adapters that are trained, samplers, and what is saved. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mslime.config.errors import CheckpointError, TrainerError
+from mslime.config.serve import AdamParams, ServeConfig
+from mslime_plugins.serve import bodies
+from mslime_plugins.serve.backend import AdapterAsk, Engines, PassAsk, Trainer
+from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
+from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.futures import PROTOBUF, Answer, Futures, Work
+from mslime_plugins.serve.passes import GradientPasses
+from mslime_plugins.serve.sampling import sample_ask
+from mslime_plugins.serve.sessions import Model, Sampler, Session, Sessions
+from mslime_plugins.serve.states import Saved, States
+
+T = TypeVar("T")
+EXPIRED_S = 60.0
+"""What was saved for a time is looked for so often."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        names: under which clients may ask for the base; the first is what they are told.
+        tokenizer: its directory. architecture: of config.json.
+        limits: token ids and positions. max_rank: `lora.rank`. attention, mlp: layers that may have adapters.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: str
+    architecture: str
+    limits: Limits
+    max_rank: int
+    attention: bool = True
+    mlp: bool = True
+
+
+class Service:
+    """Everything that clients can ask for.
+
+    Args:
+        root: where what is saved lies.
+        note: told of clients that come and go.
+        together: gradient passes that wait for the trainer share one.
+    """
+
+    def __init__(
+        self, served: Served, settings: ServeConfig, trainer: Trainer, engines: Engines, root: Path,
+        note: Callable[[str], None] = lambda _: None, *, together: bool = False,
+    ) -> None:  # fmt: skip
+        self.served, self.settings = served, settings
+        self._trainer, self._engines, self._note = trainer, engines, note
+        self.sessions, self.states = Sessions(), States(root)
+        self.futures = Futures(settings.max_requests)
+        self._looked = 0.0  # when what was saved was last looked through
+        self._training = asyncio.Lock()  # the trainer does one thing at a time; waiting clients take turns
+        self._passes = GradientPasses(trainer, self._training, together)
+
+    def describe(self) -> str:
+        """What is going on, in a line."""
+        clients, adapters = len(self.sessions.all), len(self.sessions.models)
+        return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} request(s) under way"
+
+    # ----------------------------------------------------------------------------------------------------- sessions
+
+    def open_session(self, body: bodies.CreateSession) -> Session:
+        """A client has come."""
+        session = self.sessions.open(body.user_metadata, body.display_name)
+        named = f" ({body.display_name})" if body.display_name else ""
+        self._note(f"client {session.session_id[:8]}{named} has come, tinker {body.sdk_version}")
+        return session
+
+    async def end_session(self, session_id: str, why: str) -> None:
+        """Forget a client: its requests, its adapters, and samplers that were saved for it alone."""
+        session = self.sessions.close(session_id)
+        if session is None:
+            return
+        for owner in (session_id, *session.models, *session.samplers):
+            await self.futures.drop(owner)
+        for model in session.models.values():
+            if model.ready:
+                await self._train(self._trainer.free(model.model_id))
+        for sampler in session.samplers.values():
+            if sampler.own and sampler.adapter is not None:
+                await self._engines.forget(sampler.adapter)
+                shutil.rmtree(sampler.adapter, ignore_errors=True)
+        self._note(f"client {session_id[:8]} is gone ({why}): {len(session.models)} adapter(s) freed")
+
+    async def tidy(self) -> None:
+        """Let go of clients without a sign of life, of old answers, and of what was saved for a time."""
+        for session in self.sessions.silent(self.settings.silence_s):
+            await self.end_session(session.session_id, f"no sign of life for {self.settings.silence_s:g} s")
+        self.futures.forget_fetched()
+        if time.monotonic() - self._looked > EXPIRED_S:
+            self._looked = time.monotonic()
+            for saved in list(self.states.expired()):
+                await self.remove(saved.path)
+
+    async def remove(self, path: str) -> None:
+        """Delete what was saved. Raises ServeError where nothing is."""
+        directory = self.states.directory(path)
+        self.states.remove(path)
+        await self._engines.forget(directory)
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def create_model(self, body: bodies.CreateModel) -> tuple[str, str]:
+        """(id of the request, id of the model)."""
+        self._check_base(body.base_model)
+        if body.lora_config is None:
+            raise ServeError("lora_config", None, "the base is frozen: only adapters are trained",
+                             "give it a rank")  # fmt: skip
+        self._check_adam(body.optimizer_config)
+        lora = body.lora_config
+        seed = random.SystemRandom().randrange(2**31) if lora.seed is None else lora.seed % 2**31
+        ask = AdapterAsk(lora.rank, seed, lora.train_attn, lora.train_mlp)
+        self._check_ask(ask)
+        model, new = self._new_model(body.session_id, body.model_seq_id, body.base_model, ask, body.user_metadata)
+
+        async def work() -> Answer:
+            await self._make(model)
+            return Answer.of(type="create_model", model_id=model.model_id)
+
+        request_id = f"{model.model_id}:0"
+        return self._take_first(model, request_id, work) if new else request_id, model.model_id
+
+    def _new_model(
+        self, session_id: str, number: int, base_model: str, ask: AdapterAsk, user_metadata: dict[str, Any] | None
+    ) -> tuple[Model, bool]:
+        """A model of a session, and whether it is new: a request that is sent again means the same one."""
+        session, model_id = self.sessions.get(session_id), f"{session_id}:train:{number}"
+        if model_id in session.models:
+            return session.models[model_id], False
+        if len(self.sessions.models) >= self.settings.max_adapters:
+            raise ServeError(
+                "create_model", len(self.sessions.models), "so many adapters are trained already (serve.max_adapters)",
+                "close clients that are done (ServiceClient.close), or raise the setting",
+            )  # fmt: skip
+        model = Model(model_id, session_id, base_model, ask, user_metadata)
+        session.models[model_id] = model
+        return model, True
+
+    def _take_first(self, model: Model, request_id: str, work: Work) -> str:
+        async def made() -> Answer:
+            try:
+                return await work()
+            except Exception:
+                if model.ready:
+                    model.ready = False
+                    await self._train(self._trainer.free(model.model_id))
+                with suppress(ServeError):
+                    self.sessions.get(model.session_id).models.pop(model.model_id, None)
+                raise
+
+        return self.futures.take(request_id, model.model_id, made, (model.turns, 0))
+
+    async def _make(self, model: Model) -> None:
+        await self._train(self._trainer.create(model.model_id, model.ask))
+        model.ready = True
+        layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
+        self._note(f"client {model.session_id[:8]} trains an adapter of rank {model.ask.rank} on {layers}")
+
+    def pass_over(self, request: PassRequest) -> str:
+        """A forward pass, or forward and backward; the id of the request."""
+        model = self.sessions.model(request.model_id)
+
+        async def work() -> Answer:
+            self._check_sound(model)
+            if not request.backward:
+                call = self._trainer.pass_over(model.model_id, request.data, request.loss, backward=False)
+                return Answer(passed_bytes(await self._train(call), request.notes), PROTOBUF)
+            ask = PassAsk(model.model_id, request.data, request.loss)
+            try:
+                found = await asyncio.shield(asyncio.ensure_future(self._passes.add(ask)))
+            except TrainerError:
+                model.gradients = False  # those since the last step are dropped
+                raise
+            model.gradients = True
+            return Answer(passed_bytes(found, request.notes), PROTOBUF)
+
+        return self._take(model, request.seq_id, work)
+
+    def refused(self, model_id: str, number: int, error: ServeError) -> str:
+        """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
+        model = self.sessions.model(model_id)
+
+        async def work() -> Answer:
+            raise error
+
+        return self._take(model, number, work)
+
+    def optim_step(self, body: bodies.OptimStep) -> str:
+        """A step of the optimizer; the id of the request."""
+        model = self.sessions.model(body.model_id)
+
+        async def work() -> Answer:
+            self._check_sound(model)
+            if body.adam_params is None:
+                raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
+                                 "give AdamParams")  # fmt: skip
+            if not model.gradients:
+                raise ServeError("optim_step", model.model_id, "there are no gradients since the last step",
+                                 "run forward_backward first, and look at what it failed with")  # fmt: skip
+            adam = body.adam_params
+            params = AdamParams(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay,
+                                adam.grad_clip_norm)  # fmt: skip
+            model.gradients = False
+            with self._breaking(model, "optim_step"):
+                found = await self._train(self._trainer.adam_step(model.model_id, params))
+            return Answer.of(metrics={f"{name}:mean": value for name, value in found.items()})
+
+        return self._take(model, body.seq_id, work)
+
+    def save_weights(self, body: bodies.SaveWeights) -> str:
+        """Save factors and the optimizer's state; the id of the request."""
+        model = self.sessions.model(body.model_id)
+
+        async def work() -> Answer:
+            self._check_sound(model)
+            name = body.path or f"state-{body.seq_id}"
+            path, directory = self.states.new(model.model_id, "weights", name, overwrite=body.overwrite)
+            await self._train(self._trainer.save(model.model_id, directory))
+            self._keep(model, path, body)
+            return Answer.of(type="save_weights", path=path)
+
+        return self._take(model, body.seq_id, work)
+
+    def save_for_sampler(self, body: bodies.SaveForSampler) -> str:
+        """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
+        model = self.sessions.model(body.model_id)
+
+        async def work() -> Answer:
+            self._check_sound(model)
+            if body.kind != "snapshot":
+                raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
+                                 "use snapshot, the default, and make another one for newer weights")  # fmt: skip
+            own = body.path is None
+            name = body.path or f"sampler-{body.seq_id}"
+            path, directory = self.states.new(model.model_id, "sampler_weights", name)
+            await self._train(self._trainer.write_adapter(model.model_id, directory))
+            self._keep(model, path, body)
+            if not own:
+                return Answer.of(type="save_weights_for_sampler", path=path)
+            number = body.seq_id if body.sampling_session_seq_id is None else body.sampling_session_seq_id
+            sampler = self._new_sampler(model.session_id, number, model.base_model, directory, path, own=True)
+            return Answer.of(type="save_weights_for_sampler", sampling_session_id=sampler.sampler_id)
+
+        return self._take(model, body.seq_id, work)
+
+    def load_weights(self, body: bodies.LoadWeights) -> tuple[str, str]:
+        """Load into a model, or make one of what was saved: (id of the request, id of the model)."""
+        saved = self.states.find(body.path, "weights")
+        self._check_adam(body.optimizer_config or {"type": "adamw"})
+        if body.model_id is not None and body.seq_id is not None:
+            model = self.sessions.model(body.model_id)
+
+            async def load() -> Answer:
+                if model.ask != (same := _with_seed(saved.ask, model.ask)):
+                    raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
+                return await self._load(model, body)
+
+            return self._take(model, body.seq_id, load), model.model_id
+        if body.session_id is None or body.model_seq_id is None:
+            raise ServeError("load_weights", None, "names neither a model nor a session with a number",
+                             "send what the SDK sends")  # fmt: skip
+        base = body.base_model or saved.base_model
+        self._check_base(base)
+        model, new = self._new_model(body.session_id, body.model_seq_id, base, saved.ask, body.user_metadata)
+
+        async def make() -> Answer:
+            await self._make(model)
+            return await self._load(model, body)
+
+        request_id = f"{model.model_id}:0"
+        return self._take_first(model, request_id, make) if new else request_id, model.model_id
+
+    async def _load(self, model: Model, body: bodies.LoadWeights) -> Answer:
+        directory = self.states.directory(body.path)
+        with self._breaking(model, "load_weights"):
+            await self._train(self._trainer.load(model.model_id, directory, optimizer=body.optimizer))
+        model.gradients, model.broken = False, ""
+        return Answer.of(type="load_weights", path=body.path, model_id=model.model_id)
+
+    def _take(self, model: Model, number: int, work: Work) -> str:
+        """A request of a model, in its turn."""
+
+        async def made() -> Answer:
+            if not model.ready:
+                raise ServeError("model_id", model.model_id, "it was never made", "look at what create_model said")
+            return await work()
+
+        return self.futures.take(f"{model.model_id}:{number}", model.model_id, made, (model.turns, number))
+
+    async def _train(self, call: Awaitable[T]) -> T:
+        """One call of the trainer, which is waited for to its end even when its client goes."""
+
+        async def locked() -> T:
+            async with self._training:
+                return await call
+
+        return await asyncio.shield(asyncio.ensure_future(locked()))
+
+    # ----------------------------------------------------------------------------------------------------- samplers
+
+    def create_sampler(self, body: bodies.CreateSamplingSession) -> Sampler:
+        """What a client draws from: the base, or what was saved for samplers."""
+        self.sessions.get(body.session_id)
+        if body.model_path is None:
+            if body.base_model is None:
+                raise ServeError("base_model", None, "is needed where no model_path is given", "name one of the two")
+            self._check_base(body.base_model)
+            return self._new_sampler(body.session_id, body.sampling_session_seq_id, body.base_model, None, None)
+        saved = self.states.find(body.model_path, "sampler_weights")
+        base, directory = body.base_model or saved.base_model, self.states.directory(body.model_path)
+        self._check_base(base)
+        return self._new_sampler(body.session_id, body.sampling_session_seq_id, base, directory, body.model_path)
+
+    def _new_sampler(
+        self, session_id: str, number: int, base_model: str, adapter: Path | None, path: str | None, own: bool = False
+    ) -> Sampler:
+        session, sampler_id = self.sessions.get(session_id), f"{session_id}:sample:{number}"
+        sampler = Sampler(sampler_id, session_id, base_model, adapter, path, own)
+        return session.samplers.setdefault(sampler_id, sampler)
+
+    def sample(self, body: bodies.Sample) -> tuple[str, list[str]]:
+        """(id of the request, ids of the sequences that it will have)."""
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise ServeError("sampling_session_id", body.sampling_session_id, "is needed, with seq_id",
+                             "create a sampling client")  # fmt: skip
+        sampler = self.sessions.sampler(body.sampling_session_id)
+        if sampler.path is not None:
+            self.states.find(sampler.path)  # it may have been deleted since
+        request_id = f"{sampler.sampler_id}:{body.seq_id}"
+        ask = sample_ask(body, request_id, self.served.limits)
+
+        async def work() -> Answer:
+            return Answer(sampled_bytes(await self._engines.sample(sampler.adapter, ask)), PROTOBUF)
+
+        ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+        return self.futures.take(request_id, sampler.sampler_id, work), ids
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _keep(self, model: Model, path: str, body: bodies.SaveWeights) -> None:
+        now = time.time()
+        expires = None if body.ttl_seconds is None else now + body.ttl_seconds
+        self.states.keep(Saved(path, model.base_model, model.ask, now, expires, body.user_metadata))
+
+    def _check_base(self, name: str) -> None:
+        if name.split(":")[0] not in self.served.names:
+            raise ServeError("base_model", name, f"this server has {' or '.join(self.served.names)}",
+                             "ask get_server_capabilities for its name")  # fmt: skip
+
+    def _check_ask(self, ask: AdapterAsk) -> None:
+        if ask.rank > self.served.max_rank:
+            raise ServeError("lora_config.rank", ask.rank, f"this server takes ranks up to {self.served.max_rank} "
+                             "(lora.rank of its configuration)", "ask for a lower rank")  # fmt: skip
+        if not ((ask.attention and self.served.attention) or (ask.mlp and self.served.mlp)):
+            raise ServeError("lora_config", "train_attn, train_mlp", "no layer would have an adapter: the unembedding "
+                             "has none here", "train attention, MLP layers or both")  # fmt: skip
+
+    @staticmethod
+    def _check_adam(config: Mapping[str, Any]) -> None:
+        if config.get("type") != "adamw":
+            raise ServeError("optimizer_config.type", config.get("type"), "only adamw is served", "leave it out")
+
+    @staticmethod
+    def _check_sound(model: Model) -> None:
+        if model.broken:
+            raise ServeError("model_id", model.model_id, f"it can no longer be trained: {model.broken}",
+                             "load what was saved before with create_training_client_from_state")  # fmt: skip
+
+    @staticmethod
+    def _breaking(model: Model, what: str) -> _Breaking:
+        return _Breaking(model, what)
+
+
+class _Breaking:
+    """A failure inside leaves the model in a state that nobody knows."""
+
+    def __init__(self, model: Model, what: str) -> None:
+        self._model, self._what = model, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TrainerError | CheckpointError):
+            self._model.broken = f"{self._what} failed, {error.brief}"
+
+
+def _with_seed(ask: AdapterAsk, other: AdapterAsk) -> AdapterAsk:
+    """What an adapter is but for the seed that it began from, which is the other's."""
+    return AdapterAsk(ask.rank, other.seed, ask.attention, ask.mlp)

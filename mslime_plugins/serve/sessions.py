@@ -1,0 +1,126 @@
+"""Who is there: sessions of clients, the models that they train and the samplers that they draw from."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.errors import GONE, ServeError
+from mslime_plugins.serve.futures import Turns
+
+
+@dataclass
+class Model:
+    """An adapter that a client trains.
+
+    Attributes:
+        model_id: `SESSION:train:NUMBER`, which the SDK works out by itself.
+        base_model: as the client called it.
+        turns: of its requests, whose numbers begin at 1.
+        ready: it was made.
+        gradients: there are some since its last step.
+        broken: why it can no longer be trained; empty while it can.
+    """
+
+    model_id: str
+    session_id: str
+    base_model: str
+    ask: AdapterAsk
+    user_metadata: dict[str, Any] | None = None
+    turns: Turns = field(default_factory=lambda: Turns(0))
+    ready: bool = False
+    gradients: bool = False
+    broken: str = ""
+    last_request: float = field(default_factory=time.time)
+
+
+@dataclass
+class Sampler:
+    """What a client draws from.
+
+    Attributes:
+        adapter: its directory; None: the base alone.
+        path: its tinker path. own: it was saved for this sampler alone, and goes with its session.
+    """
+
+    sampler_id: str
+    session_id: str
+    base_model: str
+    adapter: Path | None
+    path: str | None = None
+    own: bool = False
+
+
+@dataclass
+class Session:
+    """A client. seen: when it last gave a sign of life, monotonic seconds."""
+
+    session_id: str
+    user_metadata: dict[str, Any] | None
+    display_name: str | None
+    seen: float = field(default_factory=time.monotonic)
+    models: dict[str, Model] = field(default_factory=dict[str, Model])
+    samplers: dict[str, Sampler] = field(default_factory=dict[str, Sampler])
+
+
+class Sessions:
+    """All that are there."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Session] = {}
+
+    def open(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> Session:
+        """A new one."""
+        session = Session(uuid.uuid4().hex, user_metadata, display_name)
+        self._all[session.session_id] = session
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """A session, which shows a sign of life by this. Raises ServeError."""
+        if session_id not in self._all:
+            raise ServeError(
+                "session_id", session_id, "no such session: it was finished, gave no sign of life for too long, or the "
+                "server was started again", "make a new ServiceClient; what was saved can be loaded", GONE,
+            )  # fmt: skip
+        session = self._all[session_id]
+        session.seen = time.monotonic()
+        return session
+
+    def model(self, model_id: str) -> Model:
+        """A model of a session that is there. Raises ServeError."""
+        session = self.get(model_id.partition(":")[0])
+        if model_id not in session.models:
+            raise ServeError("model_id", model_id, "no such model", "create it with create_lora_training_client", GONE)
+        model = session.models[model_id]
+        model.last_request = time.time()
+        return model
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        """A sampler of a session that is there. Raises ServeError."""
+        session = self.get(sampler_id.partition(":")[0])
+        if sampler_id not in session.samplers:
+            raise ServeError("sampling_session_id", sampler_id, "no such sampler", "create a sampling client", GONE)
+        return session.samplers[sampler_id]
+
+    @property
+    def models(self) -> list[Model]:
+        """Of all sessions."""
+        return [model for session in self._all.values() for model in session.models.values()]
+
+    def silent(self, longer_than_s: float) -> list[Session]:
+        """Those without a sign of life for so long."""
+        now = time.monotonic()
+        return [session for session in self._all.values() if now - session.seen > longer_than_s]
+
+    def close(self, session_id: str) -> Session | None:
+        """Forget a session; None where it is gone already."""
+        return self._all.pop(session_id, None)
+
+    @property
+    def all(self) -> list[Session]:
+        """Oldest first."""
+        return list(self._all.values())

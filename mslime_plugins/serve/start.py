@@ -1,0 +1,206 @@
+"""`mslime serve`: trainer ranks and engines of a configuration, started together, and a server in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from pydantic import SecretStr
+from rich.console import Console
+
+from mslime import network
+from mslime.backends.sglang.handshake import Needs
+from mslime.backends.sglang.server import EngineAddress
+from mslime.config.dtypes import engine_dtype
+from mslime.config.errors import ConfigError, EngineError, TrainerError
+from mslime.config.hf_config import checkpoint_dtype
+from mslime.config.keys import read_secret
+from mslime.config.serving import served_lora
+from mslime.control.cluster import resolved_device
+from mslime.control.run import only_run
+from mslime.control.run_directory import owned, write_resolved
+from mslime.control.started import Started
+from mslime.control.stop import StopSignals
+from mslime.logs import hide, log_file
+from mslime.observe.progress import PlainProgress, Progress
+from mslime.preflight.environment import refuse_without_gpu
+from mslime.preflight.resolve import ResolvedRun, resolve
+from mslime_plugins.serve.data import Limits
+from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
+from mslime_plugins.serve.ranks import RankTrainer
+from mslime_plugins.serve.server import KEY_PREFIX, Server
+from mslime_plugins.serve.service import Served, Service
+from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+
+FILE_NAME = "serve.json"
+LOOK_S = 0.5
+HOST = "127.0.0.1"
+_log = logging.getLogger(__name__)
+
+
+def serve(values: Mapping[str, Any]) -> int:
+    """Serve until a signal ends it. Returns 0.
+
+    Args:
+        values: what the file and the flags say.
+
+    Raises:
+        UserError: a user's mistake, or a part that failed.
+        Stopped: a signal ended it.
+    """
+    config = resolved_device(served_config(values))
+    key = _key(config.serve.key)
+    hide(key)
+    refuse_without_gpu(config.cluster)
+    run = resolve(config, data=False)
+    log = log_file(config.run_dir / "logs" / "driver.log", "server", config.observe.log_level)
+    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
+        listening = _listen(config.serve.port)
+        write_resolved(run.config, config.run_dir / "config.yaml")
+        with listening, Serving(run, stop) as serving:
+            serving.answer(listening, key)
+    return 0
+
+
+def _key(given: SecretStr | None) -> str:
+    """What clients must send. Raises ConfigError for one that the SDK would not send."""
+    if given is None:
+        return KEY_PREFIX + secrets.token_urlsafe(32)
+    key = read_secret(given, "serve.key")
+    if not key.startswith(KEY_PREFIX):
+        raise ConfigError("serve.key", "(not shown)", f"the SDK takes keys that begin with {KEY_PREFIX}",
+                          f"put {KEY_PREFIX} before it")  # fmt: skip
+    return key
+
+
+def _listen(port: int) -> socket.socket:
+    if not port:
+        return network.listen(HOST)
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise ConfigError("serve.port", port, f"cannot be listened on: {error.strerror}",
+                          "end what listens there, choose another port, or 0 for a free one") from error  # fmt: skip
+    return listening
+
+
+class Serving(Started):
+    """Trainer ranks and engines of a server. A context manager."""
+
+    def __init__(self, run: ResolvedRun, stop: StopSignals) -> None:
+        super().__init__(run, stop)
+        self._broken: BaseException | None = None
+
+    def _start(self) -> None:
+        config = self.config
+        console = Console(file=sys.stderr)
+        off = config.observe.progress == "off"
+        self.progress = self._stack.enter_context(Progress(1) if off else PlainProgress(1, 0, console))
+        self._status = console.status("") if console.is_terminal and not off else None
+        self._say_start()
+        cluster, _ = self._join_cluster(True)
+        self._engines = self._engine_group(cluster)
+        self._trainer = RankTrainer(config, cluster, self._logs, self._fail)
+        self._stack.callback(self._trainer.stop)
+        (self._addresses,) = self._start_beside(self._trainer.start, self._engines)
+        self._take_over(self._engines.attached, lambda _: None)
+
+    def _fail(self, error: BaseException) -> None:
+        """No call will come back any more: the server ends."""
+        self._broken = self._broken or error
+
+    def answer(self, listening: socket.socket, key: str) -> None:
+        """Serve until a signal comes, or a part fails for good. Raises Stopped, or the failure."""
+        self._stop.patient = True  # obeyed between two looks, not in the middle of an answer
+        asyncio.run(self._answer(listening, key))
+
+    async def _answer(self, listening: socket.socket, key: str) -> None:
+        config, lost = self.config, dict[str, EngineError]()
+        engines = SGLangEngines(config.serve.engine_adapters, lost.__setitem__)
+        try:
+            refused = await engines.meet(self._client, self._addresses, self._needs())
+            positions = min(config.rollout.longest(self._run.model.max_positions), refused)
+            attention, mlp = adapted_parts(config.lora)
+            served = Served(
+                base_names(config.model.path, config.serve.model_name), str(config.model.tokenizer.resolve()),
+                self._run.family.architecture,
+                Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
+            )  # fmt: skip
+            service = Service(
+                served, config.serve, self._trainer, engines, config.run_dir / "serve", self.progress.note,
+                together=config.steps_together,
+            )  # fmt: skip
+            server = Server(service, key)
+            await server.start(listening)
+            try:
+                self._announce(listening, key, served)
+                with self._status or nullcontext():
+                    await self._watch(engines, lost, service)
+            finally:
+                (config.run_dir / FILE_NAME).unlink(missing_ok=True)
+                await server.stop()
+        finally:
+            await engines.close()
+
+    async def _watch(self, engines: SGLangEngines, lost: dict[str, EngineError], service: Service) -> None:
+        """Wait for a signal or a failure; start engines again that died. Raises."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._status is not None:
+                self._status.update(service.describe())
+            self._at_rest()
+            if self._broken is not None:
+                raise self._broken
+            for name in list(lost):
+                self.progress.note(f"{name} is gone ({lost.pop(name).brief}): {self._engines.start_again(name)}")
+            for name, found in self._engines.started().items():
+                await self._greet(engines, name, found)
+            engines.expected = bool(self._engines.starting)
+
+    async def _greet(
+        self, engines: SGLangEngines, name: str, found: EngineAddress | EngineError | TrainerError
+    ) -> None:
+        if not isinstance(found, EngineAddress):
+            self.progress.note(f"{name} did not start: {found.brief}: {self._engines.start_again(name)}")
+            return
+        try:
+            await engines.meet(self._client, [found], self._needs())
+        except EngineError as error:
+            self.progress.note(f"{name} is not taken: {error.brief}")
+            return
+        self._engines.take(found)
+        self.progress.note(f"{name} serves again at {found.url}")
+
+    def _client(self, address: EngineAddress) -> ServedEngine:
+        hide(address.keys.api, address.keys.admin)
+        return ServedEngine(
+            address.url, address.name, self.config.deadlines, self._run.model, address.log_path, address.keys,
+            address.identity,
+        )  # fmt: skip
+
+    def _needs(self) -> Needs:
+        run, config = self._run, self.config
+        return Needs(
+            False, architectures=(run.family.architecture,), dtype=engine_dtype(config, run.hf_config),
+            checkpoint_dtype=checkpoint_dtype(run.hf_config), lora=served_lora(config, run.adapted_modules),
+        )  # fmt: skip
+
+    def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
+        """Write where the server is and what opens it, for its user's eyes alone, and say so."""
+        record = self.config.run_dir / FILE_NAME
+        url = network.write_address(record, listening, key, model=served.names[0])
+        self.progress.note(f"serving {served.names[0]} at {url}; the key is in {record}")
+        if (loss := self.config.serve.stable_reinforce) is not None:
+            self.progress.note(
+                f"clients that ask for stable_reinforce get {loss}, another loss (serve.stable_reinforce)"
+            )

@@ -1,0 +1,130 @@
+"""What clients saved, in files of the run: `tinker://MODEL/weights/NAME` and `tinker://MODEL/sampler_weights/NAME`.
+
+A path names a directory below `RUN/serve` and nothing else. Beside what the trainer writes lies `saved.json`, which
+says of which model and rank it is: a server that is started again serves what was saved before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mslime.config.errors import CheckpointError, reading
+from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.errors import UNKNOWN, ServeError
+
+Kind = Literal["weights", "sampler_weights"]
+TYPES: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+SAVED = "saved.json"
+_MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_PATH = re.compile(rf"tinker://({_MODEL.pattern})/(weights|sampler_weights)/({_NAME.pattern})")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One thing that a client saved.
+
+    Attributes:
+        path: its tinker path. ask: the adapter. base_model: as its client called it. at, expires: Unix seconds.
+    """
+
+    path: str
+    base_model: str
+    ask: AdapterAsk
+    at: float
+    expires: float | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def parts(self) -> tuple[str, Kind, str]:
+        """Model, kind and name."""
+        found = _PATH.fullmatch(self.path)
+        assert found is not None, self.path
+        return found[1], found[2], found[3]  # type: ignore[return-value]
+
+
+class States:
+    """Everything that was saved under a directory.
+
+    Args:
+        root: `RUN/serve`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def directory(self, path: str) -> Path:
+        """Where a tinker path lies. Raises ServeError for one that is none, or would lead elsewhere."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise ServeError("path", path, "is no path of this server: tinker://MODEL/weights/NAME or "
+                             "tinker://MODEL/sampler_weights/NAME", "give one that a save returned")  # fmt: skip
+        return self._place(found[1], found[2], found[3])
+
+    def new(self, model_id: str, kind: Kind, name: str, *, overwrite: bool = False) -> tuple[str, Path]:
+        """Path and directory of what is about to be saved. Raises ServeError for a bad name, or one that is taken."""
+        if _NAME.fullmatch(name) is None:
+            raise ServeError("path", name, "a name has letters, digits and . _ -, begins with a letter or a digit, "
+                             "and has at most 200 of them", "choose another name")  # fmt: skip
+        directory = self._place(model_id, kind, name)
+        if directory.exists():
+            if not overwrite:
+                way_out = "choose another name" + (", or overwrite it" if kind == "weights" else "")
+                raise ServeError("path", name, "this model has saved something of that name", way_out)
+            shutil.rmtree(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        return f"tinker://{model_id}/{kind}/{name}", directory
+
+    def keep(self, saved: Saved) -> None:
+        """Say what a directory holds, which makes it one that can be loaded."""
+        directory = self.directory(saved.path)
+        part = directory / f".{SAVED}.part"
+        part.write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
+        part.rename(directory / SAVED)
+
+    def find(self, path: str, kind: Kind | None = None) -> Saved:
+        """What was saved there. Raises ServeError when there is nothing, or something of another kind."""
+        file = self.directory(path) / SAVED
+        if not file.is_file():
+            raise ServeError("path", path, "nothing is saved there", "give a path that a save returned", UNKNOWN)
+        saved = _read(file)
+        if kind is not None and saved.parts[1] != kind:
+            made = "save_state" if kind == "weights" else "save_weights_for_sampler"
+            raise ServeError("path", path, f"is of kind {saved.parts[1]}, and {kind} is needed", f"use {made}")
+        return saved
+
+    def of_model(self, model_id: str) -> list[Saved]:
+        """Everything that a model saved, oldest first."""
+        if _MODEL.fullmatch(model_id) is None:
+            return []
+        files = (self.root / model_id.replace(":", "-")).glob(f"*/*/{SAVED}")
+        return sorted((_read(file) for file in files), key=lambda saved: saved.at)
+
+    def remove(self, path: str) -> None:
+        """Delete what was saved. Raises ServeError where nothing is."""
+        self.find(path)
+        shutil.rmtree(self.directory(path))
+
+    def expired(self) -> Iterator[Saved]:
+        """What its client wanted kept until now."""
+        now = time.time()
+        for file in self.root.glob(f"*/*/*/{SAVED}"):
+            saved = _read(file)
+            if saved.expires is not None and saved.expires < now:
+                yield saved
+
+    def _place(self, model_id: str, kind: str, name: str) -> Path:
+        return self.root / model_id.replace(":", "-") / kind / name
+
+
+def _read(file: Path) -> Saved:
+    with reading(CheckpointError, str(file), "is not what mslime serve writes", "remove the directory around it"):
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return Saved(**{**values, "ask": AdapterAsk(**values["ask"])})
