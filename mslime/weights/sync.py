@@ -40,10 +40,8 @@ from mslime.weights.buckets import (
 )
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
-from mslime.weights.encoded import encoded_plan
-from mslime.weights.exchange import exchange
-from mslime.weights.groups import SyncGroups
-from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.groups import SyncGroups, exchange
+from mslime.weights.plan import Bucket, WeightPlan, build_plan, encoded_plan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import (
     CollectiveTransport,
@@ -188,14 +186,13 @@ class WeightSender:
             raise sync_error("exchange", f"trainer rank {self._groups.rank}", f"another trainer rank is gone: {error}",
                              "read the log of the first trainer rank that stopped") from error  # fmt: skip
 
-    def _raise_together(self, phase: str, failure: Exception | None) -> None:
-        """Collective: the first failing rank's error is raised on every rank."""
-        self._agreed(phase, failure, None)
-
     def _agreed(self, phase: str, failure: Exception | None, mine: _T) -> list[_T]:
-        """Every rank's value, in rank order. Collective: raises as `_raise_together` where one of them failed."""
+        """Every rank's value, in rank order. Collective: the first failing rank's error is raised on every rank."""
         said = self._exchange((_words_of(failure), mine))
-        _raise_first(phase, [words for words, _ in said], failure)
+        for rank, (words, _) in enumerate(said):
+            if words is not None:
+                rule, way_out = words
+                raise sync_error(phase, f"trainer rank {rank}", rule, way_out) from failure
         return [each for _, each in said]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
@@ -220,7 +217,7 @@ class WeightSender:
                     self._meet(self._engine_port, group, transport)
                 except WeightSyncError as error:
                     failure = error
-            self._raise_together("connect", failure)
+            self._agreed("connect", failure, None)
         said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
         self.engines = said[0][0]
         if any(needs_all for _, needs_all in said):
@@ -242,7 +239,7 @@ class WeightSender:
             self._transport.meet(offers)
         except WeightSyncError as error:
             failure = error
-        self._raise_together("connect", failure)
+        self._agreed("connect", failure, None)
 
     def _look_at(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
         """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
@@ -289,10 +286,10 @@ class WeightSender:
             self._sent = True
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
-        self._raise_together("send", self._send_buckets(version, params, started, spent))
+        self._agreed("send", self._send_buckets(version, params, started, spent), None)
         transport, failure = self._transport, None
         if isinstance(transport, CollectiveTransport):
-            self._raise_together("send", _failure_of(transport.load))
+            self._agreed("send", _failure_of(transport.load), None)
             failure = _failure_of(lambda: transport.deliver(started + self._options.deadline_s))
         elif transport is not None:
             failure = _failure_of(transport.complete)
@@ -372,7 +369,7 @@ class WeightSender:
             if flat is not None:
                 named = named_tensors(bucket, flat)
                 sums |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named}
-        self._raise_together("check", failure)
+        self._agreed("check", failure, None)
         return {name: each for found in self._exchange(sums) for name, each in found.items()}
 
     def _gathered_plan(self, dtype: str) -> WeightPlan:
@@ -418,7 +415,7 @@ class WeightSender:
                 carried = CarriedTensors.of(self._table, source)
         except CheckpointError as error:
             failure = error
-        self._raise_together("export", failure)
+        self._agreed("export", failure, None)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
         failure = self._write_stage(writer, plan, params, carried)
         written: tuple[dict[str, str], int] = ({}, 0)
@@ -426,7 +423,7 @@ class WeightSender:
             written = writer.close() if failure is None else written
         except CheckpointError as error:
             failure = error
-        self._raise_together("export", failure)
+        self._agreed("export", failure, None)
         parts = self._exchange(written)
         if self._groups.rank == 0:
             files = {name: file for part, _ in parts for name, file in part.items()}
@@ -477,19 +474,6 @@ def finish_checkpoint(staging: Path, source: Path, dtype: str, files: Mapping[st
     """Make a Hugging Face checkpoint of the shards in a directory (see `Finish`)."""
     copy_side_files(source, staging, declared_dtype(read_hf_config(source), dtype))
     write_index(staging, number_shards(staging, files), nbytes)
-
-
-def _raise_first(phase: str, failures: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
-    """The first failing rank's error, where there is one.
-
-    Args:
-        failures: of all ranks (`_words_of`).
-        own: of this one.
-    """
-    culprit = next(((rank, words) for rank, words in enumerate(failures) if words is not None), None)
-    if culprit is not None:
-        rank, (words, way_out) = culprit
-        raise sync_error(phase, f"trainer rank {rank}", words, way_out) from own
 
 
 def _failure_of(call: Callable[[], None]) -> Exception | None:
