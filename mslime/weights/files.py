@@ -210,8 +210,8 @@ class DiskTransport(FileTransport, Carrier):
     def _unusable(self, rule: str) -> WeightSyncError:
         return WeightSyncError(
             "weights.directory", str(self._root), rule,
-            "name a directory that all machines share and that holds all weights twice, or set weights.transport: "
-            "broadcast",
+            "name a directory that all machines share and that holds all weights twice, or set "
+            "weights.transport: broadcast",
         )  # fmt: skip
 
     @contextmanager

@@ -35,6 +35,10 @@ FACTS = {
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},
     ),
+    "names of transports": (
+        r'"(broadcast|relay|handles|shm|checkpoint_engine)"',
+        {"config/transports.py", "weights/memory.py", "weights/checkpoint_engine.py"},
+    ),
     "how engines join tensors": (r"qkv_proj\.|w13'", set[str]()),
     "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"planner/engine.py"}),

@@ -12,7 +12,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import psutil
 import pytest
@@ -23,7 +23,8 @@ from mslime.backends.sglang.port import SGLangPort
 from mslime.config.errors import CheckpointError, ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
-from mslime.config.transports import TRAITS
+from mslime.config.transports import TRAITS, DeltaOver
+from mslime.config.weights import WeightsConfig
 from mslime.convert.hf import ShardWriter
 from mslime.engine_plugin import wire
 from mslime.network import ephemeral_ports
@@ -32,7 +33,7 @@ from mslime.weights.buckets import convert, pack
 from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Link, MakeTransport, find_transport, make_transport
+from mslime.weights.transport import Carrier, Link, MakeTransport, find_transport, make_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
@@ -343,3 +344,10 @@ def test_what_is_no_transport_is_refused_before_it_meets_an_engine() -> None:
     with pytest.raises(WeightSyncError, match="not a Transport") as caught:
         make_transport("tests.unit.user_transport:of_a_plain_class", cast(Any, None))
     assert caught.value.field == "weights.transport"
+
+
+def test_the_table_of_transports_names_settings_and_carriers_that_are_there() -> None:
+    assert {name for traits in TRAITS.values() for name in traits.settings} <= set(WeightsConfig.model_fields)
+    for name in get_args(DeltaOver):
+        made: Any = find_transport(name)
+        assert issubclass(made, Carrier) and not TRAITS[name].sends_changes
