@@ -76,6 +76,11 @@ class WeightsConfig(Section):
         """By what buckets go: the transport, or what changes are sent over."""
         return self.delta_over if traits_of(self.transport).sends_changes else self.transport
 
+    @property
+    def own_settings(self) -> dict[str, str]:
+        """Those that the transport alone reads, by name."""
+        return {name: str(getattr(self, name)) for name in traits_of(self.transport).settings}
+
     @model_validator(mode="after")
     def _check_names(self) -> WeightsConfig:
         check_choice("weights.transport", self.transport, TRANSPORT_NAMES)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.config.transports import MooncakeOver
 from mslime.engine_plugin import wire
 from mslime.network import own_address
 from mslime.remote_memory import End
@@ -41,7 +43,7 @@ class MooncakeTransport(FileTransport):
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
         """Start this end; every engine is asked to read a few random bytes of it."""
         try:
-            self._end = End(own_address(engines[0].url), self.link.mooncake_over)
+            self._end = End(own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"]))
             said = secrets.token_bytes(GREETING)
             self._share(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         except ImportError as error:

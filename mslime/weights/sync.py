@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ import torch
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
-from mslime.config.transports import AUTO, FALLBACK, MooncakeOver
+from mslime.config.transports import AUTO, FALLBACK
 from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
@@ -77,7 +77,7 @@ class SyncOptions:
         transport: as `weights.transport` says.
         directory: for weights in files, of this run alone; None: there is none.
         encoded: weights that engines are sent quantised; None: all are sent plain.
-        mooncake_over: what `mooncake` reads over.
+        settings: the transport's own (`config.transports.Traits.settings`).
     """
 
     dtype: str
@@ -89,7 +89,7 @@ class SyncOptions:
     transport: str = FALLBACK
     directory: Path | None = None
     encoded: Encoded | None = None
-    mooncake_over: MooncakeOver = "rdma"
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class WeightSender:
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
         link = Link(
             name, options.backend, options.deadline_s, engine_port, group, rank, options.directory, senders,
-            options.mooncake_over, self._groups.layout.world_size, options.bucket_bytes,
+            options.settings, self._groups.layout.world_size, options.bucket_bytes,
         )  # fmt: skip
         self._transport = make_transport(transport, link)
         self._transport.connect(self.engines)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mslime.config.errors import ChangesRefused, WeightSyncError, sync_error
 from mslime.config.keys import BucketVersion, Endpoint, EngineInfo
-from mslime.config.transports import AUTO, MooncakeOver, choose, traits_of
+from mslime.config.transports import AUTO, choose, traits_of
 from mslime.engine_plugin import wire
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
@@ -79,7 +79,7 @@ class Link:
         directory: for weights in files; None where there is none (`weights.directory`), and where `delta` goes by
             broadcasts (`weights.delta_over`).
         senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
-        mooncake_over: what `mooncake` reads over.
+        settings: of `weights`, which this transport alone reads (`config.transports.Traits.settings`).
         ranks: of the trainer.
         bucket_bytes: of a bucket, at most, unless a single tensor is larger.
     """
@@ -92,7 +92,7 @@ class Link:
     rank: int = 0
     directory: Path | None = None
     senders: Mapping[int, str] = field(default_factory=dict[int, str])
-    mooncake_over: MooncakeOver = "rdma"
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     ranks: int = 1
     bucket_bytes: int = 0
 

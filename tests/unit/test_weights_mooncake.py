@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def over_tcp(link: Link) -> MooncakeTransport:
-    return MooncakeTransport(replace(link, mooncake_over="tcp"))
+    return MooncakeTransport(replace(link, settings={"mooncake_over": "tcp"}))
 
 
 @with_package

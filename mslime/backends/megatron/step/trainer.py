@@ -276,7 +276,7 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
-            mooncake_over=spec.weights.mooncake_over,
+            settings=spec.weights.own_settings,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = self.base.groups or make_groups(senders, backend, spec.deadlines.weight_sync_s)
