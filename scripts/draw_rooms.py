@@ -18,7 +18,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/rooms.svg"
 WIDTH, FLOOR, BOX, HEIGHT = 960, 84, 168, 40
-SMALL = {"mslime.extensions", "mslime.logs", "mslime.network", "mslime.plugins", "mslime.tables", "mslime.threads"}
+SMALL = {"mslime.extensions", "mslime.logs", "mslime.network", "mslime.tables", "mslime.threads"}
 """Single modules that every room may use: they would only add arrows."""
 Room = str
 Edges = Mapping[Room, set[Room]]
