@@ -76,8 +76,7 @@ class Link:
         engine_port: the engines' requests. The caller closes them.
         group: what the names of all senders' connections begin with.
         rank: of this sender.
-        directory: for weights in files; None where there is none (`weights.directory`), and where `delta` goes by
-            broadcasts (`weights.delta_over`).
+        directory: for weights in files (`weights.directory`); None: there is none.
         senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
         settings: of `weights`, which this transport alone reads (`config.transports.Traits.settings`).
         ranks: of the trainer.
@@ -248,7 +247,8 @@ class Transport(ABC):
 
 
 class Carrier(Transport):
-    """A transport that also takes changes of a bucket, for `delta`. Made so that changes may follow what it sends."""
+    """A transport that also takes changes of a bucket, for `delta`, which makes it with `with_changes=True`: engines
+    then note the version of each bucket that they load."""
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Loading: ...
