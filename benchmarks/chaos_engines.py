@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.config.errors import UserError
-from mslime.config.transports import AUTO, TRANSPORT_NAMES
+from mslime.config.transports import AUTO, transport_names
 from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
 
@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these no accident begins")
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--transport", choices=TRANSPORT_NAMES, default=AUTO, help="of the weights")
+    parser.add_argument("--transport", choices=transport_names(), default=AUTO, help="of the weights")
     parser.add_argument("--overlap", action="store_true", help="strike again while engines are still being started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")

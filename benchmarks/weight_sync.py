@@ -55,7 +55,7 @@ from mslime.backends.sglang.port import SGLangPort
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
-from mslime.config.transports import AUTO, TRAITS
+from mslime.config.transports import AUTO, transports
 from mslime.config.weights import WeightsConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
@@ -319,7 +319,7 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
     left_out = {"delta", "checkpoint_engine"}  # delta_sync.py has the changes; engines are not on the ranks' GPUs
     left_out |= {"mooncake"} if find_spec("mooncake") is None else set()
-    names = [name for name in TRAITS if name not in left_out]
+    names = [name for name in transports() if name not in left_out]
     with senders_by_transport(names, rank, job, store) as (_, senders):
         found: dict[str, list[Update]] = {name: [] for name in names}
         for number in range(job.rounds):

@@ -1,7 +1,8 @@
 """The transports that mslime brings along, and what others need to know of each without importing it.
 
 A transport's name stands in this table and in its own module only: settings, planner and senders read its traits. A new
-transport is a module in `weights`, a row here, and what the engine plug-in needs for it.
+transport is a module in `weights`, a row here, and what the engine plug-in needs for it. A package adds one by an entry
+point of the group `mslime.transports`: its Traits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from mslime.config.plugins import found, load
 
 AUTO = "auto"
 """The transport is chosen when trainer ranks connect with the engines (`choose`)."""
@@ -65,7 +68,7 @@ class Traits:
     way: Way | None = None
 
 
-TRAITS: Mapping[str, Traits] = {
+BUILT_IN: Mapping[str, Traits] = {
     "broadcast": Traits(
         "mslime.weights.broadcast:BroadcastTransport", "one after the other to all engine GPUs",
         joins_engines=True, way="network",
@@ -92,31 +95,35 @@ TRAITS: Mapping[str, Traits] = {
         "only what changed, through such files or by broadcasts (weights.delta_over)",
         settings=("delta_over",), needs_plugin=True, sends_changes=True, pinned_copies=1,
     ),
-    "mooncake": Traits(
-        "mslime.weights.mooncake:MooncakeTransport",
-        "out of a sender's memory by Mooncake's transfer engine (the extra mooncake)",
-        settings=("mooncake_over",), needs_plugin=True, gpu_bucket=True, keeps_gpu_bucket=True, way="adapters",
-    ),
-    "checkpoint_engine": Traits(
-        "mslime.weights.checkpoint_engine:CheckpointEngineTransport",
-        "for engines on the trainer's GPUs, from rank to rank of the trainer and then within each GPU (the extra "
-        "checkpoint-engine)",
-        needs_plugin=True, on_engines_gpus=True, host_copies=1, pinned_copies=1,
-    ),
 }  # fmt: skip
 """By the name that `weights.transport` gives them."""
 
-TRANSPORT_NAMES = (AUTO, *TRAITS)
+
+def transport_names() -> tuple[str, ...]:
+    """What `weights.transport` can be, besides a user's own `module:function`."""
+    return (AUTO, *BUILT_IN, *found("mslime.transports"))
+
+
+def transports() -> dict[str, Traits]:
+    """All transports by name, those of packages too. Raises ConfigError for a package that cannot be imported."""
+    return {name: traits_of(name) for name in transport_names() if name != AUTO}
 
 
 def traits_of(transport: str) -> Traits:
-    """Of a transport; of a user's own (`module:function`) and `auto` nothing is known."""
-    return TRAITS.get(transport, Traits())
+    """Traits of a transport; those of a user's own (`module:function`) and of `auto` are the defaults.
+
+    Raises:
+        ConfigError: the package that adds it cannot be imported.
+    """
+    if transport in BUILT_IN:
+        return BUILT_IN[transport]
+    known = transport in found("mslime.transports")
+    return load("mslime.transports", transport, "weights.transport") if known else Traits()
 
 
 def owner_of(setting: str) -> str:
     """The transport that alone reads a setting of the section `weights`."""
-    return next(name for name, traits in TRAITS.items() if setting in traits.settings)
+    return next(name for name, traits in transports().items() if setting in traits.settings)
 
 
 def choose(*, one_rank_each: bool, share_cpus: bool = False) -> str:

@@ -24,7 +24,7 @@ from mslime.config.reward import RewardConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import ModelConfig, RunConfig
 from mslime.config.train import TrainConfig
-from mslime.config.transports import FALLBACK, TRAITS, TRANSPORT_NAMES, owner_of, traits_of
+from mslime.config.transports import FALLBACK, owner_of, traits_of, transport_names, transports
 from mslime.config.weights import WeightsConfig
 
 
@@ -250,8 +250,8 @@ def _stale_tokens(rollout: RolloutConfig, on_stale: str, spare_groups: int) -> I
 
 
 def _weights(weights: WeightsConfig, engine_urls: list[str]) -> Iterator[str]:
-    traits, own = traits_of(weights.transport), {name for each in TRAITS.values() for name in each.settings}
-    writes_files = weights.carrier not in TRANSPORT_NAMES or traits_of(weights.carrier).uses_directory
+    traits, own = traits_of(weights.transport), {name for each in transports().values() for name in each.settings}
+    writes_files = weights.carrier not in transport_names() or traits_of(weights.carrier).uses_directory
     if weights.directory is not None and not writes_files:
         how = f"weights.{'delta_over' if traits.sends_changes else 'transport'} is {weights.carrier}"
         yield f"weights.directory has no effect: {how}, and only disk and delta write files."

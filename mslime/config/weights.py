@@ -13,7 +13,7 @@ from mslime.config.choices import Task, Verify, check_choice
 from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
-from mslime.config.transports import AUTO, TRAITS, TRANSPORT_NAMES, DeltaOver, MooncakeOver, traits_of
+from mslime.config.transports import AUTO, BUILT_IN, DeltaOver, MooncakeOver, traits_of, transport_names
 
 
 class WeightsConfig(Section):
@@ -52,8 +52,10 @@ class WeightsConfig(Section):
         description=f"How buckets reach the engines: {AUTO}, by relay where each engine has one GPU, no draft model, "
         "and mslime's plug-in (those that it starts have it), else by broadcast, and by shm where trainer and engines "
         "take turns on the CPUs of one machine; "
-        + "; ".join(f"{name}, {traits.about}" for name, traits in TRAITS.items())
-        + "; or your own as module:function.",
+        + "; ".join(f"{name}, {traits.about}" for name, traits in BUILT_IN.items())
+        + "; mooncake, out of a sender's memory by Mooncake's transfer engine (the extra mooncake); checkpoint_engine, "
+        "for engines on the trainer's GPUs, from rank to rank of the trainer and then within each GPU (the extra "
+        "checkpoint-engine); or your own as module:function.",
     )
     delta_over: DeltaOver = Field(
         default="disk",
@@ -83,7 +85,7 @@ class WeightsConfig(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> WeightsConfig:
-        check_choice("weights.transport", self.transport, TRANSPORT_NAMES)
+        check_choice("weights.transport", self.transport, transport_names())
         return self
 
 

@@ -8,7 +8,7 @@ from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
-from mslime.config.transports import AUTO, TRANSPORT_NAMES
+from mslime.config.transports import AUTO, transport_names
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
 
@@ -26,11 +26,11 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
     if encoded is None:
         return
     plain = f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it"
-    if config.weights.transport not in TRANSPORT_NAMES:  # one of a user's own may carry no bucket of several dtypes
+    if config.weights.transport not in transport_names():  # one of a user's own may carry no bucket of several dtypes
         raise ConfigError(
             "weights.transport", config.weights.transport,
             f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
-            f"{' or '.join(TRANSPORT_NAMES)} only", f"set weights.transport: {AUTO}, or {plain}",
+            f"{' or '.join(transport_names())} only", f"set weights.transport: {AUTO}, or {plain}",
         )  # fmt: skip
     if config.syncs_adapters:
         raise ConfigError(

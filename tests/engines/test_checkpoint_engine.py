@@ -15,7 +15,7 @@ import pytest
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.keys import Endpoint
-from mslime.weights import checkpoint_engine
+from mslime_plugins.transports import checkpoint_engine
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import are_those_of, config_of, sync_twice, tensors_of
 from tests.engines.trainer_ranks import run_trainers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mslime.config.transports import TRAITS
+from mslime.config.transports import transports
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.stand_in_engine import two_engines
@@ -55,8 +55,8 @@ def main() -> int:
     given = options(__doc__).parse_args()
     # The stand-in engines have no GPU whose memory they could open by a handle, and Mooncake's package is not there.
     left_out = ("handles", "checkpoint_engine", "mooncake")
-    transports = (transport for transport in TRAITS if transport not in left_out)
-    tried = {f"weights by {transport}": (CASE, transport) for transport in transports}
+    chosen = (transport for transport in transports() if transport not in left_out)
+    tried = {f"weights by {transport}": (CASE, transport) for transport in chosen}
     tried["weights by shm, of a trainer in FP8"] = IN_FP8, "shm"
     work = {name: partial(arrived, *what, given.out / "families") for name, what in tried.items() if given.only in name}
     return finish(list(work), lambda name: attempt(name, work[name]), given.out / "outcomes", given.stamp)

@@ -22,9 +22,9 @@ from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import ipc, wire
 from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import free_port
-from mslime.weights import checkpoint_engine
-from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
 from mslime.weights.transport import CollectiveTransport, EnginePort, Link, find_transport
+from mslime_plugins.transports import checkpoint_engine
+from mslime_plugins.transports.checkpoint_engine import VERSION, CheckpointEngineTransport
 from tests.fixtures.parameter_servers import Case, FakeParameterServer, Outcome, run_ranks
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link

@@ -25,8 +25,8 @@ from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
 from mslime.weights.contract import check_transport
-from mslime.weights.mooncake import MooncakeTransport
 from mslime.weights.transport import Link
+from mslime_plugins.transports.mooncake import MooncakeTransport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, link, obedient
 

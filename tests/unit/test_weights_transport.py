@@ -23,7 +23,7 @@ from mslime.backends.sglang.port import SGLangPort
 from mslime.config.errors import CheckpointError, ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
-from mslime.config.transports import TRAITS, DeltaOver
+from mslime.config.transports import DeltaOver, transports
 from mslime.config.weights import WeightsConfig
 from mslime.convert.hf import ShardWriter
 from mslime.engine_plugin import wire
@@ -322,7 +322,7 @@ def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine]
 
 
 def test_every_transport_that_the_settings_offer_is_there() -> None:
-    assert all(callable(find_transport(name)) for name in TRAITS)
+    assert all(callable(find_transport(name)) for name in transports())
     assert find_transport("broadcast") is BroadcastTransport
 
 
@@ -347,7 +347,7 @@ def test_what_is_no_transport_is_refused_before_it_meets_an_engine() -> None:
 
 
 def test_the_table_of_transports_names_settings_and_carriers_that_are_there() -> None:
-    assert {name for traits in TRAITS.values() for name in traits.settings} <= set(WeightsConfig.model_fields)
+    assert {name for traits in transports().values() for name in traits.settings} <= set(WeightsConfig.model_fields)
     for name in get_args(DeltaOver):
         made: Any = find_transport(name)
-        assert issubclass(made, Carrier) and not TRAITS[name].sends_changes
+        assert issubclass(made, Carrier) and not transports()[name].sends_changes
