@@ -92,7 +92,7 @@ def _parse_settings(
     add_help(parser)
     add_own(parser)
     add_settings(parser, words)
-    parser.set_defaults(run=run, words=(*name, *words))
+    parser.set_defaults(run=run)
     return parser.parse_args(words)
 
 
@@ -174,11 +174,6 @@ def _add_train(parser: Any) -> None:
         help="train on the groups in DIR (of mslime rollout, or of observe.save_groups), without engines; writes to "
         "output_dir/NAME-replay, saves no checkpoint",
     )  # fmt: skip
-    parser.add_argument(
-        "--restarts", type=_whole, default=0, metavar="N",
-        help="when the run fails after it has made a step, start it again from its newest checkpoint, up to N times in "
-        "a row without a newer one (default: 0; docs/resuming.md)",
-    )  # fmt: skip
 
 
 def _add_rollout(parser: Any) -> None:
@@ -239,13 +234,6 @@ def _add_convert_run(parser: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
 
 
-def _whole(word: str) -> int:
-    """A number of times."""
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no whole number that is 0 or larger")
-    return int(word)
-
-
 def _values(args: argparse.Namespace) -> dict[str, Any]:
     """What the file and the flags say, not yet validated."""
     from mslime.config.flags import given_settings
@@ -264,14 +252,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.replay is not None:
         from mslime.control.debug import replay
 
-        if args.restarts:
-            raise ConfigError("--restarts", args.restarts, "--replay saves no checkpoint to start again from",
-                              "leave one of the two out")  # fmt: skip
         return replay(_load(args), args.replay)
-    if args.restarts:
-        from mslime.control.again import train_again
-
-        return train_again(args.words, _load(args), args.restarts)
     from mslime.control.run import run
 
     return run(_load(args))
