@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mslime.config.loader import build
 from mslime.convert.families import read_hf_config
 from mslime.observe.timeline import read_spans
-from mslime.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan import RunPlan, make_plan
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_run import settings
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

@@ -213,7 +213,7 @@ def _measure(
 
 def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
     """The allocator's peak of a step beside the plan's."""
-    from mslime.planner.plan import make_plan
+    from mslime_plugins.planner.plan import make_plan
 
     (stage,) = make_plan(config, published).stages
     step = torch.cuda.max_memory_allocated()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
         check,
         evaluate,
         load_config,
-        plan,
-        report,
         train,
     )
 
@@ -33,8 +31,6 @@ __all__ = [
     "check",
     "evaluate",
     "load_config",
-    "plan",
-    "report",
     "train",
 ]
 

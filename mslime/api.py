@@ -20,7 +20,6 @@ from mslime.control.stop import Stopped as Stopped
 
 if TYPE_CHECKING:
     from mslime.control.debug import Scores
-    from mslime.planner.plan import RunPlan
     from mslime.preflight.resolve import ResolvedRun
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
@@ -62,7 +61,7 @@ def load_config(source: Source | None = None, *settings: str, **sections: Any) -
     """
     from mslime.config.loader import build, merge
 
-    return build(merge(_values(source), _given(settings, sections)))
+    return build(merge(values_of(source), _given(settings, sections)))
 
 
 def check(source: Source) -> ResolvedRun:
@@ -74,21 +73,6 @@ def check(source: Source) -> ResolvedRun:
     from mslime.preflight.resolve import resolve
 
     return resolve(_config(source))
-
-
-def plan(source: Source, *, gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
-    """Memory, balance and weight-sync traffic, as `mslime plan`; of `model.path` only config.json is read.
-
-    Args:
-        gpus: of the whole run, engines included; default: what the configuration says.
-        gpu_memory_gb: of one GPU as it is sold; default `cluster.gpu_memory_gb`.
-
-    Raises:
-        UserError: a mistake in the configuration or in config.json. That something does not fit is in the plan.
-    """
-    from mslime.planner.command import plan_of
-
-    return plan_of(_values(source), gpus, gpu_memory_gb)
 
 
 def train(source: Source, *, stop: Event | None = None) -> TrainResult:
@@ -136,31 +120,6 @@ def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None 
     return evaluated(config, None if checkpoint is None else str(checkpoint))
 
 
-def report(
-    run_dir: str | os.PathLike[str], *others: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
-) -> Path:
-    """Write the page about a run, finished or not, or one that compares it with others; returns its path. Of a run of
-    several adapters, each is compared with the others.
-
-    Args:
-        out: where to; default: report.html or compare.html in `run_dir`.
-
-    Raises:
-        UserError: a directory is not there, holds no metrics, or a broken file.
-    """
-    from mslime.config.adapters import directories
-    from mslime.config.errors import reading_run
-    from mslime.observe.compare import FILE_NAME, write_comparison
-    from mslime.observe.report import write_report
-
-    given, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
-    with reading_run(given[0]):
-        runs = [path for each in given for path in directories(each)[1:] or [each]]
-        if len(runs) == 1:
-            return write_report(runs[0], to)
-        return write_comparison(runs, to or given[0] / FILE_NAME)
-
-
 def _result(run_dir: Path) -> TrainResult:
     from mslime.data.checkpoints import newest
     from mslime.observe.metrics import FILE_NAME, read_metrics
@@ -175,8 +134,8 @@ def _config(source: Source) -> RunConfig:
     return source if isinstance(source, RunConfig) else load_config(source)
 
 
-def _values(source: Source | None) -> dict[str, Any]:
-    """What a source says, not yet validated."""
+def values_of(source: Source | None) -> dict[str, Any]:
+    """The settings of a source, not yet validated. Raises ConfigError for a file that cannot be read."""
     from mslime.config.loader import read_yaml
 
     if source is None:

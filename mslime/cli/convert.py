@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mslime.cli.command import Command
 from mslime.config.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -16,23 +17,16 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32", "float16")
 
 
-def add_parser(commands: Any, about_run: str) -> None:
-    """Add `convert` and its subcommands.
-
-    Args:
-        commands: what `add_subparsers` gave.
-        about_run: what `convert run` does, which takes a run's settings and is parsed elsewhere.
-    """
-    parser = commands.add_parser("convert", help="convert, inspect and compare checkpoints")
+def _add_kinds(parser: Any) -> None:
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    kinds.add_parser("run", help=about_run)  # for the list
+    kinds.add_parser("run", help="write a run's checkpoint as a Hugging Face checkpoint")  # parsed with its settings
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
     to_megatron.add_argument(
         "--ignore-field", action="append", default=[], metavar="NAME",
         help="setting of config.json that mslime does not know and that changes nothing; may be repeated",
     )  # fmt: skip
-    to_megatron.set_defaults(run=_to_megatron)
+    to_megatron.set_defaults(convert=_to_megatron)
     to_hf = _writing(kinds, "to-hf", "Megatron torch_dist, converted or of a run -> Hugging Face", "CKPT",
                      "directory with .metadata and *.distcp")  # fmt: skip
     to_hf.add_argument(
@@ -41,27 +35,27 @@ def add_parser(commands: Any, about_run: str) -> None:
         "(default: what to-megatron kept)",
     )  # fmt: skip
     to_hf.add_argument("--dtype", choices=DTYPES, help="of the weights (default: config.json's)")
-    to_hf.set_defaults(run=_to_hf)
+    to_hf.set_defaults(convert=_to_hf)
     fp8 = _writing(kinds, "fp8", "quantise to FP8 with a scale for 128 x 128 weights", "HF", "Hugging Face directory")
     fp8.add_argument(
         "--scale", choices=("float32", "ue8m0"), default="float32",
         help="exact scales, or powers of two (what DeepSeek-V3.1 publishes and Blackwell kernels want)",
     )  # fmt: skip
     fp8.add_argument("--include", metavar="REGEX", help="weights to quantise (default: projections of decoder layers)")
-    fp8.set_defaults(run=_fp8)
+    fp8.set_defaults(convert=_fp8)
     plain = _writing(kinds, "bf16", "dequantise FP8, INT4 or MXFP4", "HF", "quantised Hugging Face directory")
     plain.add_argument("--dtype", choices=DTYPES, help="of what was quantised (default: config.json's)")
-    plain.set_defaults(run=_plain)
+    plain.set_defaults(convert=_plain)
     int4 = _writing(kinds, "int4", "quantise routed experts to compressed-tensors INT4", "HF", "Hugging Face directory")
     int4.add_argument("--group", type=int, default=32, help="inputs that share a scale (default: %(default)s)")
     int4.add_argument("--include", metavar="REGEX", help="weights to quantise (default: routed experts)")
-    int4.set_defaults(run=_int4)
+    int4.set_defaults(convert=_int4)
     merge = _writing(kinds, "merge-lora", "add an adapter in peft's format to the weights of its model", "HF",
                      "Hugging Face directory of the model")  # fmt: skip
     merge.add_argument(
         "--adapter", type=Path, required=True, metavar="DIR", help="holds adapter_config.json and its safetensors"
     )
-    merge.set_defaults(run=_merge_lora)
+    merge.set_defaults(convert=_merge_lora)
     _add_inspect(kinds)
     _add_compare(kinds)
 
@@ -100,7 +94,7 @@ def _add_inspect(kinds: Any) -> None:
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--verify", action="store_true", help="read all weights and compare the stored checksums")
     _add_workers(parser)
-    parser.set_defaults(run=_inspect)
+    parser.set_defaults(convert=_inspect)
 
 
 def _add_compare(kinds: Any) -> None:
@@ -116,7 +110,7 @@ def _add_compare(kinds: Any) -> None:
     parser.add_argument("--values", action="store_true", help="the same values in another dtype count as equal")
     parser.add_argument("--limit", type=int, default=20, help="differences to show (default: %(default)s)")
     _add_workers(parser)
-    parser.set_defaults(run=_compare)
+    parser.set_defaults(convert=_compare)
 
 
 def _to_megatron(args: argparse.Namespace) -> int:
@@ -281,3 +275,6 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
         config = read_hf_config(side_files(path, args.source or (None if own else hugging_face)))
         sides.append(MegatronSide(path, config, placement(config, path)))
     return sides[0], sides[1]
+
+
+CONVERT = Command("convert, inspect and compare checkpoints", _add_kinds, lambda args: args.convert(args))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mslime.cli.command import Command
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,15 +19,7 @@ LOOK_EVERY_S = 1.0
 CHANGING = ("starting", "joining", "leaving")
 
 
-def add_parser(commands: Any) -> None:
-    """The command and its arguments."""
-    parser = commands.add_parser(
-        "scale",
-        help="show, add or remove the engines of a run that is training",
-        description="Shows the engines of a running run. With an option, changes them: at its next weight sync the run "
-        "takes who is new and lets go who is to leave; nothing that was generated is lost. Call it on the machine of "
-        "the run's driver.",
-    )
+def _add_arguments(parser: Any) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="outputs/NAME")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--engines", type=int, metavar="N", help="mslime is to run N engines: starts or ends some")
@@ -40,7 +33,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--no-wait", action="store_true", help="return at once, not when it is done")
     parser.add_argument("--json", action="store_true", help="print the engines as JSON")
-    parser.set_defaults(run=run_scale)
 
 
 def run_scale(args: argparse.Namespace) -> int:
@@ -108,3 +100,13 @@ def as_table(engines: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(engine["name"], engine["state"], engine["url"], by, engine["why"].splitlines()[0] if engine["why"]
                       else "")  # fmt: skip
     return table
+
+
+SCALE = Command(
+    "show, add or remove the engines of a run that is training",
+    _add_arguments,
+    run_scale,
+    description="Shows the engines of a running run. With an option, changes them: at its next weight sync the run "
+    "takes who is new and lets go who is to leave; nothing that was generated is lost. Call it on the machine of "
+    "the run's driver.",
+)

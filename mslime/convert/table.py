@@ -54,6 +54,16 @@ class Rule:
         """Whether the file holds one tensor for all experts."""
         return self.experts > 0 and "{expert}" not in self.hf[0]
 
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model that the rule stands for."""
+        return (len(self.layers) if "{layer}" in self.megatron else 1) * (self.experts or 1)
+
+    @property
+    def trained(self) -> bool:
+        """Whether the trainer builds these parameters; the others are only kept in checkpoints."""
+        return self.megatron.split(".")[0] not in UNTRAINED
+
     def expand(self) -> Iterable[BoundRule]:
         """One bound rule for every layer and expert."""
         stack = self.experts if self.stacked else 0

@@ -17,18 +17,16 @@ from mslime.config.megatron import check_model
 from mslime.config.observing import ObserveConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.flops import quadratic_tokens
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
-from mslime.planner.command import plan_of_run
-from mslime.planner.flops import quadratic_tokens
-from mslime.planner.problems import GIB, host_problems
+from mslime.plugins import found, load
 from mslime.preflight.data import check_data, check_supervised_data, glance_at_files
 from mslime.preflight.quantised import check_quantised
 from mslime.preflight.seams import check_seams
@@ -90,14 +88,15 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
     Args:
         data: also prompts and reward, which a server has none of.
     """
-    found = _resolve_adapters(config, parts) if config.adapters else _resolve_one(config, parts, data)
+    run = _resolve_adapters(config, parts) if config.adapters else _resolve_one(config, parts, data)
     if parts == WHOLE:
-        _check_host_memory(config)
-    return found
+        for name in found("mslime.checks"):
+            load("mslime.checks", name, "mslime.checks")(config)
+    return run
 
 
 def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
-    """Check a run of one model or adapter, but for the memory of machines."""
+    """Check a run of one model or adapter, but for the checks of plug-ins."""
     check_machines(config.cluster, config.claims(parts))
     check_seams(config)
     _check_paths(config)
@@ -171,17 +170,6 @@ def _check_paths(config: RunConfig) -> None:
         if path is not None and not (path / "config.json").is_file():
             raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
                                   "give a Hugging Face checkpoint")  # fmt: skip
-
-
-def _check_host_memory(config: RunConfig) -> None:
-    """Where it is known how much a machine has, by the plan; that of GPUs is not compared here, `mslime plan` does."""
-    if (memory := config.cluster.host_memory_gb) is None:
-        return
-    plan = plan_of_run(config)
-    for problem in host_problems(policy_spec(config), memory, plan.host, plan.rollouts, config.rollout):
-        raise ConfigError("cluster.host_memory_gb", memory, f"{problem.where}: needs {problem.needs / GIB:.1f} of "
-                          f"{problem.has / GIB:.1f} GiB that a run can use, most of it {problem.component} "
-                          "(mslime plan shows all of it)", problem.way_out)  # fmt: skip
 
 
 def _takes_a_file(directory: Path) -> bool:

@@ -21,9 +21,10 @@ from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
 from mslime.config.training import critic_spec, policy_spec
 from mslime.convert.families import get_family, read_hf_config
-from mslime.planner.activations import chunks_in_flight, kept_elements, read_widths
-from mslime.planner.parameters import StageParameters, stage_parameters
-from mslime.planner.trainer import optimizer_bytes, parameter_bytes
+from mslime.convert.flops import read_widths
+from mslime_plugins.planner.activations import chunks_in_flight, kept_elements
+from mslime_plugins.planner.parameters import StageParameters, stage_parameters
+from mslime_plugins.planner.trainer import optimizer_bytes, parameter_bytes
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
 from megatron.core.parallel_state import RankGenerator  # isort: skip

@@ -14,12 +14,12 @@ import sys
 from functools import partial
 from typing import Any
 
-from mslime.doctor import speeds
-from mslime.doctor.command import CHECKS, examine
-from mslime.doctor.findings import Check as DoctorCheck
-from mslime.doctor.findings import Finding, Node, Options
-from mslime.doctor.nvml import see_gpus
 from mslime.preflight import environment
+from mslime_plugins.doctor import speeds
+from mslime_plugins.doctor.command import CHECKS, examine
+from mslime_plugins.doctor.findings import Check as DoctorCheck
+from mslime_plugins.doctor.findings import Finding, Node, Options
+from mslime_plugins.doctor.nvml import see_gpus
 from tests.fixtures.fake_nvml import FakeNvml
 from tests.rehearsal.outcomes import Check, attempt, finish, options, true
 

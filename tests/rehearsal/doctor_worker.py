@@ -1,4 +1,4 @@
-"""`python -m mslime.doctor.measure`, on a GPU that is not there: real numbers, of small matrices."""
+"""`python -m mslime_plugins.doctor.measure`, on a GPU that is not there: real numbers, of small matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import torch
 
 import tests.rehearsal.on_gpu
-from mslime.doctor import measure
+from mslime_plugins.doctor import measure
 from tests.rehearsal.on_host import OnHost
 
 __all__ = ["tests"]

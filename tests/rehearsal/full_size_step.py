@@ -44,12 +44,12 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.writers import torch_dtype
 from mslime.data.routes import Routes, narrowest_dtype
 from mslime.data.shard import TrainShard
-from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import make_plan
-from mslime.planner.trainer import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Link
+from mslime_plugins.planner.activations import EXPERT_IMBALANCE
+from mslime_plugins.planner.plan import make_plan
+from mslime_plugins.planner.trainer import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
 from tests.fixtures.full_size import make_hollow_checkpoint
 from tests.fixtures.launch_scripts import launch, published
 from tests.rehearsal.unwritten import Unwritten

@@ -19,6 +19,7 @@ from mslime.cli import main
 from mslime.control import run as control_run
 from mslime.control.stop import SIGNALS, StopSignals
 from mslime.preflight.describe import describe
+from mslime_plugins import api as plugins_api
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.make_run import make_synthetic_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -75,7 +76,7 @@ def test_mistakes_are_raised_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(mslime.UserError, match="holds a config"):
         mslime.train(told)
     with pytest.raises(mslime.UserError, match="does not exist"):
-        mslime.report(tmp_path / "nothing")
+        plugins_api.report(tmp_path / "nothing")
 
 
 def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,16 +101,16 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     main(["plan", *flags, "--gpus", "17", "--gpu-memory-gb", "141", "--json"])
     printed = json.loads(capsys.readouterr().out)
     for source in (told, mslime.load_config(told, "data.prompts=p.jsonl", "cluster.trainer_ranks=8")):
-        found = mslime.plan(source, gpus=17, gpu_memory_gb=141)
+        found = plugins_api.plan(source, gpus=17, gpu_memory_gb=141)
         assert json.loads(json.dumps(found.as_dict(), default=str)) == printed
         assert found.trainer_gpus == 16
 
 
 def test_a_report_is_of_one_run_or_of_several(tmp_path: Path) -> None:
     one, other = (make_synthetic_run(tmp_path / name, steps=3) for name in ("one", "other"))
-    assert mslime.report(one) == mslime.report(str(one), one) == one / "report.html"
-    assert mslime.report(one, other) == one / "compare.html"
-    assert mslime.report(one, out=tmp_path / "page.html").read_text() == (one / "report.html").read_text()
+    assert plugins_api.report(one) == plugins_api.report(str(one), one) == one / "report.html"
+    assert plugins_api.report(one, other) == one / "compare.html"
+    assert plugins_api.report(one, out=tmp_path / "page.html").read_text() == (one / "report.html").read_text()
 
 
 def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:

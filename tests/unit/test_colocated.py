@@ -20,10 +20,10 @@ from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
 from mslime.engine_plugin.memory_release import backup_of, restore, to_release, to_resume
 from mslime.engine_plugin.wire import Released
-from mslime.planner.command import plan_of as plan_of_values
-from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
-from mslime.planner.plan import RunPlan
-from mslime.planner.problems import GIB
+from mslime_plugins.planner.command import plan_of as plan_of_values
+from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
+from mslime_plugins.planner.plan import RunPlan
+from mslime_plugins.planner.problems import GIB
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.remote import fake_process
 from tests.unit.test_plan import planned

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mslime.cli import main
-from mslime.cli.commands import _TAKE_SETTINGS, _parse
+from mslime.cli.commands import _command, _parse
 from mslime.config.loader import parse_flags
 from mslime.config.passthrough import engine_fields
 from mslime.config.settings import all_settings, engine_sections, sections
@@ -222,7 +222,8 @@ def test_every_key_of_a_yaml_block_exists(page: Path) -> None:
 
 
 def told_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    everything = ["all"] if tuple(command) in _TAKE_SETTINGS else []
+    name = " ".join(command) if command == ["convert", "run"] else command[0]
+    everything = ["all"] if _command(name).takes_settings else []
     with pytest.raises(SystemExit) as end:
         main([*command, "--help", *everything])
     assert end.value.code == 0, command

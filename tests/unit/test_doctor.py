@@ -15,10 +15,10 @@ import pytest
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.gpus import GPUS, nominal
-from mslime.doctor import command, gpus, host, network, packages, speeds, step
-from mslime.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
-from mslime.doctor.nvml import REASONS, see_gpus
-from mslime.doctor.speeds import MATMUL
+from mslime_plugins.doctor import command, gpus, host, network, packages, speeds, step
+from mslime_plugins.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
+from mslime_plugins.doctor.nvml import REASONS, see_gpus
+from mslime_plugins.doctor.speeds import MATMUL
 from tests.fixtures.fake_nvml import GIB, H100, FakeNvml
 
 

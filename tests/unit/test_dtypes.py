@@ -14,8 +14,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.schema import RunConfig
 from mslime.config.serving import engine_spec, teacher_spec
-from mslime.planner.command import plan_config
-from mslime.planner.plan import make_plan
+from mslime_plugins.planner.command import plan_config
+from mslime_plugins.planner.plan import make_plan
 from tests.fixtures.full_size import CONFIGS, published_config
 
 BF16, FP32, FP16 = {"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"torch_dtype": "float16"}

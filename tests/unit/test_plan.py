@@ -20,13 +20,14 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
-from mslime.planner.activations import chunks_in_flight, kept_elements, layer_elements, read_widths
-from mslime.planner.command import plan_config
-from mslime.planner.engine import static_fraction
-from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
-from mslime.planner.plan import RunPlan, make_plan
-from mslime.planner.problems import GIB
-from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter, sync_bytes
+from mslime.convert.flops import read_widths
+from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, layer_elements
+from mslime_plugins.planner.command import plan_config
+from mslime_plugins.planner.engine import static_fraction
+from mslime_plugins.planner.parameters import model_parameters, stage_parameters, work_per_token
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.problems import GIB
+from mslime_plugins.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter, sync_bytes
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.syncs import experts, stacked
 

@@ -18,13 +18,13 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
 from mslime.offline.jobs import Job, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.planner.command import plan_config
-from mslime.planner.plan import RunPlan, make_plan
-from mslime.planner.search import Search
-from mslime.planner.sync import sender_syncs
 from mslime.weights.encoded import encoded_plan
 from mslime.weights.plan import build_plan
 from mslime.weights.senders import Senders
+from mslime_plugins.planner.command import plan_config
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.search import Search
+from mslime_plugins.planner.sync import sender_syncs
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.tiny_models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 

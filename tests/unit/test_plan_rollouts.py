@@ -12,9 +12,9 @@ from mslime.data.packing import build_shards
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.supports import Supports
-from mslime.planner.command import plan_config
-from mslime.planner.plan import RunPlan, make_plan
-from mslime.planner.rollouts import MEASURED_IDS, RolloutBytes, expected_ids
+from mslime_plugins.planner.command import plan_config
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.rollouts import MEASURED_IDS, RolloutBytes, expected_ids
 from tests.fixtures.full_size import CONFIGS, published_config
 
 MODEL = "moonlight-16B-A3B"  # 27 layers, the first of which is dense; top-6 of 64 experts

@@ -19,16 +19,16 @@ from mslime.config.gpus import GPUS, usual_gpu
 from mslime.config.loader import build, load_config, merge
 from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
-from mslime.planner import times
-from mslime.planner.activations import read_widths
-from mslime.planner.command import found_by, plan_of
-from mslime.planner.describe_search import as_flags, as_yaml
-from mslime.planner.parameters import stage_parameters
-from mslime.planner.plan import make_plan
-from mslime.planner.problems import GIB
-from mslime.planner.search import NothingFits, Search, _order
-from mslime.planner.space import MEASURES
-from mslime.planner.times import Speeds, StepWork, generate_seconds, train_seconds
+from mslime.convert.flops import read_widths
+from mslime_plugins.planner import times
+from mslime_plugins.planner.command import found_by, plan_of
+from mslime_plugins.planner.describe_search import as_flags, as_yaml
+from mslime_plugins.planner.parameters import stage_parameters
+from mslime_plugins.planner.plan import make_plan
+from mslime_plugins.planner.problems import GIB
+from mslime_plugins.planner.search import NothingFits, Search, _order
+from mslime_plugins.planner.space import MEASURES
+from mslime_plugins.planner.times import Speeds, StepWork, generate_seconds, train_seconds
 from tests.fixtures.marks import nightly_except
 
 CONFIGS = Path(__file__).parents[1] / "fixtures/configs"

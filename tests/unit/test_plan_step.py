@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
-from mslime.planner.activations import layer_elements, read_widths, working_bytes
-from mslime.planner.trainer import TrainerMemory, sync_bytes
+from mslime.convert.flops import read_widths
 from mslime.weights.plan import Bucket, Entry, Slot
+from mslime_plugins.planner.activations import layer_elements, working_bytes
+from mslime_plugins.planner.trainer import TrainerMemory, sync_bytes
 
 GIB = 1 << 30
 FULL = Recompute("full", "uniform", 1, frozenset())

@@ -11,7 +11,7 @@ import pytest
 from mslime.cli import main
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
-from mslime.planner.sync import Receiving, lane_bytes, near_ranks, relay_bounds, relayed, sender_syncs
+from mslime_plugins.planner.sync import Receiving, lane_bytes, near_ranks, relay_bounds, relayed, sender_syncs
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.marks import MODELS, nightly_except
 from tests.fixtures.syncs import BROADCAST, COLOCATED, RATES, SHIPPED, experts, planned, shipped, small_plan

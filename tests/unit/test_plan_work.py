@@ -10,7 +10,7 @@ import pytest
 
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
-from mslime.planner.flops import quadratic_tokens
+from mslime.convert.flops import quadratic_tokens
 from mslime.preflight.resolve import with_model
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"

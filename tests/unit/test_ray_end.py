@@ -75,6 +75,7 @@ def test_ray_that_does_not_end_in_order_is_left_to_the_sweeper(
 WITHOUT_RAY = """
 import atexit, sys, threading
 from mslime.cli import commands
+from mslime.cli.command import Command
 from mslime.control.ray_watch import leave_without_ray
 from mslime.control.stop import Stopped
 
@@ -86,7 +87,7 @@ def run(args):
     leave_without_ray()
     raise {error}
 
-commands._env = run
+commands.COMMANDS["env"] = Command("ends", lambda parser: None, run)
 sys.exit(commands.main(["env"]))
 """
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mslime.api import report
 from mslime.config.adapters import BASE, OWN_SECTIONS, SHARED, directories
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, merge, parse_flags
@@ -19,7 +18,8 @@ from mslime.config.settings import all_settings
 from mslime.config.training import policy_spec
 from mslime.control.adapters_session import with_base
 from mslime.observe.samples_view import Wanted, find_file
-from mslime.planner.adapters import served_adapters, together
+from mslime_plugins.api import report
+from mslime_plugins.planner.adapters import served_adapters, together
 
 VALUES: dict[str, Any] = {
     "name": "several",

@@ -56,6 +56,7 @@ PRINTS = """
 import logging, os, sys
 from rich.console import Console
 from mslime.cli import commands
+from mslime.cli.command import Command
 
 def run(args):
     logging.getLogger("mslime").addHandler(logging.FileHandler(sys.argv[1]))
@@ -69,7 +70,7 @@ def run(args):
     return 0
 
 
-commands._TAKE_SETTINGS["train",] = ("prints", lambda parser: None, run)
+commands.COMMANDS["train"] = Command("prints", lambda parser: None, run, runs_for_hours=True)
 sys.exit(commands.main(["train"]))
 """
 

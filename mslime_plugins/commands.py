@@ -1,0 +1,196 @@
+"""The commands that this package adds to `mslime`. What does the work is imported when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mslime.cli.command import Command, add_run_file, values_of
+from mslime.config.errors import UserError, reading_run
+
+
+def _add_plan(parser: Any) -> None:
+    add_run_file(parser, "YAML file; only model.path is required")
+    parser.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
+    parser.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--strict", action="store_true", help="end with status 1, not 3, when the plan is tight")
+    parser.add_argument(
+        "--search", action="store_true",
+        help="find layouts of trainer and engines that fit --gpus, the fastest first; sizes that are set are kept",
+    )  # fmt: skip
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="with --search: how many (default: 5)")
+    parser.add_argument(
+        "--gpu", default="", metavar="NAME",
+        help='with --search: the GPU, as "NVIDIA H100" (default: the usual one with so much memory)',
+    )  # fmt: skip
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from mslime_plugins.planner.command import run_plan, run_search
+
+    if args.search:
+        return run_search(
+            values_of(args), args.gpus, args.gpu_memory_gb, top=args.top, gpu=args.gpu, as_json=args.json,
+            strict=args.strict,
+        )  # fmt: skip
+    return run_plan(values_of(args), args.gpus, args.gpu_memory_gb, args.json, args.strict)
+
+
+PLAN = Command(
+    "memory, balance and weight-sync traffic of RUN.yaml", _add_plan, _plan, takes_settings=True,
+)  # fmt: skip
+
+
+def _add_serve(parser: Any) -> None:
+    add_run_file(
+        parser, "YAML file with model, cluster, megatron, sglang and lora; optional when all is given as flags"
+    )
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from mslime.serve.start import serve
+
+    return serve(values_of(args))
+
+
+SERVE = Command(
+    "let clients of the tinker SDK train adapters on RUN.yaml's model, and sample", _add_serve, _serve,
+    takes_settings=True, runs_for_hours=True,
+)  # fmt: skip
+
+
+def _add_doctor(parser: Any) -> None:
+    parser.add_argument("--full", action="store_true", help="also start a trainer and an engine, and measure longer")
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="CHECK", help="these checks")
+    parser.add_argument("--skip", nargs="+", action="extend", default=[], metavar="CHECK", help="all but these")
+    parser.add_argument("--list", action="store_true", help="name the checks, and end")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("outputs"), metavar="DIR",
+        help="where checkpoints are to go, whose disk is examined (default: outputs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="the step's checkpoint (default: a tiny Qwen3-MoE, made for it)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N",
+        help="machines in the collectives; run the same on each at once, with --only collectives",
+    )  # fmt: skip
+    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="number of this one, from 0 (default: 0)")
+    parser.add_argument("--head", default="", metavar="HOST:PORT", help="a free port of machine 0, the same on all")
+    parser.add_argument(
+        "--strict", action="store_true", help="end with status 1 also when something is to be warned of"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mslime_plugins.doctor.command import CHECKS, run_doctor
+    from mslime_plugins.doctor.findings import Options
+
+    if args.list:
+        for check in CHECKS:
+            print(f"{check.name:15s}{check.about}{' (--full)' if check.full else ''}")
+        return 0
+    options = Options(args.directory, args.model, args.full, args.nodes, args.node_rank, args.head)
+    return run_doctor(options, args.only, args.skip, as_json=args.json, strict=args.strict)
+
+
+DOCTOR = Command(
+    "examine this machine before a run: GPUs, links, networks, disk, kernels, speeds",
+    _add_doctor,
+    _doctor,
+    description="Examines this machine: driver, GPUs, links, networks, disk, packages, kernels, speeds against what "
+    "the GPU is sold for. Each line reports ok, warn, fail or cannot see, what was found, and what to do. Takes about "
+    "a minute; with --full a trainer and an engine are started, and their log-probs compared. On several machines, run "
+    "it on each.",
+    epilog="Ends with status 1 if something failed, else with 0; 2: a mistake in the options.",
+)
+
+
+def _add_report(parser: Any) -> None:
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN", help="outputs/NAME")
+    parser.add_argument(
+        "--out", type=Path, help="the page (default: report.html of the run, compare.html of the first)"
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from mslime_plugins.api import report
+
+    print(report(*args.run_dirs, out=args.out))
+    return 0
+
+
+REPORT = Command(
+    "write one HTML page about a run, or about several side by side",
+    _add_report,
+    _report,
+    description="Write one HTML page about a run, or about several side by side: what it learnt, what is wrong, and "
+    "where time and tokens went. The page needs no server and no network; a run may still go on (docs/report.md).",
+)
+
+
+def _add_samples(parser: Any) -> None:
+    parser.add_argument("run_dir", type=Path, help="outputs/NAME")
+    parser.add_argument("--step", type=int, help="of this step, as in the metrics (default: the newest)")
+    parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
+    which = parser.add_mutually_exclusive_group()
+    for order in ("best", "worst", "longest"):
+        which.add_argument(f"--{order}", type=int, metavar="K", help=f"the K {order}, instead of a few of each kind")
+    for kind, meaning in (
+        ("truncated", "cut at the length limit"),
+        ("continued", "sampled by several weight versions"),
+    ):
+        which.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, with every token")
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from mslime.observe.samples_view import Wanted, show_samples
+
+    orders = {order: count for order in ("best", "worst", "longest") if (count := getattr(args, order)) is not None}
+    order, count = next(iter(orders.items()), ("", 0))
+    if orders and count < 1:
+        raise UserError(f"--{order}", count, "must be at least 1", "say how many responses to show")
+    kind = "truncated" if args.truncated else "continued" if args.continued else ""
+    wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
+    with reading_run(args.run_dir):
+        show_samples(args.run_dir, wanted, Console(), args.json)
+    return 0
+
+
+SAMPLES = Command("show responses of a run: the best, the worst, the longest ...", _add_samples, _samples)
+
+
+def _add_inspect(parser: Any) -> None:
+    parser.add_argument("run_dir", type=Path, help="outputs/NAME")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step, as in the metrics (default: the newest)")
+    parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
+    parser.add_argument("--group", type=int, metavar="G", help="the kept responses of this group")
+    parser.add_argument("--sample", type=int, metavar="I", help="this response of the group")
+    parser.add_argument(
+        "--color", choices=("version", "difference", "mask"), default="version",
+        help="what a token's colour says: the weights that sampled it, its log-prob at the trainer minus that at the "
+        "sampler, or whether it is trained",
+    )  # fmt: skip
+    parser.add_argument("--tokens", action="store_true", help="a line for each token, with log-probs and experts")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from mslime.observe.inspect_view import Inspected, inspect_run
+
+    wanted = Inspected(
+        args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens
+    )
+    with reading_run(args.run_dir):
+        inspect_run(args.run_dir, wanted, Console())
+    return 0
+
+
+INSPECT = Command("show responses of a run turn by turn and token by token", _add_inspect, _inspect)

@@ -1,0 +1,180 @@
+"""`mslime doctor`: chooses checks, runs them one after the other, tells what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mslime.config.errors import ConfigError, nearest
+from mslime_plugins.doctor.findings import STATUSES, Check, Finding, Node, Options, Status, fail
+from mslime_plugins.doctor.gpus import check_clocks, check_driver, check_gpus, check_links
+from mslime_plugins.doctor.host import check_clock, check_disk, check_host, check_limits, check_shared_memory
+from mslime_plugins.doctor.network import check_address, check_infiniband, check_loopback, check_nccl
+from mslime_plugins.doctor.nvml import see_gpus
+from mslime_plugins.doctor.packages import check_kernels, check_packages
+from mslime_plugins.doctor.speeds import check_collectives, check_speed
+from mslime_plugins.doctor.step import check_step
+
+CHECKS = (
+    Check("driver", "NVIDIA driver, and the CUDA that torch was built for", check_driver),
+    Check("gpus", "models, memory, ECC errors, MIG, who else is on them", check_gpus),
+    Check("clocks", "persistence mode, power limit, heat, clocks that are held down", check_clocks),
+    Check("links", "NVLinks and PCIe lanes", check_links),
+    Check("infiniband", "RDMA devices, their rates, nvidia_peermem", check_infiniband),
+    Check("nccl", "variables that NCCL and gloo follow, against the interfaces", check_nccl),
+    Check("address", "where the machine's name leads to", check_address),
+    Check("loopback", "HTTP to this machine, proxies, ports", check_loopback),
+    Check("host", "memory and cores", check_host),
+    Check("shared_memory", "size of /dev/shm", check_shared_memory),
+    Check("limits", "open files, processes, locked memory", check_limits),
+    Check("disk", "space and speed where checkpoints go", check_disk),
+    Check("clock", "whether the clock is kept in step", check_clock),
+    Check("packages", "versions against the pins, imports", check_packages),
+    Check("kernels", "mslime's and Transformer Engine's kernels against plain torch", check_kernels),
+    Check("speed", "matrix products and memory against what the GPU is sold for", check_speed),
+    Check("collectives", "all-reduce and all-to-all against the links", check_collectives),
+    Check("step", "a trainer and an engine, two steps, their mismatch", check_step, full=True),
+)
+"""In the order in which a fault of one explains those after it."""
+_STYLES: dict[Status, str] = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "cannot see": "dim"}
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A check that has been run.
+
+    Attributes:
+        seconds: that it took.
+    """
+
+    check: str
+    seconds: float
+    findings: tuple[Finding, ...]
+
+
+def run_doctor(
+    options: Options, only: Sequence[str] = (), skip: Sequence[str] = (), *, as_json: bool = False, strict: bool = False
+) -> int:
+    """Examine this machine and print it.
+
+    Args:
+        only, skip: names of checks; `only` also takes those that otherwise need --full.
+        as_json: one JSON object on stdout at the end; progress goes to stderr.
+        strict: a warning counts as a failure.
+
+    Returns:
+        0: nothing failed; what cannot be seen does not count. 1: something failed.
+
+    Raises:
+        ConfigError: there is no such check, or an option contradicts another.
+    """
+    check_options(options)
+    chosen = choose(only, skip, options.full)
+    gpus, blind = see_gpus()
+    node = Node(options, gpus, blind, dict(os.environ))
+    console, told = Console(), Console(stderr=True, quiet=not sys.stderr.isatty())
+    examined: list[Examined] = []
+    for number, check in enumerate(chosen, 1):
+        with told.status(f"{number} of {len(chosen)}: {check.name} ({check.about})"):
+            examined.append(examine(check, node))
+        if not as_json:
+            for line in lines_of(examined[-1]):
+                console.print(line, soft_wrap=True)
+    status = 1 if failed(examined, strict=strict) else 0
+    if as_json:
+        print(json.dumps(as_dict(examined, status), indent=2))
+    else:
+        console.print(summary(examined))
+    return status
+
+
+def check_options(options: Options) -> None:
+    """Raises ConfigError."""
+    if options.nodes < 1:
+        raise ConfigError("--nodes", options.nodes, "must be at least 1", "say how many machines take part")
+    if not 0 <= options.node_rank < options.nodes:
+        raise ConfigError("--node-rank", options.node_rank, f"must be from 0 to {options.nodes - 1}",
+                          "number the machines from 0, each once")  # fmt: skip
+    if options.nodes > 1 and not options.head.rpartition(":")[0]:
+        raise ConfigError("--head", options.head, "several machines need a place to meet",
+                          "give HOST:PORT of machine 0, the same on all")  # fmt: skip
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise ConfigError("--model", str(options.model), "there is no config.json in it",
+                          "give the directory of a Hugging Face checkpoint, or leave it out")  # fmt: skip
+
+
+def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[Check]:
+    """The checks to run, in their order. Raises ConfigError for names that are not one, and where none is left."""
+    names = [check.name for check in CHECKS]
+    for flag, given in (("--only", only), ("--skip", skip)):
+        for name in given:
+            if name not in names:
+                raise ConfigError(flag, name, "there is no such check",
+                                  nearest(name, names) or f"name one of {', '.join(names)}")  # fmt: skip
+    found = [c for c in CHECKS if (c.name in only if only else full or not c.full) and c.name not in skip]
+    if not found:
+        raise ConfigError("--skip", ", ".join(skip), "no check is left", "leave --skip or --only out")
+    return found
+
+
+def examine(check: Check, node: Node, clock: Callable[[], float] = time.perf_counter) -> Examined:
+    """Run one check. One that breaks is a failure of its part, and the others go on."""
+    began, found = clock(), []
+    try:
+        found.extend(check.run(node))
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        found.append(fail(f"could not be examined: {words}", f"mslime doctor --only {check.name} repeats it"))
+    return Examined(check.name, clock() - began, tuple(found))
+
+
+def lines_of(examined: Examined) -> list[Text]:
+    """For a terminal: status, check, what was found, and what to do below it."""
+    lines = []
+    for finding in examined.findings:
+        line = Text(f"{finding.status:<11}", style=_STYLES[finding.status])
+        line.append(f"{examined.check:<14}", style="default")
+        lines.append(line.append(finding.found, style="default"))
+        if finding.todo:
+            lines.append(Text(f"{'':25}-> {finding.todo}"))
+    return lines
+
+
+def count(examined: Sequence[Examined]) -> dict[Status, int]:
+    """Findings by status."""
+    found = [finding.status for each in examined for finding in each.findings]
+    return {status: found.count(status) for status in STATUSES}
+
+
+def failed(examined: Sequence[Examined], *, strict: bool) -> bool:
+    """Whether something failed."""
+    counted = count(examined)
+    return bool(counted["fail"] or (strict and counted["warn"]))
+
+
+def summary(examined: Sequence[Examined]) -> Text:
+    """The last line."""
+    counted = count(examined)
+    worst: Status = "fail" if counted["fail"] else "warn" if counted["warn"] else "ok"
+    numbers = ", ".join(f"{number} {status}" for status, number in counted.items() if number)
+    return Text(f"\n{numbers} in {sum(each.seconds for each in examined):.0f} s", style=_STYLES[worst])
+
+
+def as_dict(examined: Sequence[Examined], status: int) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "machine": socket.gethostname(),
+        "time": time.time(),
+        "exit_status": status,
+        "counted": count(examined),
+        "checks": [asdict(each) for each in examined],
+    }

@@ -1,0 +1,200 @@
+"""Speeds against what the machine is sold for: matrix products, memory, collectives. The work is `measure`'s."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from mslime.config.gpus import Nominal, nominal
+from mslime.network import free_port
+from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
+from mslime_plugins.doctor.network import rdma_ports
+
+WORKER = "mslime_plugins.doctor.measure"
+"""The module that measures, in processes of its own."""
+DEADLINE_S = 300
+CPU_RANKS = 2
+CLOCKS_APART_MS = 100
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of what a GPU is sold for (`config/gpus.py`): below `warn` something is amiss, below `fail` it is not the machine
+    that was paid for.
+
+    Assumptions: an H100 that runs into its power limit reaches two thirds to three quarters in large matrix products, a
+    copy nine tenths of its memory, NCCL four fifths of NVLink in all-reduce and somewhat less in all-to-all.
+    """
+
+    warn: float
+    fail: float
+
+
+MATMUL, MEMORY = Share(0.55, 0.4), Share(0.75, 0.6)
+ALL_REDUCE, ALL_TO_ALL = Share(0.6, 0.3), Share(0.5, 0.25)
+STRAGGLER = 0.92
+"""Of the median GPU: one that is slower holds up all others in every collective."""
+
+
+class Broken(Exception):
+    """A process that measures has failed; the text is its last words."""
+
+
+def check_speed(node: Node) -> Iterator[Finding]:
+    """Matrix products and memory of each GPU, all at once: they share the machine's power and air."""
+    seconds = 5.0 if node.options.full else 1.0
+    if not node.gpus:
+        [found] = measured([["speed", "--device", "cpu", "--seconds", "0.5"]])
+        yield unseen(f"{node.blind}; this CPU does {found['tflops'] * 1e3:,.0f} GFLOP/s in float32 and copies at "
+                     f"{found['gb_per_s']:.1f} GB/s")  # fmt: skip
+        return
+    found = measured([["speed", "--device", f"cuda:{gpu.index}", "--seconds", f"{seconds}"] for gpu in _usable(node)])
+    known = nominal(node.gpus[0].name)
+    for name, what, unit, expected, share in (
+        ("tflops", "bfloat16 matrix products", "TFLOP/s", known and known.tflops, MATMUL),
+        ("gb_per_s", "memory", "GB/s", known and known.memory, MEMORY),
+    ):
+        yield from speed_findings(what, unit, [each[name] for each in found], expected, share)
+
+
+def _usable(node: Node) -> Sequence[Any]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, numbered as torch does."""
+    visible = node.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(node.gpus) if visible is None else len([word for word in visible.split(",") if word.strip()])
+    return node.gpus[: min(count, len(node.gpus))]
+
+
+def speed_findings(
+    what: str, unit: str, found: Sequence[float], expected: float | None, share: Share
+) -> Iterator[Finding]:
+    """Of one speed of all GPUs.
+
+    Args:
+        found: of each GPU.
+        expected: what one is sold for; None: not known.
+    """
+    least, middle = min(found), median(found)
+    spread = f"{middle:,.0f} {unit}" + (f", the slowest GPU {least:,.0f}" if len(found) > 1 else "")
+    values = {"median": round(middle, 1), "least": round(least, 1)}
+    if expected is None:
+        yield ok(f"{what}: {spread}; nobody knows what it should be", **values)
+    else:
+        text = f"{what}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
+        yield judged(middle / expected, share, text, _SLOW, values)
+    if least < STRAGGLER * middle:
+        yield warn(f"{what}: GPU {found.index(least)} does {least / middle:.0%} of the median",
+                   "it holds up all others: look at its clocks and heat under load, or do without it")  # fmt: skip
+
+
+_SLOW = "see the lines of clocks and gpus; is somebody else on them? nvidia-smi -q -d CLOCK,POWER under load"
+
+
+def judged(ratio: float, share: Share, text: str, todo: str, values: Mapping[str, float]) -> Finding:
+    """A speed as a share of the nominal one."""
+    if ratio < share.fail:
+        return fail(text, todo, **values)
+    return warn(text, todo, **values) if ratio < share.warn else ok(text, **values)
+
+
+def check_collectives(node: Node) -> Iterator[Finding]:
+    """All-reduce and all-to-all of all GPUs, of several machines with --nodes; over gloo where there is no GPU."""
+    options = node.options
+    here = len(_usable(node)) if node.gpus else CPU_RANKS
+    ranks = here * options.nodes
+    if node.gpus and ranks == 1:
+        yield unseen("one GPU: there is nothing to talk to")
+        return
+    device = "cuda" if node.gpus else "cpu"
+    mib = (1024 if options.full else 256) if node.gpus else 8
+    meet = options.head or f"127.0.0.1:{free_port()}"
+    found = measured([
+        ["collectives", "--device", f"cuda:{i}" if node.gpus else "cpu", "--rank", f"{options.node_rank * here + i}",
+         "--ranks", f"{ranks}", "--meet", f"tcp://{meet}", "--mib", f"{mib}", "--seconds", "1"]
+        for i in range(here)
+    ])[0]  # fmt: skip
+    if device == "cpu":
+        where = f"{ranks} processes over gloo" + (f" on {options.nodes} machines" if options.nodes > 1 else "")
+        yield unseen(f"NCCL: {node.blind}; {where}: all-reduce {found['all_reduce']:.2f}, all-to-all "
+                     f"{found['all_to_all']:.2f} GB/s")  # fmt: skip
+    else:
+        known = nominal(node.gpus[0].name)
+        yield from collective_findings(found, known, ranks, here, sum(rdma_ports(node).values()) / 8)
+    if options.nodes > 1:
+        apart = round(found["clock_ms"], 2)
+        text = f"the machines' clocks are {apart:.1f} ms apart"
+        if apart > CLOCKS_APART_MS:
+            yield warn(text, "start chrony on all of them", clock_ms=apart)
+        else:
+            yield ok(text, clock_ms=apart)
+
+
+def collective_findings(
+    found: Mapping[str, float], known: Nominal | None, ranks: int, here: int, network: float
+) -> Iterator[Finding]:
+    """Of NCCL.
+
+    Args:
+        found: bus bandwidth by collective, GB/s.
+        known: what the GPUs are sold for.
+        ranks, here: GPUs in all, and of one machine.
+        network: GB/s of one machine's adapters together.
+    """
+    limits = expected_bandwidth(known, ranks, here, network)
+    where = f"of {ranks} GPUs" + (f" on {ranks // here} machines" if ranks > here else "")
+    for name, told, share in (("all_reduce", "all-reduce", ALL_REDUCE), ("all_to_all", "all-to-all", ALL_TO_ALL)):
+        rate, limit = found[name], limits[name]
+        values = {"gb_per_s": round(rate, 2)}
+        text = f"{told} {where}: {rate:,.0f} GB/s"
+        if not limit:
+            yield ok(f"{text}; nobody knows what it should be", **values)
+        else:
+            yield judged(rate / limit, share, f"{text}, {rate / limit:.0%} of {limit:,.0f}", _TALK, values)
+
+
+_TALK = "see the lines of links, infiniband and nccl; NCCL_DEBUG=INFO says which way NCCL takes"
+
+
+def expected_bandwidth(known: Nominal | None, ranks: int, here: int, network: float) -> dict[str, float]:
+    """Bus bandwidth that the links allow, GB/s; 0: not known.
+
+    Within a machine that of NVLink. Over several, an all-reduce crosses a machine's edge once in each direction with
+    all adapters together, and of an all-to-all (n - here) / (n - 1) of a GPU's bytes go over its own adapter.
+    """
+    nvlink = known.nvlink if known else 0.0
+    if ranks <= here:
+        return {"all_reduce": nvlink, "all_to_all": nvlink}
+    crossing = network / here * (ranks - 1) / (ranks - here)
+    within = nvlink or network
+    return {"all_reduce": min(within, network), "all_to_all": min(within, crossing)}
+
+
+def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
+    """What processes of `measure` say, all run at once. Raises Broken with the last words of the first that fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        started = []
+        for number, words in enumerate(commands):
+            with open(f"{scratch}/{number}", "w") as errors:
+                started.append(subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", WORKER, *words], stdout=subprocess.PIPE,
+                    stderr=errors, text=True,
+                ))  # fmt: skip
+        try:
+            said = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
+        except subprocess.TimeoutExpired:
+            raise Broken(f"no answer within {DEADLINE_S} s") from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for number, process in enumerate(started):
+            if process.returncode:
+                with open(f"{scratch}/{number}") as errors:
+                    words = errors.read().strip().splitlines()
+                raise Broken((words or [f"exit status {process.returncode}"])[-1][:300])
+    return [json.loads(each.strip().splitlines()[-1]) for each in said]

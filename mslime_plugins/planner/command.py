@@ -1,0 +1,141 @@
+"""`mslime plan`: from a file and flags to a printed plan and an exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mslime.config.errors import ConfigError
+from mslime.config.gpus import usual_gpu
+from mslime.config.loader import build, merge
+from mslime.config.schema import RunConfig
+from mslime.convert.families import read_hf_config
+from mslime_plugins.planner.describe import describe
+from mslime_plugins.planner.describe_search import describe_found
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.problems import Verdict
+from mslime_plugins.planner.search import Found, NothingFits, search
+
+_WIDTH = 140
+TIGHT_STATUS = 3
+"""Exit status of a plan that fits, with less left than it may be wrong by."""
+
+
+def run_plan(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, as_json: bool, strict: bool = False
+) -> int:
+    """Print the plan of a run.
+
+    Args:
+        values: what a file and flags say; only `model.path` is required, a directory with a config.json.
+        gpus: of the whole run; what the engines leave becomes the trainer's (default: `cluster.trainer_ranks`).
+        gpu_memory_gb: of one GPU as it is sold (default: `cluster.gpu_memory_gb`).
+        as_json: print JSON instead of tables.
+        strict: a tight plan does not fit.
+
+    Returns:
+        0 when everything fits, 3 when it fits tightly (1 where `strict`), 1 when something does not.
+
+    Raises:
+        UserError: a mistake in the configuration or in config.json.
+    """
+    plan = plan_of(values, gpus, gpu_memory_gb)
+    if as_json:
+        print(json.dumps(plan.as_dict(), indent=2, default=str))
+    else:
+        console = Console()
+        # Tables are wide; where there is no terminal to fit into, they are not folded.
+        Console(width=max(console.width, _WIDTH) if not console.is_terminal else None).print(describe(plan))
+    return status_of(plan.verdict, strict)
+
+
+def status_of(verdict: Verdict, strict: bool) -> int:
+    """Exit status of the command."""
+    return {"fits": 0, "tight": 1 if strict else TIGHT_STATUS, "does not fit": 1}[verdict]
+
+
+def run_search(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, *, top: int, gpu: str = "",
+    as_json: bool = False, strict: bool = False,
+) -> int:  # fmt: skip
+    """Print the layouts that fit, the fastest first, and the settings of the first.
+
+    Args:
+        gpus: of the run; it must be said.
+        top: how many, at most.
+        gpu: its name, where the usual one with so much memory is another.
+
+    Returns:
+        Of the first: 0, or 3 where it fits tightly (1 where `strict`); 1 where nothing fits.
+
+    Raises:
+        UserError: a mistake in the configuration or in config.json.
+    """
+    try:
+        found, of = found_by(values, gpus, gpu_memory_gb, top, gpu)
+    except NothingFits as error:
+        print(error, file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps({"gpu": of, "found": [each.as_dict() for each in found]}, indent=2, default=str))
+    else:
+        console = Console()
+        wide = Console(width=max(console.width, _WIDTH) if not console.is_terminal else None)
+        wide.print(describe_found(found, of), soft_wrap=True)
+    return status_of(found[0].plan.verdict, strict)
+
+
+def found_by(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, top: int, gpu: str = ""
+) -> tuple[list[Found], str]:
+    """What a search finds, and the name of the GPU that it reckons with. Raises NothingFits, UserError."""
+    if gpus is None or gpus < 1:
+        raise ConfigError("--gpus", gpus, "a search needs the size of the run", "say how many GPUs it may have")
+    if top < 1:
+        raise ConfigError("--top", top, "must be at least 1", "say how many layouts to show")
+    if "path" not in values.get("model", {}):
+        raise ConfigError("model.path", None, "is required", "give a directory with a config.json")
+    cluster = {} if gpu_memory_gb is None else {"gpu_memory_gb": gpu_memory_gb}
+    values = merge({"data": {"prompts": ["prompts are not read"]}}, merge(values, {"cluster": cluster}))
+    values = merge({"cluster": {"device": "cuda"}}, values)
+    of = gpu or usual_gpu(float(values["cluster"].get("gpu_memory_gb", 80)))
+    return search(values, gpus, read_hf_config(Path(values["model"]["path"])), top, of), of
+
+
+def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
+    """The plan of what a file and flags say; see `run_plan`. Raises UserError."""
+    return plan_of_run(plan_config(values, gpus, gpu_memory_gb))
+
+
+def plan_of_run(config: RunConfig) -> RunPlan:
+    """The plan of a run, from the config.json of each of its models. Raises UserError."""
+    critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
+    taught_by = config.teacher.path if config.teacher_shares else None
+    teacher = read_hf_config(taught_by) if taught_by is not None else None
+    return make_plan(config, read_hf_config(config.model.path), critic, teacher)
+
+
+def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:
+    """The configuration that is planned, from what a file and flags say. Raises ConfigError."""
+    values = merge({"data": {"prompts": ["prompts are not read"]}}, values)
+    if gpu_memory_gb is not None:
+        values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
+    if gpus is not None:
+        # The engines are known before the layout can be: data parallelism is whatever GPUs are left.
+        laid_out = ("megatron", "cluster", "weights")
+        teacher = dict(values.get("teacher", {}))
+        apart = teacher.pop("placement", "separate") == "separate"  # it goes by cluster.placement
+        known = {key: section for key, section in values.items() if key not in laid_out}
+        fixed = build(known | ({"teacher": teacher} if teacher else {}))
+        shared = values.get("cluster", {}).get("placement") == "colocated"
+        teachers = fixed.teacher.gpus if fixed.teacher.launched and apart else 0
+        served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
+        if gpus <= served:
+            raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
+        shares = 2 if fixed.critic_ranks else 1  # a critic of its own takes as many as the policy
+        values = merge(values, {"cluster": {"trainer_ranks": (gpus - served) // shares}})
+    return build(values)

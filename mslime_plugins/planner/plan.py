@@ -1,0 +1,479 @@
+"""The plan of a run: memory by component and stage, balance, weight-sync traffic, and whether it all fits.
+
+Reads config.json and the configuration; no weights, tokenizer or data, no torch, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mslime.config.cluster import ClusterConfig
+from mslime.config.dtypes import engine_dtype, export_dtype
+from mslime.config.engines import SGLangConfig
+from mslime.config.gpus import usual_gpu
+from mslime.config.layout import ParallelLayout
+from mslime.config.schema import RunConfig
+from mslime.config.serving import ServerSpec, teacher_spec
+from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
+from mslime.config.weights import WeightsConfig
+from mslime.convert.adapters import make_adapters
+from mslime.convert.encoding import expected_weights
+from mslime.convert.families import get_family, refuse_unread
+from mslime.convert.families.family import ModelFields
+from mslime.convert.flops import read_widths
+from mslime.convert.table import RuleTable
+from mslime.weights.encoded import encoded_plan
+from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
+from mslime.weights.senders import Senders
+from mslime_plugins.planner.adapters import served_adapters, together
+from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
+from mslime_plugins.planner.parameters import model_parameters
+from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
+from mslime_plugins.planner.problems import (
+    GIB,
+    USABLE,
+    Problem,
+    Verdict,
+    engine_problems,
+    host_bytes,
+    host_problems,
+    phase_problems,
+    trainer_problems,
+    verdict_of,
+)
+from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
+from mslime_plugins.planner.saving import Saved, saved_bytes
+from mslime_plugins.planner.stages import StagePlan, make_stages, with_critic
+from mslime_plugins.planner.sync import (
+    Rates,
+    SenderSync,
+    bounds,
+    buckets_held,
+    near_ranks,
+    rates_of,
+    receiving_of,
+    relayed,
+    sender_syncs,
+)
+from mslime_plugins.planner.times import (
+    generate_seconds,
+    sleep_seconds,
+    speeds_of,
+    step_seconds,
+    train_seconds,
+    work_of,
+)
+from mslime_plugins.planner.trainer import HostMemory, host_memory, longest_sequence
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that `mslime plan` says.
+
+    Attributes:
+        model, fields: name of the family and what its config.json says.
+        parameters: of the whole model, multi-token prediction left out.
+        layout: of the trainer.
+        gpu_bytes: usable memory of a GPU.
+        trainer_gpus, engine_gpus, nodes: of the run; engines that were started elsewhere are counted.
+        stages: the trainer, by pipeline stage; with a critic that shares its GPUs.
+        critic_stages: likewise a critic on GPUs of its own, as many as the trainer's.
+        engine: a GPU of an engine; None for supervised training.
+        engine_ranks: GPUs of an engine.
+        near_ranks: those of them on one machine.
+        sent_share: see `Receiving.sent`.
+        engine_dtype: of its weights, and how they are quantised, for people.
+        responses: of a step on the data-parallel rank that has fewest, and most.
+        micro_batches: of an optimizer step at most, when every response is as long as it may be.
+        transport: of the weight sync, also where that is chosen when engines are met; `adapters in files`
+            where engines are given adapters alone.
+        syncs: weight-sync traffic by sender.
+        host: memory of the trainer machine that needs most.
+        rollouts: bytes of a step's responses; None for supervised training.
+        rates: of the links and copies of a sync, as set.
+        bounds: lower bounds of one sync in seconds, by what it would be limited by; of a user's transport those of
+            `broadcast`.
+        problems: what does not fit.
+        remarks: what is slow or left over, in sentences.
+        phases: of a step, where trainer and engines share their GPUs; else none.
+        saved: what it writes to disks.
+        seconds: of a step: `generate`, `train`, `sync`, `sleep`, and `step` of the whole, as a search reckons them
+            (`times`); none where they are not predicted.
+        host_usable: bytes that a run can use of a machine's memory; None: nobody has said.
+    """
+
+    model: str
+    fields: ModelFields
+    parameters: int
+    layout: ParallelLayout
+    gpu_bytes: int
+    trainer_gpus: int
+    engine_gpus: int
+    nodes: int
+    stages: tuple[StagePlan, ...]
+    critic_stages: tuple[StagePlan, ...]
+    engine: EngineMemory | None
+    engine_ranks: int
+    near_ranks: int
+    sent_share: float
+    engine_dtype: str
+    responses: tuple[int, int]
+    micro_batches: int
+    transport: str
+    syncs: tuple[SenderSync, ...]
+    host: HostMemory
+    rollouts: RolloutBytes | None
+    rates: Rates
+    bounds: Mapping[str, float]
+    problems: tuple[Problem, ...]
+    remarks: tuple[str, ...]
+    saved: Saved
+    seconds: Mapping[str, float]
+    phases: tuple[PhaseMemory, ...] = ()
+    host_usable: int | None = None
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Of a trainer rank."""
+        return self.fields.num_experts // self.layout.ep
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step that a stage waits, with `micro_batches` (arXiv:2104.04473, section 2.2)."""
+        return (self.layout.pp - 1) / (self.micro_batches * self.layout.vpp + self.layout.pp - 1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands in the way."""
+        return not self.problems
+
+    @property
+    def fullest(self) -> int:
+        """Bytes at the peak of the fullest GPU of trainer and critic; with an engine on it, in the phase that needs
+        most, without that in which engines generate, since they fill it on purpose."""
+        shared = [phase.total for phase in self.phases if phase.phase != "generate"]
+        apart = self.critic_stages if shared else (*self.stages, *self.critic_stages)
+        return max([*shared, *(stage.memory.peak for stage in apart)])
+
+    @property
+    def fullest_phase(self) -> str:
+        """Where trainer and engines share their GPUs, the phase that `fullest` is of; else nothing."""
+        shared = [phase for phase in self.phases if phase.phase != "generate"]
+        return next((phase.phase for phase in shared if phase.total == self.fullest), "")
+
+    @property
+    def save_share(self) -> float | None:
+        """Seconds of a checkpoint over those of the steps between two; None where either is not known."""
+        steps = self.saved.every * self.seconds.get("step", 0.0)
+        return self.saved.seconds / steps if steps else None
+
+    @property
+    def host_share(self) -> float:
+        """What the trainer machine that needs most takes of its memory; 0 where nobody has said how much there is."""
+        return self.host.total / self.host_usable if self.host_usable else 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Tight: it fits by the numbers, with less left than they may be wrong by."""
+        if not self.fits:
+            return "does not fit"
+        return verdict_of(max(self.fullest / self.gpu_bytes, self.host_share))
+
+    @property
+    def sync_bytes(self) -> int:
+        """What every engine GPU receives in one sync."""
+        return sum(sender.sent for sender in self.syncs)
+
+    @property
+    def sync_seconds(self) -> float:
+        """Lower bound of one sync."""
+        return max(self.bounds.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        summed = {"sync_bytes": self.sync_bytes, "sync_seconds": self.sync_seconds, "host_bytes": self.host.total}
+        summed |= {"experts_per_rank": self.experts_per_rank, "bubble": self.bubble}
+        summed |= {
+            "checkpoint_bytes": self.saved.checkpoint,
+            "disk_bytes": self.saved.total,
+            "save_share": self.save_share,
+        }
+        told = {"fits": self.fits, "verdict": self.verdict, "host_verdict": verdict_of(self.host_share)} | summed
+        for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages)):
+            told[name] = [
+                asdict(stage)
+                | {"trained": stage.trained, "peak": stage.memory.peak, "verdict": self.verdict_of(stage.memory.peak)}
+                for stage in stages
+            ]
+        told["phases"] = [
+            asdict(phase) | {"total": phase.total, "verdict": self.phase_verdict(phase)} for phase in self.phases
+        ]
+        return asdict(self) | told
+
+    def verdict_of(self, size: int) -> Verdict:
+        """Of bytes on one GPU."""
+        return verdict_of(size / self.gpu_bytes)
+
+    def phase_verdict(self, phase: PhaseMemory) -> Verdict:
+        """While engines generate they fill the GPU on purpose."""
+        return "fits" if phase.phase == "generate" else self.verdict_of(phase.total)
+
+
+def make_plan(
+    config: RunConfig, hf_config: Mapping[str, object], critic: Mapping[str, object] | None = None,
+    teacher: Mapping[str, object] | None = None,
+) -> RunPlan:  # fmt: skip
+    """The plan of a run.
+
+    Args:
+        hf_config: the model's config.json.
+        critic: the critic's, where it is another.
+        teacher: a served teacher's, where it shares the trainer's GPUs.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or a setting contradicts config.json.
+        CheckpointError: the architecture or a setting of it is not supported.
+    """
+    family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
+    model, table = family.model_fields(hf_config), family.rules(hf_config)
+    held_adapters, alive, config = served_adapters(config), config.adapters_alive, together(config)
+    spec, cluster, servers = policy_spec(config), config.cluster, config.sglang
+    gpu_bytes, per_node = int(cluster.gpu_memory_gb * GIB * USABLE), cluster.gpus_per_node
+    layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
+    table.check_layout(layout)
+    wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
+    # Engines that mslime starts hold quantised what the checkpoint does.
+    served = ServedWeights(table, wire, expected_weights(table, hf_config) if serves and not servers.urls else None)
+    factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None
+    sync = _sync(
+        config.weights, layout, served, factors, config.megatron.stage_layers(model.num_layers) if serves else ()
+    )
+    stages = make_stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
+    stages, apart, beside = with_critic(
+        critic_spec(config) if config.has_critic else None, stages, critic or hf_config, limit, sync.senders, gpu_bytes,
+        shared=config.shares_critic,
+    )  # fmt: skip
+    longest, shared = min(model.max_positions, limit), serves and config.colocated
+    rollouts = rollout_bytes(config, model, longest) if serves else None
+    of_adapters = adapter_bytes(factors, alive, servers.tp_size, wire) if factors else 0
+    held = buckets_held(config.transport, config.weights, servers, cluster)
+    engine = _engine(servers, hf_config, served, sync, held, gpu_bytes, of_adapters, shared=shared) if serves else None
+    taught = _teacher(teacher_spec(config), teacher, gpu_bytes) if teacher is not None else None
+    host = _host(cluster, spec, stages, beside, sync, rollouts, taught, config.teacher.gpus)
+    taking_turns = phases(stages, engine, taught) if shared and engine is not None else ()
+    engines = servers.gpus if serves else 0
+    nodes, idle = _machines(
+        per_node, layout.world_size + config.critic_ranks, (0 if shared else engines, servers.tp_size),
+        (0 if config.teacher_shares else config.teacher.launched * config.teacher.tp_size, config.teacher.tp_size),
+    )  # fmt: skip
+    unused = layout.world_size - engines - config.taught_gpus if shared else 0
+    responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
+    receiving = receiving_of(config.weights, servers, sync, engine) if engine is not None else None
+    sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
+    syncs, rates = sender_syncs(sent, cluster), rates_of(cluster)
+    least = bounds(config.transport, config.weights, syncs, receiving, cluster)
+    adapted = make_adapters(table, spec.lora).table if spec.lora.on else table
+    valued = get_family(critic or hf_config).rules(critic or hf_config) if config.has_critic else None
+    saved = saved_bytes(
+        config.checkpoint, spec, adapted, valued, DTYPE_BYTES[export_dtype(hf_config)],
+        sum(sender.sent for sender in syncs), rates.directory,
+    )  # fmt: skip
+    late = saved.seconds if saved.seconds > config.deadlines.checkpoint_s else 0.0
+    return RunPlan(
+        model=family.architecture,
+        fields=model,
+        parameters=model_parameters(table),
+        layout=layout,
+        gpu_bytes=gpu_bytes,
+        trainer_gpus=layout.world_size,
+        engine_gpus=engines,
+        nodes=nodes,
+        stages=stages,
+        critic_stages=apart,
+        engine=engine,
+        engine_ranks=servers.tp_size,
+        near_ranks=near_ranks(servers.tp_size, per_node),
+        sent_share=receiving.sent(near_ranks(servers.tp_size, per_node)) if receiving is not None else 1.0,
+        engine_dtype=served.said,
+        responses=responses,
+        micro_batches=micro_batches,
+        transport="adapters in files" if factors else config.transport,
+        syncs=syncs,
+        host=host,
+        rollouts=rollouts,
+        rates=rates,
+        bounds=least,
+        problems=(
+            *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
+            *phase_problems(servers.tp_size, layout.world_size, taking_turns, gpu_bytes),
+            *trainer_problems(spec, "critic", apart, gpu_bytes),
+            *engine_problems(servers, spec.weights.bucket_mib, longest, engine, gpu_bytes),
+            *engine_problems(config.teacher, 0, longest, taught, gpu_bytes, "teacher"),
+            *host_problems(spec, cluster.host_memory_gb, host, rollouts, config.rollout),
+        ),
+        remarks=tuple(_remarks(layout, model, per_node, idle, unused, late)),
+        saved=saved,
+        seconds=_seconds(config, spec, hf_config, served, stages, engine, max(least.values()), longest, micro_batches),
+        phases=taking_turns,
+        host_usable=host_bytes(memory) if (memory := cluster.host_memory_gb) is not None else None,
+    )
+
+
+def _sync(
+    weights: WeightsConfig, layout: ParallelLayout, served: ServedWeights, factors: RuleTable | None,
+    stages: Sequence[Sequence[Sequence[int]]],
+) -> WeightPlan:  # fmt: skip
+    """What is sent after a step, by whom.
+
+    Args:
+        factors: of adapters, sent alone.
+        stages: layers of each chunk of each stage; empty where no engine generates, so that nothing is sent.
+    """
+    # Of adapters alone, one rank of each stage writes them.
+    senders = Senders(layout) if factors is not None else Senders.at_most(layout, weights.senders)
+    if not stages:
+        return WeightPlan(senders, ())
+    flat = [[layer for chunk in stage for layer in chunk] for stage in stages]
+    limit = int(weights.bucket_mib * 2**20)
+    plan = build_plan(factors or served.table, senders, flat, served.dtype, limit)
+    return plan if factors or served.encoded is None else encoded_plan(plan, served.encoded)
+
+
+def _host(
+    cluster: ClusterConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan],
+    sync: WeightPlan, rollouts: RolloutBytes | None, taught: EngineMemory | None, teacher_gpus: int,
+) -> HostMemory:  # fmt: skip
+    """Of the trainer machine that needs most.
+
+    Args:
+        beside: of a critic on the same GPUs.
+        rollouts: of a step, in Ray's store.
+        taught: a GPU of a teacher that shares it with the trainer.
+        teacher_gpus: of the teacher.
+    """
+    held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
+    sleeps = cluster.colocated and spec.train.task == "rl" and spec.asleep is None
+    critic = [stage.held for stage in beside]
+    host = host_memory(spec, cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
+    return replace(
+        host, shards=rollouts.machine if rollouts is not None else 0,
+        taught=min(teacher_gpus, cluster.gpus_per_node) * taught.weights if taught is not None else 0,
+    )  # fmt: skip
+
+
+def _engine(
+    settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, sync: WeightPlan, buckets: float,
+    gpu_bytes: int, of_adapters: int, *, shared: bool,
+) -> EngineMemory:  # fmt: skip
+    """A GPU of an engine, with the buckets that it holds while it is sent weights.
+
+    Args:
+        buckets: as many as it holds.
+        of_adapters: bytes of the adapters that it serves at once. Where there are some, no buckets are sent.
+        shared: with the trainer.
+    """
+    largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
+    held = 0 if of_adapters else int(largest * buckets)
+    return _serving(settings, hf_config, served, held, gpu_bytes, TRAINER_ASLEEP_BYTES if shared else 0, of_adapters)
+
+
+def _teacher(spec: ServerSpec, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
+    """A GPU of a teacher that shares it with the trainer. Raises CheckpointError where its family is not known."""
+    table = get_family(hf_config).rules(hf_config)
+    served = ServedWeights(table, spec.dtype(dict(hf_config)), expected_weights(table, hf_config))
+    return _serving(spec.settings, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
+
+
+def _serving(
+    settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, held: int,
+    gpu_bytes: int, asleep: int, of_adapters: int = 0,
+) -> EngineMemory:  # fmt: skip
+    """A GPU of a server of the model of a config.json; see `engine_memory`."""
+    family = get_family(hf_config)
+    model = family.model_fields(hf_config)
+    widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
+    return engine_memory(settings, served, widths, model.num_layers, held, gpu_bytes, asleep, of_adapters)
+
+
+def _machines(per_node: int, trained: int, engines: tuple[int, int], teachers: tuple[int, int]) -> tuple[int, int]:
+    """(machines, GPUs of the last ones that nothing uses).
+
+    Trainer and critic fill them in order; engines and teachers lie within one or over whole ones.
+
+    Args:
+        per_node: GPUs of a machine.
+        trained: GPUs of trainer and critic.
+        engines, teachers: (GPUs of all beside the trainer's, GPUs of one).
+    """
+    nodes, free = -(-trained // per_node), -trained % per_node
+    for gpus, tp in (engines, teachers):
+        servers = gpus // tp
+        if tp > per_node:
+            nodes += servers * -(-tp // per_node)
+            continue
+        rest = max(servers - free // tp, 0)
+        more = -(-rest // (per_node // tp))
+        nodes, free = nodes + more, free + more * per_node - servers * tp
+    return nodes, nodes * per_node - trained - engines[0] - teachers[0]
+
+
+def _seconds(
+    config: RunConfig, spec: PolicySpec, hf_config: Mapping[str, object], served: ServedWeights,
+    stages: Sequence[StagePlan], engine: EngineMemory | None, sync_s: float, longest: int,
+    micro_batches: int,
+) -> dict[str, float]:  # fmt: skip
+    """Of a step, as a search reckons them; empty for what a search refuses, and for processors."""
+    unknown = config.sglang.urls or config.sglang.pairs is not None or config.has_critic or config.teacher.serves
+    if engine is None or unknown or config.cluster.device == "cpu":
+        return {}
+    family = get_family(hf_config)
+    model = family.model_fields(hf_config)
+    work = work_of(config.rollout, spec, served.table, model, longest, served.sent)
+    speeds = speeds_of(config.cluster, usual_gpu(config.cluster.gpu_memory_gb))
+    widths, tp = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids), config.sglang.tp_size
+    held, memory = [stage.held for stage in stages], [stage.memory for stage in stages]
+    parts = {
+        "generate": generate_seconds(engine, config.sglang.gpus // tp, tp, work, speeds),
+        "train": sum(train_seconds(spec, widths, held, work, micro_batches, speeds).values()),
+        "sync": sync_s,
+        "sleep": sleep_seconds(
+            max(each.weights + each.optimizer for each in memory), max(each.weights for each in memory), speeds.host,
+            spec.asleep is not None,
+        ) if config.colocated else 0.0,
+    }  # fmt: skip
+    return parts | {"step": step_seconds(parts, config.rollout.max_staleness > 0 and not config.colocated)}
+
+
+def _remarks(
+    layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int, saving: float
+) -> list[str]:
+    group, said = layout.expert_size, list[str]()
+    if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
+        said.append(
+            f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "
+            f"{per_node}: the all-to-all of every layer goes over the network"
+        )
+    if idle and layout.world_size >= per_node:
+        said.append(f"{idle} GPUs of the last machines are not used")
+    if without_engine:
+        said.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
+    if saving:
+        said.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
+    return said
+
+
+def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int, int], int]:
+    """Responses of an optimizer step on the emptiest and fullest data-parallel rank; micro-batches at full length.
+
+    Args:
+        responses: of a rollout.
+        longest: tokens of one, with its prompt.
+    """
+    t, dp = spec.train, spec.layout.dp
+    step = responses // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size
+    few, many = step // dp, -(-step // dp)
+    budget = t.max_tokens_per_micro_batch * spec.layout.cp
+    return (few, many), max(1, -(-many * longest // max(budget, longest)))

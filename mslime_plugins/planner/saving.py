@@ -1,0 +1,106 @@
+"""What a run writes to disks: its checkpoints, its exports, and the files through which weights go to engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mslime.config.checkpoint import CheckpointConfig
+from mslime.config.training import PolicySpec
+from mslime.convert.families.delta import FLOAT32_PARAMETERS
+from mslime.convert.table import RuleTable
+from mslime_plugins.planner.parameters import model_parameters
+from mslime_plugins.planner.trainer import params_bytes
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes on disks, of all ranks together: every tensor is stored once.
+
+    Attributes:
+        weights, main, moments: of one checkpoint: parameters in the trainer's dtype, the optimizer's main weights, and
+            Adam's moments. A critic's are among them.
+        at_once: checkpoints that there are at most at a time: `checkpoint.keep` and `keep_best`, and the next one,
+            which is whole before an older one is removed.
+        for_ever: those beside, which `checkpoint.keep_every` keeps.
+        exports: Hugging Face checkpoints, by the end; and bytes of one.
+        sync: `disk` and `delta`: all weights twice, below `weights.directory`.
+        seconds: in which one checkpoint is written, while everything waits.
+        every: steps between two of them; 0: there is only one.
+    """
+
+    weights: int
+    main: int
+    moments: int
+    at_once: int
+    for_ever: int
+    exports: tuple[int, int]
+    sync: int
+    seconds: float
+    every: int
+
+    @property
+    def checkpoint(self) -> int:
+        """Of one."""
+        return self.weights + self.main + self.moments
+
+    @property
+    def total(self) -> int:
+        """At most, by the end."""
+        number, export = self.exports
+        return (self.at_once + self.for_ever) * self.checkpoint + number * export + self.sync
+
+
+def saved_bytes(
+    c: CheckpointConfig, spec: PolicySpec, trained: RuleTable, critic: RuleTable | None, export_width: int,
+    sync: int, directory: float,
+) -> Saved:  # fmt: skip
+    """What a run writes.
+
+    Args:
+        trained: rules of what is trained: the model, or its adapters.
+        critic: of a critic's model, whose output layer is one row.
+        export_width: bytes of a number in an export.
+        sync: bytes of all weights as engines get them.
+        directory: bytes a second into the directory, by all ranks that write.
+    """
+    elements, float32 = _elements([trained, *([critic] if critic is not None else [])])
+    width = params_bytes(spec)
+    kinds = [
+        (elements - float32, stored_bytes_per_parameter(spec, width)),
+        (float32, stored_bytes_per_parameter(spec, 4)),
+    ]
+    main, moments = (int(sum(count * each[part] for count, each in kinds)) for part in (0, 1))
+    weights = (elements - float32) * width + float32 * 4
+    steps = spec.train.num_steps
+    saves = -(-steps // c.save_every) if c.save_every else 1
+    for_ever = steps // math.lcm(c.keep_every, c.save_every) if c.keep_every and c.save_every else 0
+    at_once = min(c.keep + (c.keep_best is not None) + 1, saves)
+    exports = (steps // c.hf_every if c.hf_every else 0) + c.save_hf
+    return Saved(
+        weights, main, moments, at_once, min(for_ever, saves - at_once),
+        (exports, model_parameters(trained) * export_width), 2 * sync if spec.weights.carrier == "disk" else 0,
+        (weights + main + moments) / directory, c.save_every if c.save_every < steps else 0,
+    )  # fmt: skip
+
+
+def stored_bytes_per_parameter(spec: PolicySpec, width: int) -> tuple[int, int]:
+    """(main weight, moments) of one parameter in a checkpoint: as the optimizer has them, and in float32 what it keeps
+    with a scale, in 16 or 8 bits, or on the host (`backends/megatron/step/own_state.py`).
+
+    Args:
+        width: bytes of the parameter; without the distributed optimizer float32 ones are their own main weight.
+    """
+    extra: Mapping[str, object] = spec.megatron.extra
+    main = 0 if width == 4 and not spec.megatron.use_distributed_optimizer else 4
+    if not extra.get("use_precision_aware_optimizer") or extra.get("optimizer_cpu_offload"):
+        return main, 8
+    remainders = extra.get("store_param_remainders", True) and width == 2
+    kinds = [str(extra.get(name, "float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    return 2 if remainders else main, sum(2 if kind == "bfloat16" else 4 for kind in kinds)
+
+
+def _elements(tables: Sequence[RuleTable]) -> tuple[int, int]:
+    """(elements of the models, those that are float32 in a model of any dtype)."""
+    return sum(map(model_parameters, tables)), sum(model_parameters(table, FLOAT32_PARAMETERS) for table in tables)

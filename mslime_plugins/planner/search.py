@@ -1,0 +1,458 @@
+"""`mslime plan --search`: layouts of trainer and engines that fit, the fastest first.
+
+Every combination is weighed by the plan's own memory arithmetic and by `times`; the best are then planned whole, so
+that what is shown is what `mslime plan` says of it. What the user has set is kept as it is, and the rest is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from mslime.config.dtypes import engine_dtype
+from mslime.config.engines import SGLangConfig
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.gpus import GPUS, nominal, usual_gpu
+from mslime.config.layout import ParallelLayout
+from mslime.config.loader import build, merge
+from mslime.config.schema import RunConfig
+from mslime.config.training import PolicySpec, policy_spec
+from mslime.convert.encoding import expected_weights
+from mslime.convert.families import get_family
+from mslime.convert.flops import read_widths
+from mslime.convert.kinds import padded_vocab_size
+from mslime.weights.plan import WeightPlan
+from mslime.weights.senders import Senders
+from mslime_plugins.planner.adapters import together
+from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
+from mslime_plugins.planner.parameters import StageParameters, stage_parameters
+from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
+from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
+from mslime_plugins.planner.space import Space, engine_settings
+from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.sync import buckets_held, rates_of
+from mslime_plugins.planner.times import (
+    Speeds,
+    StepWork,
+    file_seconds,
+    generate_seconds,
+    sleep_seconds,
+    speeds_of,
+    step_seconds,
+    train_seconds,
+    work_of,
+)
+from mslime_plugins.planner.trainer import (
+    TrainerMemory,
+    host_memory,
+    longest_sequence,
+    micro_batch_tokens,
+    trainer_memory,
+)
+
+ENGINE_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+"""Of all GPUs, what engines of their own are given."""
+SYNC_BUCKETS = 4
+"""That a sender may hold at most: packed, gathered, converted, and the one on its way."""
+TRIED = 6
+"""Layouts that are planned whole for each one that is asked for: the estimate leaves out little."""
+
+
+class NothingFits(ConfigError):
+    """No layout fits; what was given is no mistake."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits.
+
+    Attributes:
+        settings: sections of the run that were searched, as a file would say them.
+        measures: what is done for memory.
+        seconds: of a step: `generate`, `train`, `sync`, `sleep`; `step` is the whole.
+        training: of `train`, by what it is spent on.
+        plan: what `mslime plan` says of it.
+    """
+
+    settings: Mapping[str, Mapping[str, Any]]
+    measures: str
+    seconds: Mapping[str, float]
+    training: Mapping[str, float]
+    plan: RunPlan
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plan = self.plan
+        return {
+            "verdict": plan.verdict, "settings": self.settings, "measures": self.measures, "seconds": self.seconds,
+            "training": self.training, "trainer_gpus": plan.trainer_gpus, "engine_gpus": plan.engine_gpus,
+            "machines": plan.nodes, "fullest_bytes": plan.fullest, "gpu_bytes": plan.gpu_bytes,
+            "host_bytes": plan.host.total, "layout": asdict(plan.layout),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """A layout of the trainer with its measures."""
+
+    spec: PolicySpec
+    settings: Mapping[str, Any]
+    measures: str
+    held: tuple[StageParameters, ...]
+    memory: tuple[TrainerMemory, ...]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """Engines of one kind."""
+
+    settings: Mapping[str, Any]
+    memory: EngineMemory
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A trainer and its engines, before they are planned whole."""
+
+    settings: Mapping[str, Mapping[str, Any]]
+    measures: str
+    seconds: Mapping[str, float]
+    training: Mapping[str, float]
+    tight: bool
+    kind: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search.
+
+    Attributes:
+        values: what a file and flags say.
+        gpus: of the run.
+        hf_config: the model's config.json.
+        gpu: name of the GPU in the table of `config/gpus.py`.
+    """
+
+    values: Mapping[str, Any]
+    gpus: int
+    hf_config: Mapping[str, object]
+    gpu: str
+    missed: list[tuple[float, str]] = field(default_factory=list)
+
+    @cached_property
+    def base(self) -> RunConfig:
+        """The run with everything that is searched left at its default."""
+        kept = {name: section for name, section in self.values.items() if name not in ("megatron", "sglang")}
+        apart = ("placement", "trainer_ranks", "asleep_in", "asleep_directory")
+        cluster = {name: value for name, value in kept.get("cluster", {}).items() if name not in apart}
+        config = build({**kept, "cluster": cluster, "sglang": engine_settings(self.values)})
+        if config.train.task != "rl":
+            raise ConfigError("--search", config.train.task, "is for runs with engines (train.task: rl)",
+                              "plan a supervised run without --search")  # fmt: skip
+        if config.sglang.urls:
+            raise ConfigError("--search", config.sglang.urls[0], "engines of yours have their layout already",
+                              "remove sglang.urls")  # fmt: skip
+        if config.sglang.pairs is not None:
+            raise ConfigError("--search", config.sglang.pairs, "how fast a pair generates is not predicted",
+                              "remove sglang.pairs for the search")  # fmt: skip
+        if config.has_critic or config.teacher.serves:
+            raise ConfigError("--search", "a critic or a teacher", "only policy and engines are searched",
+                              "plan without --search, or leave critic and teacher out")  # fmt: skip
+        return together(config)
+
+    @cached_property
+    def space(self) -> Space:
+        """What is tried."""
+        return Space(self.values, self.model, self.base.cluster.gpus_per_node, self.longest)
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        """Of the cluster."""
+        return speeds_of(self.base.cluster, self.gpu)
+
+    @cached_property
+    def gpu_bytes(self) -> int:
+        """As the plan counts them."""
+        return int(self.base.cluster.gpu_memory_gb * GIB * USABLE)
+
+    @cached_property
+    def family(self) -> Any:
+        """Of the model."""
+        return get_family(self.hf_config)
+
+    @cached_property
+    def model(self) -> Any:
+        """Its sizes."""
+        return self.family.model_fields(self.hf_config)
+
+    @cached_property
+    def table(self) -> Any:
+        """Its rules."""
+        return self.family.rules(self.hf_config)
+
+    @cached_property
+    def served(self) -> ServedWeights:
+        """Its weights as engines hold them; mslime starts all engines of a search."""
+        wire = engine_dtype(self.base, self.hf_config)
+        return ServedWeights(self.table, wire, expected_weights(self.table, self.hf_config))
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes of a sync."""
+        return self.served.sent
+
+    @cached_property
+    def widths(self) -> Any:
+        """Of its layers."""
+        return read_widths(self.family.transformer_fields(self.hf_config), self.model.moe_layer_ids)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of a response with its prompt."""
+        return min(self.model.max_positions, longest_sequence(self.base))
+
+    @cached_property
+    def work(self) -> StepWork:
+        """Of a step."""
+        return work_of(self.base.rollout, policy_spec(self.base), self.table, self.model, self.longest, self.sent)
+
+    # ------------------------------------------------------------------------------------------------ the trainer
+
+    def trainers(self, ranks: int, usable: int, sleeps: bool = False) -> Iterator[_Trainer]:
+        """Layouts on so many ranks, each with the first measures with which it fits into `usable` bytes.
+
+        Args:
+            sleeps: whether the ranks' state lies in host memory while engines generate.
+        """
+        for sizes in self.space.trainer_sizes(ranks):
+            megatron = self.space.megatron(sizes)
+            try:
+                layout = megatron.layout(ranks)
+                self.table.check_layout(layout)
+                chunks = megatron.stage_layers(self.model.num_layers)
+            except ConfigError:
+                continue
+            held = stage_parameters(self.table, layout, chunks)
+            if (found := self._with_measures(sizes, layout, held, usable, sleeps)) is not None:
+                yield found
+
+    def _with_measures(
+        self,
+        sizes: dict[str, Any],
+        layout: ParallelLayout,
+        held: tuple[StageParameters, ...],
+        usable: int,
+        sleeps: bool,
+    ) -> _Trainer | None:
+        """The first measures that leave room; else the first that fit tightly."""
+        rows = padded_vocab_size(self.model.vocab_size, layout.tp) // layout.tp
+        tokens = micro_batch_tokens(self.base.train, layout, self.longest)
+        unsent = WeightPlan(Senders.at_most(layout, 1), ())
+        tight: _Trainer | None = None
+        for words, measures in self.space.measures():
+            spec = replace(policy_spec(self.base), layout=layout, megatron=self.space.megatron(sizes, measures))
+            memory = tuple(
+                trainer_memory(spec, self.widths, tokens, rows, stage, unsent, self.gpu_bytes) for stage in held
+            )
+            peak = max(each.peak for each in memory)
+            self.missed.append((peak / usable, f"{layout.describe()} ({words})"))
+            if peak > usable or (tight is not None and peak > TIGHT * usable):
+                continue
+            if not self._host_holds(spec, held, sleeps):
+                continue
+            count = -(-self.work.responses // self.work.optimizer_steps // layout.dp)
+            budget = max(self.base.train.max_tokens_per_micro_batch * layout.cp, self.longest)
+            micro_batches = max(1, -(-count * self.longest // budget))
+            seconds = train_seconds(spec, self.widths, held, self.work, micro_batches, self.speeds)
+            found = _Trainer(spec, sizes | dict(measures), words, held, memory, seconds)
+            if peak <= TIGHT * usable:
+                return found
+            tight = tight or found
+        return tight
+
+    def _host_holds(self, spec: PolicySpec, held: tuple[StageParameters, ...], sleeps: bool) -> bool:
+        cluster = self.base.cluster
+        if cluster.host_memory_gb is None:
+            return True
+        host = host_memory(spec, cluster.gpus_per_node, held, sleeps=sleeps)
+        return host.total <= host_bytes(cluster.host_memory_gb)
+
+    # ------------------------------------------------------------------------------------------------- the engines
+
+    def engines(self, gpus: int, shared: bool) -> list[_Engines]:
+        """Engines on so many GPUs that hold a response, the fastest first."""
+        found = [
+            engines
+            for settings in self.space.engine_sizes(self.widths, gpus)
+            if (engines := self._engine(settings, shared))
+        ]
+        return sorted(found, key=lambda engines: engines.seconds)
+
+    def _engine(self, settings: dict[str, Any], shared: bool) -> _Engines | None:
+        config = self.base
+        sglang: SGLangConfig = config.sglang.model_copy(update=settings)
+        transport = config.model_copy(update={"sglang": sglang}).transport
+        held = buckets_held(transport, config.weights, sglang, config.cluster)
+        bucket = int(config.weights.bucket_mib * 2**20 * held)
+        memory = engine_memory(
+            sglang, self.served, self.widths, self.model.num_layers, bucket, self.gpu_bytes,
+            TRAINER_ASLEEP_BYTES if shared else 0,
+        )  # fmt: skip
+        if memory.tokens < self.longest or memory.runtime < bucket + RUNTIME_BYTES:
+            return None
+        number, tp = settings["num_engines"], settings["tp_size"]
+        return _Engines(settings, memory, generate_seconds(memory, number, tp, self.work, self.speeds))
+
+    # -------------------------------------------------------------------------------------------------- both of them
+
+    def weighed(self) -> list[_Weighed]:
+        """Everything that fits by estimate, the best of each kind, best first."""
+        best: dict[tuple[Any, ...], _Weighed] = {}
+        for each in (*self._separate(), *self._colocated()):
+            other = best.get(each.kind)
+            if other is None or _order(each) < _order(other):
+                best[each.kind] = each
+        return sorted(best.values(), key=_order)
+
+    def _separate(self) -> Iterator[_Weighed]:
+        if self.space.given("cluster", "placement") == "colocated":
+            return
+        ahead = self.space.given("rollout", "max_staleness")
+        rollout = {"max_staleness": 1} if ahead is None else {}
+        sync = self.sent / self.speeds.network
+        for ranks in self._trainer_ranks():
+            engines = self.engines(self.gpus - ranks, shared=False)
+            if not engines:
+                continue
+            for trainer in self.trainers(ranks, self.gpu_bytes):
+                seconds = {"generate": engines[0].seconds, "train": sum(trainer.seconds.values()), "sync": sync}
+                cluster = {"placement": "separate", "trainer_ranks": ranks}
+                yield self._joined(
+                    trainer, engines[0], seconds | {"sleep": 0.0}, ahead is None or ahead > 0, self.gpu_bytes,
+                    {"cluster": cluster} | ({"rollout": rollout} if rollout else {}),
+                )  # fmt: skip
+
+    def _trainer_ranks(self) -> list[int]:
+        """What the trainer may have: in whole machines where the run has several."""
+        if (given := self.space.given("cluster", "trainer_ranks")) is not None:
+            return [given] if given < self.gpus else []
+        unit = self.base.cluster.gpus_per_node if self.gpus > self.base.cluster.gpus_per_node else 1
+        engines = {max(unit, round(self.gpus * share / unit) * unit) for share in ENGINE_SHARES}
+        return sorted({self.gpus - count for count in engines if self.gpus - count > 0})
+
+    def _colocated(self) -> Iterator[_Weighed]:
+        wanted = self.space.given("cluster", "placement")
+        ahead = self.space.given("rollout", "max_staleness")
+        if wanted == "separate" or (ahead or 0) > 1:
+            return
+        usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
+        ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
+        transport = self.space.given("weights", "transport") or ("shm" if machines == 1 else "delta")
+        weights = {"transport": transport}  # files lie below output_dir, unless weights.directory is set
+        engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
+        for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):
+            kind = next((each for each in engines if self._takes_turns(trainer, each)), None)
+            if kind is None:
+                continue
+            moved = max(memory.weights + memory.optimizer for memory in trainer.memory)
+            seconds = {
+                "generate": kind.seconds, "train": sum(trainer.seconds.values()),
+                "sync": file_seconds(transport, self.sent, machines, rates_of(self.base.cluster)),
+                "sleep": sleep_seconds(
+                    moved, max(memory.weights for memory in trainer.memory), self.speeds.host, asleep_in == "disk"
+                ),
+            }  # fmt: skip
+            cluster = {"placement": "colocated", "trainer_ranks": ranks}
+            chosen = {"cluster": cluster, "weights": weights, "rollout": {"max_staleness": ahead or 0}}
+            yield self._joined(trainer, kind, seconds, False, usable, chosen)
+
+    def _takes_turns(self, trainer: _Trainer, engines: _Engines) -> bool:
+        """Whether both fit in every phase."""
+        sync = int(SYNC_BUCKETS * self.base.weights.bucket_mib * 2**20)
+        stages = [
+            StagePlan(held, replace(memory, sync=sync), 1.0)
+            for held, memory in zip(trainer.held, trainer.memory, strict=True)
+        ]
+        return all(
+            phase.total <= self.gpu_bytes for phase in phases(stages, engines.memory) if phase.phase != "generate"
+        )
+
+    def _joined(
+        self, trainer: _Trainer, engines: _Engines, seconds: Mapping[str, float], ahead: bool, usable: int,
+        chosen: Mapping[str, Mapping[str, Any]],
+    ) -> _Weighed:  # fmt: skip
+        layout, cluster = trainer.spec.layout, chosen["cluster"]
+        megatron = {**self.space.unused(trainer.measures), **trainer.settings}
+        settings = {**chosen, "megatron": megatron, "sglang": engines.settings}
+        sizes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+        tight = max(memory.peak for memory in trainer.memory) > TIGHT * usable
+        whole = {**seconds, "step": step_seconds(seconds, ahead)}
+        return _Weighed(settings, trainer.measures, whole, trainer.seconds, tight, (cluster["placement"], *sizes))
+
+
+def _order(each: _Weighed) -> tuple[bool, float, float]:
+    """Where engines take longer than the trainer beside them, the trainer that has more to spare."""
+    return each.tight, each.seconds["step"], each.seconds["train"]
+
+
+def search(
+    values: Mapping[str, Any], gpus: int, hf_config: Mapping[str, object], top: int, gpu: str = ""
+) -> list[Found]:
+    """Layouts that fit, the fastest first; those that fit tightly after all others.
+
+    Args:
+        values: what a file and flags say, as `command.plan_config` takes them.
+        gpus: of the whole run.
+        top: how many, at most.
+        gpu: name of the GPU; empty: the usual one with `cluster.gpu_memory_gb`.
+
+    Raises:
+        NothingFits: with the nearest miss.
+        ConfigError: the GPU is not known, or a setting is wrong.
+    """
+    memory = float(values.get("cluster", {}).get("gpu_memory_gb", 80))
+    wanted = Search(values, gpus, hf_config, gpu or usual_gpu(memory))
+    if nominal(wanted.gpu) is None:
+        raise ConfigError("--gpu", gpu, "this GPU is not known", f"name one of {', '.join(GPUS)}")
+    found: list[Found] = []
+    refused: UserError | None = None
+    for each in wanted.weighed()[: TRIED * top]:
+        if len(found) == top:
+            break
+        try:
+            plan = make_plan(build(merge(dict(values), dict(each.settings))), hf_config)
+        except UserError as error:  # a rule that the estimate does not know
+            refused = error
+            continue
+        if plan.fits:
+            found.append(_planned(each, plan))
+    if not found:
+        raise _nothing(wanted, refused)
+    return sorted(found, key=lambda one: (one.plan.verdict != "fits", one.seconds["step"], one.seconds["train"]))
+
+
+def _planned(each: _Weighed, plan: RunPlan) -> Found:
+    """With the least that the plan gives the sync."""
+    sync = plan.sync_seconds
+    parts = {**each.seconds, "sync": sync}
+    step = each.seconds["step"] - each.seconds["sync"] + sync
+    return Found(each.settings, each.measures, {**parts, "step": step}, each.training, plan)
+
+
+def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:
+    """The nearest miss says how far away a fit is."""
+    if refused is not None:
+        told, way_out = f"every layout that fits is refused: {refused.rule}", refused.way_out
+    elif wanted.missed and min(wanted.missed)[0] > 1:
+        share, what = min(wanted.missed)
+        told = f"no layout fits; the nearest, {what}, needs {share:.0%} of a GPU for the trainer"
+        way_out = "give it more GPUs, GPUs with more memory, or lower train.max_tokens_per_micro_batch"
+    else:
+        told = "no layout fits: engines have no room for the weights and one response, or nothing divides the GPUs"
+        way_out = "give it more GPUs, lower rollout.max_response_tokens, or unset sizes of megatron.* and sglang.*"
+    return NothingFits("--gpus", wanted.gpus, told, way_out)

@@ -1,0 +1,102 @@
+"""Pipeline stages of the trainer: what a rank of each holds, trains and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mslime.config.megatron import check_model
+from mslime.config.training import CriticSpec, PolicySpec, TrainingSpec
+from mslime.convert.adapters import make_adapters
+from mslime.convert.families import get_family
+from mslime.convert.flops import read_widths
+from mslime.convert.kinds import padded_vocab_size
+from mslime.convert.table import RuleTable
+from mslime.weights.plan import WeightPlan
+from mslime.weights.senders import Senders
+from mslime_plugins.planner.parameters import StageParameters, stage_parameters, work_per_token
+from mslime_plugins.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage, which stands for all of its ranks.
+
+    Attributes:
+        held: parameters of one rank.
+        memory: of one GPU.
+        work: multiplications of one rank for a token, over the mean of the stages.
+        adapters: parameters of one rank's adapters, which alone are trained; None where the model is.
+    """
+
+    held: StageParameters
+    memory: TrainerMemory
+    work: float
+    adapters: StageParameters | None = None
+
+    @property
+    def trained(self) -> int:
+        """Elements of one rank with a gradient."""
+        return (self.held if self.adapters is None else self.adapters).trained
+
+
+def with_critic(
+    critic: CriticSpec | None,
+    stages: tuple[StagePlan, ...],
+    hf_config: Mapping[str, object],
+    limit: int,
+    senders: Senders,
+    gpu_bytes: int,
+    *,
+    shared: bool,
+) -> tuple[tuple[StagePlan, ...], tuple[StagePlan, ...], tuple[StagePlan, ...]]:
+    """The policy's stages, those of a critic with GPUs of its own, those of one on the policy's GPUs.
+
+    Args:
+        hf_config: the critic's config.json.
+        limit: tokens of the longest sequence.
+        shared: it is on the policy's GPUs.
+    """
+    if critic is None:
+        return stages, (), ()
+    unsent = WeightPlan(senders, ())
+    valued = make_stages(critic, hf_config, limit, unsent, gpu_bytes, values=True)
+    if not shared:
+        return stages, valued, ()
+    pairs = zip(stages, valued, strict=True)
+    return tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs), (), valued
+
+
+def make_stages(
+    spec: TrainingSpec, hf_config: Mapping[str, object], limit: int, sync: WeightPlan, gpu_bytes: int, *, values: bool
+) -> tuple[StagePlan, ...]:
+    """The stages of the policy, or of a critic with a value head; sequences have at most `limit` tokens."""
+    family, layout = get_family(hf_config), spec.layout
+    fields, model, table = (
+        family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
+    )  # fmt: skip
+    table.check_layout(layout)
+    check_model(spec.megatron, spec.device, fields, spec.fp8)
+    widths = read_widths(fields, model.moe_layer_ids)
+    chunks = spec.megatron.stage_layers(model.num_layers)
+    held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)
+    adapters = [None] * len(held) if values else _adapters(spec, table, chunks)
+    rows = 0 if values else padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
+    work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
+    mean = sum(work) / len(work)
+    tokens = micro_batch_tokens(spec.train, layout, min(model.max_positions, limit))
+    return tuple(
+        StagePlan(stage, trainer_memory(spec, widths, tokens, rows, stage, sync, gpu_bytes, own), each / mean, own)
+        for stage, own, each in zip(held, adapters, work, strict=True)
+    )
+
+
+def _adapters(
+    spec: TrainingSpec, table: RuleTable, chunks: Sequence[tuple[tuple[int, ...], ...]]
+) -> Sequence[StageParameters | None]:
+    """What one rank of every stage trains in the place of the model; None where it trains the model."""
+    if not isinstance(spec, PolicySpec) or not spec.lora.on:
+        return [None] * len(chunks)
+    adapters = make_adapters(table, spec.lora)
+    adapters.table.check_layout(spec.layout)
+    return stage_parameters(adapters.table, spec.layout, chunks)

@@ -1,0 +1,258 @@
+"""What one weight sync moves over each link, and the least time that it can take.
+
+Read off the weight plan that the sync itself follows. Trainer ranks fill machines in order, engines the machines after
+them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once. How long a
+sync takes is not predicted: the measure is `weights/seconds` of a run.
+
+`broadcast` sends one bucket at a time to all engine ranks. With `relay` sender number i sends only to rank i mod T of
+the T that an engine has on a machine, its lane, and that rank passes the bucket on within its machine, while the other
+lanes receive. If engines load by recorded copies it passes on shares, of several lanes' buckets at once
+(`engine_plugin/rank_slices.py`); every rank is taken to keep the same share of every bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.cluster import ClusterConfig
+from mslime.config.engines import SGLangConfig
+from mslime.config.weights import WeightsConfig
+from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime_plugins.planner.engine import EngineMemory
+
+CHANGED = 0.05
+"""Of the weights' bytes, what `delta` sends: an assumption above what docs/weight_sync.md measured."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of the links of a sync: settings, not measurements.
+
+    Attributes:
+        network: of one GPU's adapter, in one direction.
+        nvlink: into one GPU from others of its machine.
+        host: between one GPU and its host's memory, in one direction, while all GPUs of a machine copy.
+        directory: into or out of a directory that machines share, by all who use it at the same time.
+    """
+
+    network: float
+    nvlink: float
+    host: float
+    directory: float
+
+
+def rates_of(cluster: ClusterConfig) -> Rates:
+    """The settings."""
+    return Rates(
+        cluster.gpu_network_gbits * 1e9 / 8, cluster.gpu_nvlink_gb_per_s * 1e9, cluster.gpu_host_gb_per_s * 1e9,
+        cluster.directory_gb_per_s * 1e9,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """What the engines do with a bucket.
+
+    Attributes:
+        engines: how many; more than one take all buckets in one order.
+        share: of a bucket's bytes, what one GPU keeps.
+        recorded: whether they load by recorded copies, not tensor by tensor.
+        ranks: of each engine.
+    """
+
+    engines: int
+    share: float
+    recorded: bool
+    ranks: int = 1
+
+    def hands_on_shares(self, near: int) -> bool:
+        """Whether `near` ranks of a machine give each other shares, and not whole buckets."""
+        return self.recorded and near > 1 and near * self.share <= SHARES_AT_MOST
+
+    def sent(self, near: int) -> float:
+        """Of a bucket's bytes, what `relay` sends to each machine of an engine, that has `near` of its ranks."""
+        machines, kept = self.ranks // near, min(1.0, near * self.share)
+        return kept if self.recorded and machines > 1 and machines * kept <= SHARES_AT_MOST else 1.0
+
+
+@dataclass(frozen=True)
+class SenderSync:
+    """What one sender's part of a sync moves.
+
+    Attributes:
+        rank: of the sender.
+        number: its place among all senders.
+        stage: its pipeline stage.
+        buckets: gathers and broadcasts.
+        sent: bytes that it broadcasts.
+        gathered_near: bytes that it receives from ranks of its own machine, over NVLink.
+        gathered_far: bytes that it receives from other machines, over its adapter.
+        contributed: bytes that each other rank sends to it, at most.
+    """
+
+    rank: int
+    number: int
+    stage: int
+    buckets: int
+    sent: int
+    gathered_near: int
+    gathered_far: int
+    contributed: int
+
+
+def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, ...]:
+    """The traffic of every sender that has something to send."""
+    by_sender: dict[int, list[Bucket]] = {rank: [] for rank in plan.senders.everyone()}
+    for bucket in plan.buckets:
+        by_sender[bucket.sender].append(bucket)
+    return tuple(
+        _sender_sync(number, rank, buckets, cluster.gpus_per_node)
+        for number, (rank, buckets) in enumerate(by_sender.items())
+        if buckets
+    )
+
+
+def relayed(plan: WeightPlan, receiving: Receiving) -> WeightPlan:
+    """What `relay` gathers of a plan: what comes in parts, from all who hold it at the same time, counts as its
+    sender's."""
+    senders = set(plan.senders.everyone())
+    buckets = (
+        replace(bucket, members=(bucket.sender,)) if bucket.comes_in_parts(senders, [receiving.ranks]) else bucket
+        for bucket in plan.buckets
+    )
+    return replace(plan, buckets=tuple(buckets))
+
+
+def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dict[int, int]:
+    """With `relay`: what each of an engine's ranks on a machine receives from senders, of those that receive anything.
+
+    Args:
+        near: those ranks (`near_ranks`).
+        sent: see `Receiving.sent`.
+    """
+    lanes: dict[int, int] = {}
+    for sender in syncs:
+        lane = sender.number % near
+        lanes[lane] = lanes.get(lane, 0) + int(sent * sender.sent)
+    return lanes
+
+
+def bounds(
+    transport: str, weights: WeightsConfig, syncs: Sequence[SenderSync], receiving: Receiving | None,
+    cluster: ClusterConfig,
+) -> dict[str, float]:  # fmt: skip
+    """Lower bounds of a whole sync in seconds, by what it would be limited by; of a user's transport those of
+    `broadcast`.
+
+    Every engine takes all bytes, one bucket at a time, while senders fill the next ones.
+    """
+    rates = rates_of(cluster)
+    fill = max((max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs), default=0.0)
+    if transport == "relay" and receiving is not None:
+        return {"fill": fill, **relay_bounds(syncs, rates, receiving, cluster.gpus_per_node)}
+    wire = sum(s.sent for s in syncs) * _seconds_a_byte(transport, weights, rates, receiving, cluster)
+    return {"fill": fill, "wire": wire}
+
+
+def _seconds_a_byte(
+    transport: str, weights: WeightsConfig, rates: Rates, receiving: Receiving | None, cluster: ClusterConfig
+) -> float:
+    """Into an engine, that reads a bucket while the others do."""
+    if receiving is None:
+        return 1 / rates.network
+    gpus, near = receiving.engines * receiving.ranks, near_ranks(receiving.ranks, cluster.gpus_per_node)
+    files = -(-gpus // cluster.gpus_per_node) / rates.directory + 1 / rates.host
+    match transport:
+        case "handles":
+            return (gpus - cluster.colocated) / rates.nvlink  # all but the sender's own, at the same time
+        case "shm":
+            return 1 / rates.host
+        case "disk":
+            return files
+        case "delta":
+            return CHANGED * (files if weights.delta_over == "disk" else 1 / rates.network)
+        case "mooncake":
+            return receiving.engines / rates.network + (near - 1) / near / rates.nvlink
+        case _:
+            return 1 / rates.network
+
+
+def relay_bounds(
+    syncs: Sequence[SenderSync], rates: Rates, receiving: Receiving, gpus_per_node: int
+) -> dict[str, float]:
+    """Of a sync by `relay`.
+
+    Wire: a lane is one adapter, and so is a sender, which sends to each machine of an engine what that keeps, or to all
+    of them at once. Inside: what a GPU does not take from its adapter it takes over NVLink, of r on a machine the
+    mean one (r - 1) / r of what it takes: its share, or all.
+    """
+    near = near_ranks(receiving.ranks, gpus_per_node)
+    taken = sum(s.sent for s in syncs) * (receiving.share if receiving.hands_on_shares(near) else 1.0)
+    sent, machines = receiving.sent(near), receiving.ranks // near
+    leaving = max((s.sent for s in syncs), default=0) * (machines * sent if sent < 1 else 1.0)
+    return {
+        "wire": max(leaving, *lane_bytes(syncs, near, sent).values(), 0) / rates.network,
+        "inside": taken * (near - 1) / near / rates.nvlink,
+    }
+
+
+def buckets_held(transport: str, weights: WeightsConfig, engine: SGLangConfig, cluster: ClusterConfig) -> float:
+    """Buckets that fit into what a weight update needs on an engine GPU.
+
+    With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
+    others into the memory of the one that is passed on. Of an engine on several machines several parts arrive at once.
+    """
+    if transport != "relay":
+        return 1
+    near = near_ranks(engine.tp_size, cluster.gpus_per_node)
+    recorded = _records(weights, engine)
+    arriving = SHARES_AT_MOST if recorded and engine.tp_size > near else 1
+    return arriving + (2 * SHARES_AT_MOST if recorded and near > 1 else 1)
+
+
+def _records(weights: WeightsConfig, engine: SGLangConfig) -> bool:
+    """Whether engines load by recorded copies: those that mslime started (`engine_plugin/copy_plan.py`)."""
+    return weights.loader == "recorded" and not engine.urls
+
+
+def receiving_of(weights: WeightsConfig, engine: SGLangConfig, sync: WeightPlan, memory: EngineMemory) -> Receiving:
+    """What a run's engines do with a bucket."""
+    return Receiving(
+        engines=engine.gpus // engine.tp_size,
+        share=min(1.0, memory.weights / max(1, sync.total_bytes)),
+        recorded=_records(weights, engine),
+        ranks=engine.tp_size,
+    )
+
+
+def near_ranks(ranks: int, gpus_per_node: int) -> int:
+    """Of an engine of so many ranks, those on one machine."""
+    return ranks // -(-ranks // gpus_per_node)
+
+
+def _sender_sync(number: int, rank: int, buckets: Sequence[Bucket], gpus_per_node: int) -> SenderSync:
+    received = [gathered(bucket, gpus_per_node) for bucket in buckets]
+    return SenderSync(
+        rank=rank,
+        number=number,
+        stage=buckets[0].stage,
+        buckets=len(buckets),
+        sent=sum(bucket.hf_bytes for bucket in buckets),
+        gathered_near=sum(near for near, _ in received),
+        gathered_far=sum(far for _, far in received),
+        contributed=sum(local_bytes(bucket) for bucket in buckets if len(bucket.members) > 1),
+    )
+
+
+def local_bytes(bucket: Bucket) -> int:
+    """What one of its members packs."""
+    return bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype]
+
+
+def gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:
+    """Bytes that the sender receives from ranks of (its own machine, others)."""
+    machine, local = bucket.sender // gpus_per_node, local_bytes(bucket)
+    beside = sum(member // gpus_per_node == machine for member in bucket.members) - 1
+    return beside * local, (len(bucket.members) - 1 - beside) * local

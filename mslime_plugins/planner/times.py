@@ -1,0 +1,280 @@
+"""Seconds of the parts of a step, to compare layouts with: operations over the GPU's rate, bytes over links.
+
+Rooflines with shares of the nominal rates, which are assumptions: nobody has compared them with a GPU. They order
+layouts of one model on one cluster, where errors that all of them share cancel; they are no promise of a duration. All
+responses are taken to be as long as they may be, as everywhere in a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mslime.config.cluster import ClusterConfig
+from mslime.config.gpus import Nominal, nominal
+from mslime.config.layout import ParallelLayout
+from mslime.config.rollout import RolloutConfig
+from mslime.config.training import PolicySpec
+from mslime.convert.families.family import ModelFields
+from mslime.convert.flops import Widths, matrix_elements_per_token
+from mslime.convert.table import RuleTable
+from mslime_plugins.planner.activations import EXPERT_IMBALANCE
+from mslime_plugins.planner.engine import EngineMemory
+from mslime_plugins.planner.parameters import StageParameters, model_parameters
+from mslime_plugins.planner.sync import CHANGED, Rates
+from mslime_plugins.planner.trainer import offloaded_share
+
+DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
+"""Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""
+DECODING, READING = 0.4, 0.7
+"""Of nominal FLOP/s and of memory bandwidth, in an engine that decodes."""
+LINK = 0.7
+"""Of a link's rate that collectives reach."""
+SEEN = 0.5
+"""Of gradients' and parameters' communication that computing does not hide, and of context parallelism's."""
+DISK = 1e9
+"""Bytes a second of one GPU's share of a machine's NVMe disks."""
+HOST_ADAM = 20e9
+"""Bytes a second of host memory for one GPU's share of an optimizer on CPU."""
+ADAM_BYTES = 28
+"""That Adam reads and writes of a parameter: gradient, main weight and two moments, the last three twice."""
+KERNELS, NEAR_REDUCE, FAR_REDUCE = 15e-6, 12e-6, 30e-6
+"""Seconds of a decoder layer of one decoding step beside its bytes: kernels, and each of two all-reduces within a
+machine, or between machines."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one cluster.
+
+    Attributes:
+        gpu: what its GPUs are sold for.
+        nvlink, network: bytes a second of one GPU, in one direction.
+        per_node: GPUs of a machine.
+        host: bytes a second between one GPU and its host's memory, while all GPUs of a machine copy.
+    """
+
+    gpu: Nominal
+    nvlink: float
+    network: float
+    per_node: int
+    host: float
+
+    @property
+    def flops(self) -> float:
+        """A second."""
+        return self.gpu.tflops * 1e12
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step has to do, whatever the layout.
+
+    Attributes:
+        responses: in all.
+        prompt, sampled: tokens of each, at most.
+        forwards: passes for log-probs, of the policy and of a reference.
+        optimizer_steps: in a step.
+        active: elements that a token multiplies with.
+        layers: decoder layers.
+        top_k, experts: of routed layers; 0 without.
+        width: bytes of an element in engines, on average.
+    """
+
+    responses: int
+    prompt: int
+    sampled: int
+    forwards: int
+    optimizer_steps: int
+    active: float
+    layers: int
+    top_k: int
+    experts: int
+    width: float = 2.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a response with its prompt."""
+        return self.prompt + self.sampled
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.responses * self.length
+
+
+def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
+    """Of the cluster that settings describe, with GPUs of a name in `config.gpus.GPUS`."""
+    known = nominal(gpu)
+    assert known is not None, gpu
+    set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
+    nvlink = cluster.gpu_nvlink_gb_per_s if set_by_hand or not known.nvlink else known.nvlink
+    network, host = cluster.gpu_network_gbits / 8 * 1e9, cluster.gpu_host_gb_per_s * 1e9
+    return Speeds(known, nvlink * 1e9, network, cluster.gpus_per_node, host)
+
+
+def work_of(
+    r: RolloutConfig, spec: PolicySpec, table: RuleTable, model: ModelFields, longest: int, sent: int
+) -> StepWork:
+    """Of a step of a run.
+
+    Args:
+        longest: tokens of a response with its prompt.
+        sent: bytes of a sync.
+    """
+    sampled = min(r.max_response_tokens, longest)
+    return StepWork(
+        responses=r.groups_per_step * r.group_size, prompt=longest - sampled, sampled=sampled,
+        forwards=1 + (spec.reference is not None),
+        optimizer_steps=spec.train.optimizer_steps_per_rollout,
+        active=matrix_elements_per_token(table, model.top_k), layers=model.num_layers,
+        top_k=model.top_k if model.num_experts else 0, experts=model.num_experts,
+        width=sent / model_parameters(table),
+    )  # fmt: skip
+
+
+def train_seconds(
+    spec: PolicySpec, w: Widths, held: Sequence[StageParameters], work: StepWork, micro_batches: int, speeds: Speeds
+) -> dict[str, float]:
+    """Log-probs and optimizer steps of a step, by what they are spent on.
+
+    Args:
+        held: parameters of a rank of each stage.
+        micro_batches: of an optimizer step.
+    """
+    layout = spec.layout
+    tokens = -(-work.responses // layout.dp) * work.length / layout.cp
+    again = spec.megatron.recompute.granularity == "full"
+    passes = 3 + again + work.forwards  # a backward pass is two
+    crossings = 2 + again + work.forwards  # and crosses the links once
+    stages = [
+        {
+            "compute": passes * _products(stage, layout, w, work, tokens, speeds),
+            "tensor": crossings * _tensor(stage, layout, w, tokens, speeds),
+            "experts": crossings * _experts(stage, layout, w, tokens, speeds),
+            "context": crossings * _context(stage, layout, w, tokens, speeds),
+        }
+        for stage in held
+    ]
+    slowest = max(stages, key=lambda parts: sum(parts.values()))
+    bubble = (layout.pp - 1) / max(1, micro_batches * layout.vpp)
+    largest = max(held, key=lambda stage: stage.trained)
+    return slowest | {
+        "pipeline": bubble * sum(slowest.values()),
+        "data": work.optimizer_steps * _data(largest, layout, speeds),
+        "optimizer": work.optimizer_steps * _optimizer(spec, largest, speeds),
+    }
+
+
+def _products(
+    stage: StageParameters, layout: ParallelLayout, w: Widths, work: StepWork, tokens: float, speeds: Speeds
+) -> float:
+    """Of a forward pass of one rank."""
+    dense = stage.dense - stage.embedding
+    per_expert = stage.expert / max(1, work.experts // layout.ep)
+    experts = per_expert * work.top_k * layout.etp / layout.tp * EXPERT_IMBALANCE
+    full = sum(layer not in w.linear_layers for layer in stage.layers)
+    scores = full * work.length / 2 * w.heads * (w.head_dim + w.rope_dim + w.value_dim) / layout.tp
+    return 2 * tokens * (dense / DENSE + experts / EXPERTS + scores / SCORES) / speeds.flops
+
+
+def _tensor(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+    """Sequence parallelism gathers and scatters hidden states around attention, and around a dense or shared MLP."""
+    if layout.tp == 1:
+        return 0.0
+    around = sum(4 if layer not in w.moe_layers or w.shared_mlp else 2 for layer in stage.layers)
+    link = speeds.nvlink if layout.tp <= speeds.per_node else speeds.network
+    return around * tokens * w.hidden * 2 * (layout.tp - 1) / layout.tp / (link * LINK)
+
+
+def _experts(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+    """Tokens go to their experts and come back: within a machine over NVLink, to others over the network, both at once.
+    Ranks of a group are neighbours."""
+    routed = sum(layer in w.moe_layers for layer in stage.layers)
+    size = layout.expert_size
+    if not routed or size == 1:
+        return 0.0
+    moved = routed * 2 * tokens / layout.tp * w.top_k * w.hidden * 2 * layout.etp * EXPERT_IMBALANCE
+    near = min(size, speeds.per_node)
+    over_nvlink = moved * (near - 1) / size / (speeds.nvlink * LINK)
+    return max(over_nvlink, moved * (size - near) / size / (speeds.network * LINK))
+
+
+def _context(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+    """Keys and values go round a ring of context-parallel ranks."""
+    if layout.cp == 1:
+        return 0.0
+    groups = w.heads if w.latent else w.groups
+    widths = max(1.0, groups / layout.tp) * (w.head_dim + w.rope_dim + w.value_dim)
+    link = speeds.nvlink if layout.tp * layout.cp <= speeds.per_node else speeds.network
+    return SEEN * len(stage.layers) * tokens * (layout.cp - 1) * widths * 2 / (link * LINK)
+
+
+def _data(stage: StageParameters, layout: ParallelLayout, speeds: Speeds) -> float:
+    """Gradients are reduced in float32 and parameters gathered in 16 bits, over the ranks that repeat them."""
+    near = layout.stage_size <= speeds.per_node
+    link = (speeds.nvlink if near else speeds.network) * LINK
+    repeated = ((stage.dense, layout.dp * layout.cp), (stage.expert, layout.edp))
+    return SEEN * sum(elements * 6 * (ranks - 1) / ranks for elements, ranks in repeated) / link
+
+
+def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> float:
+    """Adam of a rank's share: on the GPU, or on the host with gradients down and parameters up."""
+    layout, sharded = spec.layout, spec.megatron.use_distributed_optimizer
+    ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
+    own = stage.dense / ranks[0] + stage.expert / ranks[1]
+    away = offloaded_share(spec.megatron.extra)
+    on_host = own * away * (6 / speeds.host + ADAM_BYTES / HOST_ADAM)
+    return on_host + own * (1 - away) * ADAM_BYTES / (speeds.gpu.memory * 1e9 * READING)
+
+
+def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork, speeds: Speeds) -> float:
+    """All responses of a step, on `engines` of `tp` GPUs: as many at once as the cache holds, decoded token by token.
+
+    A decoding step reads the weights (of experts those that some token is routed to) and the keys and values of all
+    that run, and multiplies; whichever takes longer, with the latency of its layers.
+    """
+    each = -(-work.responses // engines)
+    together = max(1, min(each, engine.tokens // max(1, work.length)))
+    touched = 1 - (1 - work.top_k / work.experts) ** together if work.experts else 1.0
+    dense = min(1.0, work.active * work.width / tp / max(1, engine.weights))
+    weights = engine.weights * (dense + (1 - dense) * touched)
+    read = weights + together * ((work.prompt + work.sampled / 2) * engine.token_bytes + engine.state_bytes)
+    reading = read / (speeds.gpu.memory * 1e9 * READING)
+    multiplying = together * 2 * work.active / tp / (speeds.flops * DECODING)
+    reduces = 0.0 if tp == 1 else 2 * (NEAR_REDUCE if tp <= speeds.per_node else FAR_REDUCE)
+    token = max(reading, multiplying) + work.layers * (KERNELS + reduces)
+    prefill = each * work.prompt * 2 * work.active / tp / (speeds.flops * DECODING)
+    return each / together * work.sampled * token + prefill
+
+
+def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) -> float:
+    """Of a colocated step: a rank's state goes to the host and comes back, the weights once more for the probe.
+
+    Args:
+        host: see `Speeds`.
+    """
+    return (2 * moved + weights) / (DISK if on_disk else host)
+
+
+def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> float:
+    """Roughly of a sync through files: memory of one machine, or a directory that all share.
+
+    Args:
+        total: bytes of all weights.
+        machines: of engines, each of which reads all that is written.
+    """
+    if transport in ("shm", "handles") or machines == 1:
+        return 2 * total / rates.host
+    return (1 + machines) * total * (CHANGED if transport == "delta" else 1.0) / rates.directory
+
+
+def step_seconds(parts: Mapping[str, float], ahead: bool) -> float:
+    """Of a whole step.
+
+    Args:
+        parts: `generate`, `train`, `sync` and `sleep`.
+        ahead: whether engines generate the next step's responses while the trainer works.
+    """
+    both = (parts["generate"], parts["train"])
+    return (max(both) if ahead else sum(both)) + parts["sync"] + parts["sleep"]
