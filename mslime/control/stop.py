@@ -175,7 +175,7 @@ class _Lasting:
 
     def _lose(self, error: OSError) -> None:
         _to_nowhere(self._stream.fileno())
-        _log.warning("%s cannot be written: %s; the run goes on, and says here what it does", self._stream.name, error)
+        _log.warning("%s cannot be written: %s; the run continues and logs here", self._stream.name, error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -100,7 +100,7 @@ def test_a_number_that_the_reward_told_is_not_told_again_by_the_hook_but_its_own
     hook(group)
     other = new_group(1, Prompt([1], None, {}, "p:1"), 1)
     other.samples[0].scores["user/half"] = 1.0
-    with pytest.raises(ConfigError, match="returned user/half, which the reward or the rollout told already"):
+    with pytest.raises(ConfigError, match="returned user/half"):
         load_sample_hook(f"{USER}:ages")(other)
 
 
