@@ -44,8 +44,8 @@ def report(
     """
     from mslime.config.adapters import directories
     from mslime.config.errors import reading_run
-    from mslime.observe.compare import FILE_NAME, write_comparison
-    from mslime.observe.report import write_report
+    from mslime_plugins.report.compare import FILE_NAME, write_comparison
+    from mslime_plugins.report.page import write_report
 
     given, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
     with reading_run(given[0]):

@@ -50,7 +50,7 @@ def _add_serve(parser: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mslime.serve.start import serve
+    from mslime_plugins.serve.start import serve
 
     return serve(values_of(args))
 
@@ -150,7 +150,7 @@ def _add_samples(parser: Any) -> None:
 def _samples(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.observe.samples_view import Wanted, show_samples
+    from mslime_plugins.report.samples_command import Wanted, show_samples
 
     orders = {order: count for order in ("best", "worst", "longest") if (count := getattr(args, order)) is not None}
     order, count = next(iter(orders.items()), ("", 0))
@@ -183,7 +183,7 @@ def _add_inspect(parser: Any) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.observe.inspect_view import Inspected, inspect_run
+    from mslime_plugins.report.inspect_command import Inspected, inspect_run
 
     wanted = Inspected(
         args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens

@@ -20,8 +20,8 @@ import yaml
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.observe.alive import LOCK, lives_here, own_description, owner_in
 from mslime.observe.metrics import free_name
+from mslime.observe.run_lock import LOCK, lives_here, own_description, owner_in
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 

@@ -5,12 +5,8 @@ metrics. What a line says: docs/report.md.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import json
 import re
-import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NotRequired, TypeVar
 
@@ -137,6 +133,11 @@ def read_samples(path: Path) -> Iterator[Sample]:
     return _lines(path, _SAMPLE, "is not a response that this version wrote")
 
 
+def read_trainer_lines(path: Path) -> Iterator[TrainerLine]:
+    """The lines of a trainer's file, one after the other. Raises UserError as `read_samples`."""
+    return _lines(path, _TRAINER, "is not a trainer's line")
+
+
 def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -144,82 +145,3 @@ def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:
             with reading(UserError, where, wrong, way_out):
                 row = kind.validate_json(line)
             yield row
-
-
-def telling(path: Path) -> list[Sample]:
-    """The few lines that show the step best; they stand first in the file."""
-    return list(itertools.takewhile(lambda row: row["kinds"], read_samples(path)))
-
-
-def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> list[Sample]:
-    """`telling` of a step, each with the trainer's log-probs where those are known.
-
-    Raises:
-        UserError: a line of the step's files is not what this version writes.
-    """
-    rows, path = telling(file_of(run_dir, step, evaluation=evaluation)), trainer_file_of(run_dir, step)
-    if evaluation or not path.exists():
-        return rows
-    found = {(r["group"], r["index"]): r["log_probs"] for r in _lines(path, _TRAINER, "is not a trainer's line")}
-    for row in rows:
-        known = found.get((row["group"], row["index"]))
-        if known is not None and len(known) == len(row["log_probs"]):
-            row["trainer_log_probs"] = known
-    return rows
-
-
-def ordered(rows: Iterable[Sample], order: str, count: int) -> list[Sample]:
-    """The first `count` rows by one of ORDERS."""
-    if order == "longest":
-        return heapq.nlargest(count, rows, key=lambda row: row["response_tokens"])
-    pick = heapq.nlargest if order == "best" else heapq.nsmallest
-    return pick(count, rows, key=lambda row: row["reward"] or 0.0)
-
-
-def versions_of(row: Sample) -> list[int]:
-    """The weight versions that sampled a response, in order."""
-    return list(dict.fromkeys(s["version"] for s in row["segments"] if s["version"] is not None))
-
-
-def mean_log_prob(row: Sample) -> float | None:
-    """Over the sampled tokens that are kept; None without any."""
-    known = [value for value in row["log_probs"] if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def facts(row: Sample) -> list[str]:
-    """What is known of a response beside its text, as short phrases."""
-    out = [f"reward {row['reward']:g}" if row["reward"] is not None else "not scored"]
-    out += [f"{name} {value:g}" for name, value in row["scores"].items() if value is not None]
-    if row["advantage"] is not None:
-        out.append(f"advantage {row['advantage']:+.3g}")
-    if (mean := mean_log_prob(row)) is not None:
-        out.append(f"mean log-prob {mean:.3f}")
-    out.append(f"{row['response_tokens']} tokens, {row['status']}")
-    if versions := versions_of(row):
-        out.append(f"weights {', '.join(map(str, versions))}" + _ages(row))
-    if row["label"] is not None:
-        out.append(f"label {_short(row['label'])}")
-    return out
-
-
-def _ages(row: Sample) -> str:
-    ages = {s["age"] for s in row["segments"] if s["age"] is not None}
-    return f", age {min(ages)} to {max(ages)}" if len(ages) > 1 else f", age {min(ages)}" if ages - {0} else ""
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def visible(text: str) -> str:
-    """Text that cannot steer a terminal, nor turn what stands beside it: control characters as their pictures."""
-    return "".join(_picture(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t\u200c\u200d":  # the last two join emoji and letters
-        return character
-    return chr(0x2400 + code) if code < 32 else f"<U+{code:04X}>"

@@ -22,11 +22,12 @@ from mslime.data.checkpoints import critic_directory, newest, step_directory
 from mslime.data.ledger import Ledger
 from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
-from mslime.observe.report import write_report
 from mslime.observe.rows import by_step
-from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, telling_of_step, versions_of
+from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
+from mslime_plugins.report.page import write_report
+from mslime_plugins.report.responses import telling, telling_of_step, versions_of
 from tests.e2e.harness import (
     ROOT,
     Run,

@@ -13,9 +13,9 @@ from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
 from mslime.control.cluster import Cluster
 from mslime.data.client_batch import Datum
-from mslime.serve.backend import AdapterAsk, PassAsk, Passed
-from mslime.serve.ranks import RankTrainer
-from mslime.serve.settings import served_config
+from mslime_plugins.serve.backend import AdapterAsk, PassAsk, Passed
+from mslime_plugins.serve.ranks import RankTrainer
+from mslime_plugins.serve.settings import served_config
 
 pytest.importorskip("tinker")
 CLIENTS, LOSS = range(3), LossChoice("importance_sampling")

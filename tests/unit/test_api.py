@@ -106,7 +106,8 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
         assert found.trainer_gpus == 16
 
 
-def test_a_report_is_of_one_run_or_of_several(tmp_path: Path) -> None:
+def test_a_report_is_of_one_run_or_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "2026-01-01 00:00")  # the minute of writing stands in the page
     one, other = (make_synthetic_run(tmp_path / name, steps=3) for name in ("one", "other"))
     assert plugins_api.report(one) == plugins_api.report(str(one), one) == one / "report.html"
     assert plugins_api.report(one, other) == one / "compare.html"

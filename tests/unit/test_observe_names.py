@@ -13,7 +13,7 @@ import pytest
 from mslime.observe.names import METRICS, is_known, open_parts
 
 PACKAGE = Path(__file__).parents[2] / "mslime"
-READERS = {PACKAGE / "observe" / name for name in ("names.py", "sections.py", "charts.py", "rows.py", "progress.py")}
+READERS = {PACKAGE / "observe" / name for name in ("names.py", "rows.py", "progress.py")}
 """Modules that read metrics: a name there is no proof that it is written."""
 SUPERVISED = ("nll", "perplexity", "tokens")
 WRITTEN_BY_THE_LOG = {"step", "time"}

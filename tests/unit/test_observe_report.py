@@ -23,14 +23,14 @@ import pytest
 from mslime.cli import main
 from mslime.config.errors import UserError
 from mslime.data.sample_log import KINDS
-from mslime.observe.alive import own_description
-from mslime.observe.charts import MAX_HEAT_COLUMNS, MAX_POINTS
-from mslime.observe.compare import write_comparison
-from mslime.observe.headline import model_name
 from mslime.observe.names import METRICS, is_known
-from mslime.observe.report import write_report
+from mslime.observe.run_lock import own_description
 from mslime.observe.samples import file_of
-from mslime.observe.sections import DERIVED, SECTIONS
+from mslime_plugins.report.charts import MAX_HEAT_COLUMNS, MAX_POINTS
+from mslime_plugins.report.compare import write_comparison
+from mslime_plugins.report.headline import model_name
+from mslime_plugins.report.page import write_report
+from mslime_plugins.report.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
 
 ALL_CHARTS = [chart for charts in SECTIONS.values() for chart in charts]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mslime.observe.names import METRICS
-from mslime.observe.sections import DERIVED, SECTIONS
-from mslime.observe.verdict import RULES, judge_run, markdown
+from mslime_plugins.report.sections import DERIVED, SECTIONS
+from mslime_plugins.report.verdict import RULES, judge_run, markdown
 
 STEPS = 20
 
@@ -148,4 +148,4 @@ def test_rules_name_metrics_charts_and_the_page_that_lists_them() -> None:
     assert {rule.chart for rule in RULES} <= charts
     assert {name for rule in RULES for name in rule.needs} <= {*METRICS, *DERIVED}
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
-    assert markdown() in page, "python -m mslime.observe.verdict prints the table"
+    assert markdown() in page, "python -m mslime_plugins.report.verdict prints the table"

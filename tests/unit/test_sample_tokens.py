@@ -15,9 +15,10 @@ from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.sample_log import ROUTE_BYTES, Logged, SampleLog, choose, routes_row
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.observe.inspect_view import Inspected, inspect_run
-from mslime.observe.sample_tokens import by_source, decoded, tokens_of
-from mslime.observe.samples import file_of, telling_of_step, trainer_file_of
+from mslime.observe.samples import file_of, trainer_file_of
+from mslime_plugins.report.inspect_command import Inspected, inspect_run
+from mslime_plugins.report.responses import telling_of_step
+from mslime_plugins.report.sample_tokens import by_source, decoded, tokens_of
 from tests.fixtures.tiny_models import make_tokenizer
 
 LAYERS = (1, 2, 5, 6, 9)

@@ -17,15 +17,9 @@ from mslime.config.loader import build
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.sample_log import BYTES_A_FILE, Logged, SampleLog, choose, token_texts
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.observe.sample_tokens import tokens_of
-from mslime.observe.samples import (
-    begin,
-    file_of,
-    read_samples,
-    recorded_steps,
-    telling,
-    visible,
-)
+from mslime.observe.samples import begin, file_of, read_samples, recorded_steps
+from mslime_plugins.report.responses import telling, visible
+from mslime_plugins.report.sample_tokens import tokens_of
 from tests.fixtures.tiny_models import make_tokenizer
 
 
@@ -248,7 +242,7 @@ def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
     ]  # fmt: skip
     assert [part for part in parts if part not in out] == []
     assert "\x1b" not in out and visible("a\x9bb\tc") == "a<U+009B>b\tc"
-    from mslime.observe.samples_view import Wanted, show_samples
+    from mslime_plugins.report.samples_command import Wanted, show_samples
 
     console = Console(force_terminal=True, color_system="standard", width=100)
     with console.capture() as captured:

@@ -17,12 +17,12 @@ from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import merge, read_yaml
 from mslime.config.serving import engine_spec
 from mslime.config.training import policy_spec
-from mslime.serve import proto
-from mslime.serve.backend import AdapterAsk, Continuation, SampleAsk
-from mslime.serve.engines import SGLangEngines, Shelf, name_of
-from mslime.serve.ranks import adapter_spec
-from mslime.serve.settings import adapted_parts, base_names, served_config
-from mslime.serve.start import _key
+from mslime_plugins.serve import proto
+from mslime_plugins.serve.backend import AdapterAsk, Continuation, SampleAsk
+from mslime_plugins.serve.engines import SGLangEngines, Shelf, name_of
+from mslime_plugins.serve.ranks import adapter_spec
+from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.start import _key
 
 ROOT = Path(__file__).parents[2]
 PLAIN: dict[str, Any] = {"model": {"path": "models/tiny"}, "lora": {"rank": 8}}

@@ -11,8 +11,8 @@ import pytest
 from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
 from mslime.data.client_batch import Datum
-from mslime.serve.backend import PassAsk, Passed
-from mslime.serve.passes import GradientPasses
+from mslime_plugins.serve.backend import PassAsk, Passed
+from mslime_plugins.serve.passes import GradientPasses
 from tests.fixtures.fake_serve import FakeTrainer
 
 

@@ -17,9 +17,9 @@ from mslime.config.serving import ServedLora, engine_spec
 from mslime.config.settings import all_settings
 from mslime.config.training import policy_spec
 from mslime.control.adapters_session import with_base
-from mslime.observe.samples_view import Wanted, find_file
 from mslime_plugins.api import report
 from mslime_plugins.planner.adapters import served_adapters, together
+from mslime_plugins.report.samples_command import Wanted, find_file
 
 VALUES: dict[str, Any] = {
     "name": "several",

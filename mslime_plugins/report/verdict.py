@@ -14,9 +14,9 @@ from statistics import fmean, median, pvariance
 from typing import Literal
 
 from mslime.config.algorithm import LossTraits, loss_traits
-from mslime.observe.charts import filled
-from mslime.observe.headline import short
 from mslime.observe.rows import Row, total
+from mslime_plugins.report.charts import filled
+from mslime_plugins.report.headline import short
 
 Tone = Literal["good", "note", "bad"]
 Said = tuple[Tone, str] | None

@@ -23,7 +23,7 @@ from mslime.backends.sglang.generating import GenerateRequest, answer_limit, par
 from mslime.backends.sglang.handshake import Needs, handshake_all
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError
-from mslime.serve.backend import Continuation, SampleAsk, Sampled
+from mslime_plugins.serve.backend import Continuation, SampleAsk, Sampled
 
 _log = logging.getLogger(__name__)
 LOOK_S = 0.2

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
 from mslime.data.client_batch import Datum
-from mslime.serve import proto
-from mslime.serve.backend import Passed, Sampled
-from mslime.serve.errors import ServeError
+from mslime_plugins.serve import proto
+from mslime_plugins.serve.backend import Passed, Sampled
+from mslime_plugins.serve.errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}
 """What a loss takes beside targets; all others `OF_POLICY`."""

@@ -14,13 +14,13 @@ import orjson
 from aiohttp import web
 
 from mslime.config.errors import UserError
-from mslime.serve import bodies
-from mslime.serve.data import read_header, read_pass
-from mslime.serve.errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
-from mslime.serve.futures import JSON
-from mslime.serve.service import Service
-from mslime.serve.states import TYPES, Saved
 from mslime.web_server import Listening, admitted, same_key, serve
+from mslime_plugins.serve import bodies
+from mslime_plugins.serve.data import read_header, read_pass
+from mslime_plugins.serve.errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
+from mslime_plugins.serve.futures import JSON
+from mslime_plugins.serve.service import Service
+from mslime_plugins.serve.states import TYPES, Saved
 
 KEY_PREFIX = "tml-"
 """What the SDK wants a key to begin with."""

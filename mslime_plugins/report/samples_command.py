@@ -15,18 +15,9 @@ from rich.text import Text
 
 from mslime.config.adapters import directories
 from mslime.config.errors import UserError
-from mslime.observe.sample_tokens import tokens_of
-from mslime.observe.samples import (
-    Sample,
-    facts,
-    file_of,
-    ordered,
-    read_samples,
-    recorded_steps,
-    telling,
-    versions_of,
-    visible,
-)
+from mslime.observe.samples import Sample, file_of, read_samples, recorded_steps
+from mslime_plugins.report.responses import facts, ordered, telling, versions_of, visible
+from mslime_plugins.report.sample_tokens import tokens_of
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 

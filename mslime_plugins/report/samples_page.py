@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import UserError
-from mslime.observe.sample_tokens import Token, tokens_of
-from mslime.observe.samples import Sample, facts, recorded_steps, telling_of_step, visible
+from mslime.observe.samples import Sample, recorded_steps
+from mslime_plugins.report.responses import facts, telling_of_step, visible
+from mslime_plugins.report.sample_tokens import Token, tokens_of
 
 STEPS, EVALUATIONS = 8, 4
 BYTES, EVALUATION_BYTES = 1_500_000, 500_000

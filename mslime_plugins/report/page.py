@@ -20,14 +20,14 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
-from mslime.observe.alive import progress_of
-from mslime.observe.charts import Chart, chart_data
-from mslime.observe.drawn import Drawn, choose_charts
-from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
 from mslime.observe.rows import Row, by_step, irregular
-from mslime.observe.samples_page import samples_data, samples_section
 from mslime.observe.timeline import Span, timeline_data
-from mslime.observe.verdict import judge_run
+from mslime_plugins.report.alive import progress_of
+from mslime_plugins.report.charts import Chart, chart_data
+from mslime_plugins.report.drawn import Drawn, choose_charts
+from mslime_plugins.report.headline import BETWEEN, headline_tiles, run_facts
+from mslime_plugins.report.samples_page import samples_data, samples_section
+from mslime_plugins.report.verdict import judge_run
 
 FILE_NAME = "report.html"
 Cards = Sequence[tuple[Chart, dict[str, Any]]]
@@ -249,7 +249,7 @@ def text_or_empty(path: Path) -> str:
 
 
 def _template(name: str) -> str:
-    return resources.files("mslime.observe").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("mslime_plugins.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _fill(template: str, **parts: str) -> str:

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.serve import AdamParams, ServeConfig
-from mslime.serve import bodies
-from mslime.serve.backend import AdapterAsk, Engines, PassAsk, Trainer
-from mslime.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
-from mslime.serve.errors import ServeError
-from mslime.serve.futures import PROTOBUF, Answer, Futures, Work
-from mslime.serve.passes import GradientPasses
-from mslime.serve.sampling import sample_ask
-from mslime.serve.sessions import Model, Sampler, Session, Sessions
-from mslime.serve.states import Saved, States
+from mslime_plugins.serve import bodies
+from mslime_plugins.serve.backend import AdapterAsk, Engines, PassAsk, Trainer
+from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
+from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.futures import PROTOBUF, Answer, Futures, Work
+from mslime_plugins.serve.passes import GradientPasses
+from mslime_plugins.serve.sampling import sample_ask
+from mslime_plugins.serve.sessions import Model, Sampler, Session, Sessions
+from mslime_plugins.serve.states import Saved, States
 
 T = TypeVar("T")
 EXPIRED_S = 60.0

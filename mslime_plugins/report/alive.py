@@ -1,62 +1,24 @@
-"""Whether a run is going on: by the process that the lock of its directory names, and by the age of its last row.
-
-`control.run_directory` holds the lock; here it is only read, and never taken.
-"""
+"""Whether a run goes on: by the process that the lock of its directory names, and by the age of its last row."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import psutil
-
 from mslime.config.adapters import DIRECTORY
 from mslime.observe.progress import format_seconds
 from mslime.observe.rows import Row
-from mslime.observe.verdict import Tone
+from mslime.observe.run_lock import LOCK, lives_here, owner_in
+from mslime_plugins.report.verdict import Tone
 
-LOCK = ".lock"
-"""In a run's directory: who owns it, or did so last."""
 PACE_STEPS = 10
 SLOW = 10
 """A row that is so many times as old as a step takes is late: the step hangs, or does much else."""
-
-
-def own_description() -> dict[str, Any]:
-    """What this process writes into the lock of its run's directory."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "process_started": psutil.Process().create_time(),
-    }
-
-
-def owner_in(text: bytes) -> dict[str, Any]:
-    """Who wrote the lock's file last; empty when it says nothing."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def lives_here(owner: Mapping[str, Any]) -> bool:
-    """Whether the described process is one of this machine, and not a later one of the same number."""
-    pid = owner.get("pid")
-    if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    try:
-        return psutil.Process(pid).create_time() == owner.get("process_started")
-    except psutil.Error:
-        return False
 
 
 def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tuple[Tone, str, str] | None:

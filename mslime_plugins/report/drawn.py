@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mslime.observe.charts import Chart
-from mslime.observe.sections import SECTIONS
+from mslime_plugins.report.charts import Chart
+from mslime_plugins.report.sections import SECTIONS
 
 FLAT_POINTS = 3
 """With fewer points nothing is called flat."""

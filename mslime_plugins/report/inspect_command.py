@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.errors import UserError
-from mslime.observe.sample_tokens import Token, by_source, tokens_of
-from mslime.observe.samples import Sample, facts, telling_of_step, versions_of, visible
-from mslime.observe.samples_view import COLOURS, Wanted, find_file
+from mslime.observe.samples import Sample
+from mslime_plugins.report.responses import facts, telling_of_step, versions_of, visible
+from mslime_plugins.report.sample_tokens import Token, by_source, tokens_of
+from mslime_plugins.report.samples_command import COLOURS, Wanted, find_file
 
 ColourBy = Literal["version", "difference", "mask"]
 BOUNDS = (0.01, 0.1, 1.0)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import UserError
-from mslime.observe.charts import BLUE, Chart, Series, chart_data, spans_decades
-from mslime.observe.drawn import Drawn, choose_charts
-from mslime.observe.headline import headline_tiles, run_facts
-from mslime.observe.report import (
+from mslime.observe.rows import WHOLE, Row, by_step
+from mslime.observe.timeline import read_spans
+from mslime_plugins.report.charts import BLUE, Chart, Series, chart_data, spans_decades
+from mslime_plugins.report.drawn import Drawn, choose_charts
+from mslime_plugins.report.headline import headline_tiles, run_facts
+from mslime_plugins.report.page import (
     as_script_data,
     chart_section,
     contents,
@@ -26,9 +28,7 @@ from mslime.observe.report import (
     with_idle,
     write_page,
 )
-from mslime.observe.rows import WHOLE, Row, by_step
-from mslime.observe.sections import SECTIONS
-from mslime.observe.timeline import read_spans
+from mslime_plugins.report.sections import SECTIONS
 
 FILE_NAME = "compare.html"
 MAX_RUNS = 8

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mslime.serve.backend import PassAsk, Passed, Trainer
+from mslime_plugins.serve.backend import PassAsk, Passed, Trainer
 
 
 @dataclass(eq=False)

@@ -31,12 +31,12 @@ from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.preflight.environment import refuse_without_gpu
 from mslime.preflight.resolve import ResolvedRun, resolve
-from mslime.serve.data import Limits
-from mslime.serve.engines import ServedEngine, SGLangEngines
-from mslime.serve.ranks import RankTrainer
-from mslime.serve.server import KEY_PREFIX, Server
-from mslime.serve.service import Served, Service
-from mslime.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.data import Limits
+from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
+from mslime_plugins.serve.ranks import RankTrainer
+from mslime_plugins.serve.server import KEY_PREFIX, Server
+from mslime_plugins.serve.service import Served, Service
+from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
 
 FILE_NAME = "serve.json"
 LOOK_S = 0.5

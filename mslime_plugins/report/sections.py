@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mslime.observe.charts import AMBER, BLUE, GREEN, GREY, PINK, RED, SKY, VIOLET, Chart, Series
 from mslime.observe.rows import REST
+from mslime_plugins.report.charts import AMBER, BLUE, GREEN, GREY, PINK, RED, SKY, VIOLET, Chart, Series
 
 DERIVED = (REST, "idle/engines", "idle/trainers")
 """Names that the report computes itself, from the step's parts and from the timeline."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mslime.serve.backend import AdapterAsk
-from mslime.serve.errors import GONE, ServeError
-from mslime.serve.futures import Turns
+from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.errors import GONE, ServeError
+from mslime_plugins.serve.futures import Turns
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mslime.serve import bodies
-from mslime.serve.backend import SampleAsk
-from mslime.serve.data import Limits
-from mslime.serve.errors import ServeError
+from mslime_plugins.serve import bodies
+from mslime_plugins.serve.backend import SampleAsk
+from mslime_plugins.serve.data import Limits
+from mslime_plugins.serve.errors import ServeError
 
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 

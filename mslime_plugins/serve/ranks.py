@@ -22,8 +22,8 @@ from mslime.control.cluster import Cluster
 from mslime.control.ranks import BaseActor, RankGroup, fetched
 from mslime.data.client_batch import ClientShard, Datum, by_datum, client_shards
 from mslime.logs import phase
-from mslime.serve.backend import AdapterAsk, PassAsk, Passed
 from mslime.threads import in_thread
+from mslime_plugins.serve.backend import AdapterAsk, PassAsk, Passed
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.base import Base
