@@ -105,7 +105,7 @@ def _list_of_commands() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
-        epilog="`mslime COMMAND --help` says more, and lists the settings where a command takes them.",
+        epilog="`mslime COMMAND --help` explains a command and lists the settings that it takes.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -48,7 +48,9 @@ METRICS: dict[str, Metric] = {
     "reward/source/{source}/rollouts": Metric("rollouts", "of one data source"),
     "reward/errors": Metric("responses", "rewards that raised, hung or were not finite; answers not graded in time"),
     "reward/{part}/mean": Metric("", "mean of one of several rewards, or of a penalty", "rollouts that have it"),
-    "user/{name}": Metric("", "a number of yours, told by a reward, a loss or a hook", "what it was told of"),
+    "user/{name}": Metric(
+        "", "a number of yours, returned by a reward, a loss or a hook", "rollouts, tokens or steps that have it"
+    ),
     "advantage/mean": Metric("", "mean, as the loss sees it", "trained tokens of the rollout"),
     "advantage/std": Metric("", "standard deviation", "trained tokens of the rollout"),
     "advantage/min": Metric("", "lowest of a trained token"),

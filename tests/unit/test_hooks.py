@@ -51,7 +51,7 @@ def test_a_hooks_mistakes_are_named(function: str, said: str) -> None:
 
 
 def test_a_number_that_was_told_already_is_refused() -> None:
-    with pytest.raises(ConfigError, match="user/done, which a reward or the loss told already"):
+    with pytest.raises(ConfigError, match="returned user/done"):
         call_step_hook(config("share_of_steps"), 2, {"user/done": 1.0})
 
 
