@@ -16,9 +16,9 @@ from mslime.cli.command import Command, add_run_file, config_of
 from mslime.cli.convert import CONVERT
 from mslime.cli.scale import SCALE
 from mslime.config.errors import ConfigError, UserError, nearest
+from mslime.config.plugins import found, load
 from mslime.control.ray_watch import end
 from mslime.control.stop import Stopped, outliving_readers
-from mslime.plugins import found, load
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig

@@ -10,12 +10,12 @@ from pydantic import Field
 
 from mslime.config.base import Seconds, Section
 from mslime.config.choices import check_choice, check_url
-from mslime.config.errors import ConfigError
+from mslime.config.errors import ConfigError, nearest
+from mslime.config.plugins import found
 
-RewardKind = Literal["exact", "math", "answer_line", "letters", "f1", "http", "judge", "custom"]
-
-MATH_SECONDS = 5.0
-OTHER_SECONDS = 30.0
+KINDS = ("exact", "http", "judge", "custom")
+"""Kinds of reward of mslime itself; entry points of the group `mslime.rewards` name the others."""
+LIMIT_S = 30.0
 RESERVED_NAMES = ("source", "overlong", "repetition", "unshaped", "group")
 """Names that metrics below `reward/` have already."""
 
@@ -84,12 +84,12 @@ class JudgeConfig(RewardServersConfig):
 class GraderConfig(Section):
     """One way to score a response."""
 
-    kind: RewardKind = Field(
+    kind: str = Field(
         default="exact",
         description="exact: equals the label. math: equals it as mathematics. answer_line: as math, read from the last "
         "`Answer:` line (DAPO). letters: the letter of a multiple choice (GPQA). f1: overlap of words with the label "
         "(SQuAD). http: a served reward model. judge: a language model that is asked for a number. custom: a function "
-        "of yours.",
+        "of yours. An installed package may add kinds (docs/plugins.md).",
     )
     function: str | None = Field(
         default=None,
@@ -111,8 +111,8 @@ class GraderConfig(Section):
 
     @property
     def limit_s(self) -> float:
-        """Seconds that scoring one sample may take."""
-        return self.timeout_s or (MATH_SECONDS if self.kind in ("math", "answer_line") else OTHER_SECONDS)
+        """Seconds that scoring one sample may take, of the kinds http, judge and custom."""
+        return self.timeout_s or LIMIT_S
 
     @property
     def servers(self) -> tuple[str, RewardServersConfig] | None:
@@ -228,6 +228,10 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
 
 
 def _check_grader(place: str, grader: GraderConfig) -> None:
+    if grader.kind not in KINDS and grader.kind not in (added := found("mslime.rewards")):
+        known = [*KINDS, *added]
+        raise ConfigError(f"{place}.kind", grader.kind, f"there is no such kind {nearest(grader.kind, known)}".rstrip(),
+                          f"name one of {', '.join(known)}")  # fmt: skip
     if grader.function is not None:
         check_choice(f"{place}.function", grader.function, ())
     if (grader.kind == "custom") != (grader.function is not None):

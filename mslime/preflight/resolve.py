@@ -15,6 +15,7 @@ from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
 from mslime.config.observing import ObserveConfig
+from mslime.config.plugins import found, load
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.convert.adapters import make_adapters
@@ -26,7 +27,6 @@ from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
-from mslime.plugins import found, load
 from mslime.preflight.data import check_data, check_supervised_data, glance_at_files
 from mslime.preflight.quantised import check_quantised
 from mslime.preflight.seams import check_seams

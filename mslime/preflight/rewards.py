@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,14 +21,12 @@ from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.filters import load_filter
-from mslime.rollout.rewards.graders.labels import alternatives, label_problem, math_labels
+from mslime.rollout.rewards.kinds import alternatives, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import token_of
 from mslime.rollout.workflow import load_workflow
 from mslime.threads import in_thread
 
-READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
-SHOWN = 60
 OTHER_ROWS = 8  # among which a label is looked for that is wrong for the first
 
 
@@ -67,7 +64,7 @@ def check_rewards(
     sizes = {"": rollout.group_size} | {s.name: s.samples_per_prompt for s in data.eval_sets}
     for name, source in sources.items():
         place, scoring = own.get(name, ("reward", None))
-        found = _check_labels(source, scoring or reward, data.label_key)
+        found = _check_labels(source, scoring or reward, place, data.label_key)
         notes += [f"{name or 'training'}: {note}" for note in found]
         if scoring is not None or not name:
             _check_tokens(scoring or reward, place)
@@ -83,46 +80,18 @@ def _check_tokens(scoring: ScoringConfig, place: str) -> None:
             token_of(variable, f"{where}.{part.servers[0]}")
 
 
-def _check_labels(source: Prompts, scoring: ScoringConfig, label_key: str | None) -> list[str]:
-    kinds = sorted({g.kind for g in scoring.graders})
+def _check_labels(source: Prompts, scoring: ScoringConfig, place: str, label_key: str | None) -> list[str]:
+    kinds = {g.kind: kind for g in scoring.graders if (kind := reward_kind(g.kind, place)) is not None}
     for where, label in source.labels():
-        for kind in kinds:
-            if problem := label_problem(kind, label):
+        for name, kind in kinds.items():
+            if problem := kind.label_problem(label):
                 raise DataError(
-                    where, label, f"the reward of kind {kind} cannot grade it: {problem}",
+                    where, label, f"the reward of kind {name} cannot grade it: {problem}",
                     "mend or delete the row, or name the key that holds the answer with data.label_key "
                     f"(now {label_key!r})",
                 )  # fmt: skip
-    return _unread_labels(source) if {"math", "answer_line"} & set(kinds) else []
-
-
-def _unread_labels(source: Prompts) -> list[str]:
-    """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
-    from mslime.rollout.rewards.graders.equality import understood
-
-    known: dict[str, bool] = {}
-    rows, unread, first = 0, 0, ""
-    deadline = time.monotonic() + READING_SECONDS
-    for where, label in source.labels():
-        rows += 1
-        for gold in math_labels(label):
-            if gold not in known:
-                if time.monotonic() > deadline:
-                    return [
-                        *_summary(unread, rows - 1, first),
-                        f"only the first {rows - 1} of {len(source)} labels were parsed",
-                    ]
-                known[gold] = understood(gold)
-            if not known[gold]:
-                unread += 1
-                first = first or f"{where}, {gold[:SHOWN]!r}"
-    return _summary(unread, rows, first)
-
-
-def _summary(unread: int, rows: int, first: str) -> list[str]:
-    if not unread:
-        return []
-    return [f"{unread} of {rows} labels cannot be read as mathematics and are compared as text; the first: {first}"]
+    notes = dict.fromkeys(kind.notes for kind in kinds.values() if kind.notes is not None)
+    return [note for write in notes for note in write(source.labels(), len(source))]
 
 
 def _try_functions(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "mslime"
+PACKAGES = (ROOT, ROOT.parent / "mslime_plugins")
 
 FACTS = {
     "where config.json keeps the language model": (
@@ -77,7 +78,12 @@ FACTS = {
 @pytest.mark.parametrize("fact", FACTS)
 def test_a_fact_has_one_home(fact: str) -> None:
     pattern, homes = FACTS[fact]
-    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if re.search(pattern, path.read_text("utf-8"))}
+    found = {
+        str(path.relative_to(package))
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+        if re.search(pattern, path.read_text("utf-8"))
+    }
     assert found <= homes, f"{fact} is decided a second time in {sorted(found - homes)}"
     assert homes <= found, f"{sorted(homes - found)} has nothing to do with it any more"
 

@@ -15,11 +15,11 @@ from mslime.config.errors import ConfigError, RewardError
 from mslime.config.loader import build
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.graders.labels import label_problem
-from mslime.rollout.rewards.graders.words import chosen_letter, exact, f1, letters
+from mslime.rollout.rewards.kinds import exact, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.statistics import score_metrics
+from mslime_plugins.graders.words import chosen_letter, f1, letters
 
 USER = "tests.unit.user_rewards"
 
@@ -144,14 +144,15 @@ def test_f1_is_squads_and_takes_the_best_of_several_labels():
     ],
 )
 def test_labels_that_a_grader_cannot_use_are_errors_of_the_row(kind: str, label: object):
-    assert label_problem(kind, label)
+    found = reward_kind(kind, "reward")
+    assert found is not None and found.label_problem(label)
     (error,) = scored({"kind": kind}, sample("5", label))
     assert isinstance(error, RewardError) and "label" in error.rule and "mslime check" in error.way_out
     assert scored({"kind": kind, "on_error": "zero"}, sample("5", label)) == [0.0]
 
 
 def test_a_label_is_not_asked_of_graders_that_need_none():
-    assert [label_problem(kind, None) for kind in ("custom", "http")] == ["", ""]
+    assert [reward_kind(kind, "reward") for kind in ("custom", "http")] == [None, None]
 
 
 PARTS = {
@@ -464,6 +465,6 @@ def test_the_reward_of_a_held_out_set_is_checked_like_the_runs():
 
 
 def test_grading_mathematics_has_five_seconds_and_everything_else_thirty():
-    kinds = ("math", "answer_line", "custom", "http")
-    assert [ScoringConfig(kind=k).limit_s for k in kinds] == [5, 5, 30, 30]
-    assert ScoringConfig(kind="math", timeout_s=1).limit_s == 1
+    assert [kind.limit_s for name in ("math", "answer_line") if (kind := reward_kind(name, "reward"))] == [5, 5]
+    assert [ScoringConfig(kind=kind).limit_s for kind in ("custom", "http")] == [30, 30]
+    assert ScoringConfig(kind="http", timeout_s=1).limit_s == 1

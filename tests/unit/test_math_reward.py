@@ -11,11 +11,11 @@ import pytest
 from mslime.config.errors import RewardError
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.graders.labels import label_problem
-from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
-from mslime.rollout.rewards.graders.numbers import Plain, close, read_number
-from mslime.rollout.rewards.mathematics import UngradedError, graded_answer_line, graded_math, math_equivalent
+from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
 from mslime.rollout.rewards.scorer import RewardScorer
+from mslime_plugins.graders.kinds import MATH
+from mslime_plugins.graders.mathematics import UngradedError, graded_answer_line, graded_math, math_equivalent
+from mslime_plugins.graders.numbers import Plain, close, read_number
 from tests.fixtures.hedged_answers import hedged
 from tests.fixtures.math_answers import EQUAL, RESPONSES, TOWERS, UNEQUAL
 
@@ -64,13 +64,13 @@ def test_nothing_is_paid_for_a_value_that_is_not_stated_alone(part: int):
 def test_a_label_without_an_answer_is_an_error_of_the_row(label: object):
     with pytest.raises(ValueError, match="label"):
         math_equivalent(sample("\\boxed{5}", label))
-    assert label_problem("math", label)
+    assert MATH.label_problem(label)
 
 
 def test_labels_of_every_case_can_be_read():
     labels = [a for pairs in (*EQUAL.values(), *UNEQUAL.values()) for pair in pairs for a in pair if a]
     labels += [label for cases in RESPONSES.values() for label, _, _ in cases if label != ""]
-    assert [label for label in labels if label_problem("math", label)] == []
+    assert [label for label in labels if MATH.label_problem(label)] == []
 
 
 @pytest.mark.slow

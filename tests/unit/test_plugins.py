@@ -11,7 +11,7 @@ import pytest
 
 from mslime.cli import main
 from mslime.config.errors import ConfigError
-from mslime.plugins import found, load
+from mslime.config.plugins import found, load
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 GREETS = """
@@ -38,7 +38,7 @@ class Missing:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-from mslime import plugins
+from mslime.config import plugins
 from mslime.cli import main
 {before}
 sys.exit(main(sys.argv[1:]))

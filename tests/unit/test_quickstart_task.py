@@ -15,7 +15,7 @@ from examples.tiny_model import SYMBOLS, write_model, write_rows
 from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
 from mslime.data.tokenizer import check_vocabulary, load_tokenizer
-from mslime.rollout.rewards.graders import words
+from mslime.rollout.rewards.kinds import exact
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reward(response: str, label: str) -> float:
-    return words.exact(response, label)
+    return exact(response, label)
 
 
 def test_no_held_out_prompt_is_trained_on(rows: dict[str, list[task.Row]]) -> None:

@@ -1,8 +1,8 @@
 """Rewards: which grader scores a sample, how several become one number, and what an error means for the run.
 
-Graders of plain text run here; mathematics and users' functions run in processes that can be killed (`pool`),
-served reward models and judges are asked over HTTP (`http`, `judge`). An answer that kind math cannot grade in time is
-the answer's fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
+Fast comparisons with a label run here; others and users' functions run in processes that can be killed (`pool`), served
+reward models and judges are asked over HTTP (`http`, `judge`). An answer that a comparison cannot grade in time is the
+answer's fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ from mslime.config.reward import GraderConfig, RewardPartConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS
-from mslime.rollout.rewards.graders import words
-from mslime.rollout.rewards.graders.labels import label_problem
 from mslime.rollout.rewards.http import HttpGrader
 from mslime.rollout.rewards.judge import JudgeGrader
+from mslime.rollout.rewards.kinds import RewardKind, reward_kind
 from mslime.rollout.rewards.pool import WorkerPool
 from mslime.rollout.rewards.result import Job, RewardResult
-
-MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
-_TEXT: dict[str, Callable[[str, Any], float]] = {"exact": words.exact, "letters": words.letters, "f1": words.f1}
-_MATH = {
-    "math": "mslime.rollout.rewards.mathematics:graded_math",
-    "answer_line": "mslime.rollout.rewards.mathematics:graded_answer_line",
-}
 
 
 class Grader(Protocol):
@@ -65,19 +57,27 @@ class TextGrader:
         """Nothing to do."""
 
 
-def open_grader(config: GraderConfig, place: str, tokenizer: Tokenizer | None) -> Grader:
-    """The grader of one section. Raises ConfigError when it lacks its function or URL."""
+def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, tokenizer: Tokenizer | None) -> Grader:
+    """The grader of one section.
+
+    Args:
+        kind: what `config.kind` names (`reward_kind`).
+
+    Raises:
+        ConfigError: it lacks its function or URL.
+    """
+    if kind is not None:
+        if callable(kind.function):
+            return TextGrader(kind.function)
+        limit_s = config.timeout_s or kind.limit_s
+        job = Job(kind.function, f"{place}.kind", limit_s, kind.more_memory, interrupt=True)
+        return WorkerPool(job, config.workers)
     if config.servers is not None and not config.servers[1].urls:
         raise ConfigError(f"{place}.{config.kind}.url", None, f"kind {config.kind} needs a URL", "name its server")
-    if config.kind in _TEXT:
-        return TextGrader(_TEXT[config.kind])
     if config.kind == "http":
         return HttpGrader(config.http, f"{place}.http", config.limit_s, tokenizer)
     if config.kind == "judge":
         return JudgeGrader(config.judge, f"{place}.judge", config.limit_s, tokenizer)
-    if config.kind in _MATH:
-        job = Job(_MATH[config.kind], f"{place}.kind", config.limit_s, MATH_MEMORY, interrupt=True)
-        return WorkerPool(job, config.workers)
     if config.function is None:
         raise ConfigError(f"{place}.function", None, "kind custom needs a function", "name it as module:function")
     job = Job(config.function, f"{place}.function", config.limit_s, per_group=config.per == "group")
@@ -100,9 +100,11 @@ class RewardScorer:
     def __init__(self, config: ScoringConfig, place: str = "reward", tokenizer: Tokenizer | None = None) -> None:
         self._config = config
         self._graders: list[tuple[RewardPartConfig, Grader]] = []
+        self._kinds: dict[str, RewardKind | None] = {}
         for i, part in enumerate(config.graders):
             where = f"{place}.parts[{i}]" if config.parts else place
-            self._graders.append((part, open_grader(part, where, tokenizer)))
+            self._kinds[part.kind] = kind = reward_kind(part.kind, where)
+            self._graders.append((part, open_grader(part, kind, where, tokenizer)))
         self.name = " + ".join(part.function or part.name for part, _ in self._graders)
         self.per_group = any(part.per == "group" for part, _ in self._graders)
         self.errors = 0
@@ -158,15 +160,20 @@ class RewardScorer:
         return await asyncio.gather(*(self._result(part, grader, sample) for sample in samples))
 
     async def _result(self, part: RewardPartConfig, grader: Grader, sample: Sample) -> RewardResult:
-        problem = label_problem(part.kind, sample.label)
+        problem = self._label_problem(part, sample)
         return RewardResult(0.0, problem) if problem else await grader.score(sample)
 
     def _is_answers_fault(self, part: RewardPartConfig, sample: Sample) -> bool:
         """Whether an error of this part says something about the response, and not about the row or the function."""
-        return part.kind in _MATH and not label_problem(part.kind, sample.label)
+        kind = self._kinds[part.kind]
+        return kind is not None and not callable(kind.function) and not kind.label_problem(sample.label)
+
+    def _label_problem(self, part: RewardPartConfig, sample: Sample) -> str:
+        kind = self._kinds[part.kind]
+        return "" if kind is None else kind.label_problem(sample.label)
 
     def _error(self, sample: Sample, part: RewardPartConfig, result: RewardResult) -> RewardError:
-        bad_label = label_problem(part.kind, sample.label)
+        bad_label = self._label_problem(part, sample)
         return RewardError(
             f"reward {part.function or part.name}",
             f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",

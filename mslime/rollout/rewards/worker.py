@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from mslime.extensions import check_parameters, load_function, raised
-from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
+from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
 from mslime.rollout.rewards.result import Job, RewardResult, checked, checked_group
 from mslime.rollout.workers.frames import run
 from mslime.rollout.workers.memory import limit_memory

@@ -1,4 +1,4 @@
-"""Graders of plain text: exact match, the letter of a multiple choice, and the overlap of words."""
+"""Graders of plain text: the letter of a multiple choice, and the overlap of words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import unicodedata
 from collections import Counter
 from typing import Any
 
-from mslime.rollout.rewards.graders.answers import boxes, final_part
-from mslime.rollout.rewards.graders.labels import alternatives, letter_of
+from mslime.rollout.rewards.kinds import alternatives
+from mslime_plugins.graders.answers import boxes, final_part
+from mslime_plugins.graders.labels import letter_of
 
 _IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mathit)\s*\{([^{}]*)\}")
 _MARKED = re.compile(
@@ -20,11 +21,6 @@ _MARKED = re.compile(
 _CHINESE = re.compile(r"(?:答案|选项|选择|选)\s*(?:应该?)?[是为选]?[\s:]*(?:\(\s*([A-Za-z])\s*\)|([A-Z])(?![A-Za-z]))")
 _LINE = re.compile(r"^\s*[*_]*\(?\s*([A-Z])\s*\)?[*_]*\s*(?:[.):].*)?$", re.M)
 _BRACKETED = re.compile(r"\(\s*([A-Z])\s*\)")
-
-
-def exact(response: str, label: Any) -> float:
-    """1.0 when the response equals the label, or one of a list of labels, blanks around them aside, else 0.0."""
-    return float(any(response.strip() == text.strip() for text in alternatives(label)))
 
 
 def letters(response: str, label: Any) -> float:

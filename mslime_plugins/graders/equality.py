@@ -12,9 +12,9 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from mslime.rollout.rewards.graders.latex import CLOSING, OPENING, balanced, bracket_at, clean, key, split_top, words
-from mslime.rollout.rewards.graders.numbers import Plain, comparable, read_number, same_number, without_unit
-from mslime.rollout.rewards.graders.symbolic import (
+from mslime_plugins.graders.latex import CLOSING, OPENING, balanced, bracket_at, clean, key, split_top, words
+from mslime_plugins.graders.numbers import Plain, comparable, read_number, same_number, without_unit
+from mslime_plugins.graders.symbolic import (
     equals_number,
     is_region,
     proportional,

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, cast
 
-from mslime.rollout.rewards.graders.answers import boxed_answer, candidates
-from mslime.rollout.rewards.graders.latex import balanced, clean
+from mslime.rollout.rewards.kinds import alternatives
+from mslime_plugins.graders.answers import boxed_answer, candidates
+from mslime_plugins.graders.latex import balanced, clean
 
 MANY_WORDS = 12  # a label of more is a worked solution, and its answer is looked for as in a response
-NEED_LABEL = frozenset({"exact", "math", "answer_line", "letters", "f1"})
-
-
-def alternatives(label: Any) -> list[str]:
-    """The texts of a label: itself, or each item of a list. Raises ValueError when there is no text or number."""
-    if label is None:
-        raise ValueError("the label is missing")
-    if isinstance(label, Mapping):
-        raise ValueError("the label is an object, and must be text, a number, or a list of those")
-    if isinstance(label, Sequence | set) and not isinstance(label, str | bytes):
-        items = list(cast("Sequence[Any]", label))
-        if not items:
-            raise ValueError("the label is an empty list")
-        if any(isinstance(i, Mapping | list | tuple) for i in items):
-            raise ValueError("the label is a list of lists or objects, and must be a list of texts or numbers")
-        return [a for item in items for a in alternatives(item)]
-    if isinstance(label, float) and label != label:
-        raise ValueError("the label is not a number (NaN)")
-    if not isinstance(label, str | Real):
-        raise ValueError(f"the label is of type {type(label).__name__}, and must be text or a number")
-    text = str(label)
-    if not text.strip():
-        raise ValueError("the label is empty")
-    return [text]
 
 
 def math_labels(label: Any) -> list[str]:
@@ -85,19 +60,3 @@ def letter_of(label: Any) -> str:
     if found is None or more:
         raise ValueError(f"the label {label!r:.80} is not a letter such as B or (B)")
     return found[1].upper()
-
-
-def label_problem(kind: str, label: Any) -> str:
-    """Why a grader of this kind cannot use a label; empty when it can."""
-    if kind not in NEED_LABEL:
-        return ""
-    try:
-        if kind in ("math", "answer_line"):
-            math_labels(label)
-        elif kind == "letters":
-            letter_of(label)
-        else:
-            alternatives(label)
-    except ValueError as error:
-        return str(error)
-    return ""

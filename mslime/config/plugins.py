@@ -11,7 +11,9 @@ imports nothing of that package.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from importlib.metadata import EntryPoint, distributions
 from typing import Any, Literal
 
@@ -30,8 +32,17 @@ def found(group: Group) -> dict[str, EntryPoint]:
     All distributions are read, not the first of each name, as `importlib.metadata.entry_points` does: a checkout on
     PYTHONPATH may hold the `egg-info` of an older build, which lacks the newest entry points.
     """
-    points = {point.name: point for each in distributions() for point in each.entry_points.select(group=group)}
-    return dict(sorted(points.items()))
+    return dict(_points(group, tuple(sys.path)))
+
+
+@functools.lru_cache
+def _points(group: Group, path: tuple[str, ...]) -> tuple[tuple[str, EntryPoint], ...]:
+    """The same, read once for each state of `sys.path`: some hundred files are opened."""
+    points: dict[str, EntryPoint] = {}
+    for each in distributions():
+        for point in each.entry_points.select(group=group):
+            points.setdefault(point.name, point)
+    return tuple(sorted(points.items()))
 
 
 def load(group: Group, name: str, setting: str) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.graders.answers import answer_lines, candidates, final_part
-from mslime.rollout.rewards.graders.equality import equal
-from mslime.rollout.rewards.graders.labels import math_labels
-from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
-from mslime.rollout.rewards.graders.symbolic import TooLargeError
+from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
+from mslime_plugins.graders.answers import answer_lines, candidates, final_part
+from mslime_plugins.graders.equality import equal
+from mslime_plugins.graders.labels import math_labels
+from mslime_plugins.graders.symbolic import TooLargeError
 
 GRADING_SECONDS = 5.0
 

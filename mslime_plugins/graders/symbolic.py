@@ -22,7 +22,7 @@ from math_verify import parse, verify
 from math_verify.grader import is_equation, is_relation, unwrap_fcs
 from math_verify.parser import LatexExtractionConfig
 
-from mslime.rollout.rewards.graders.numbers import Plain, close
+from mslime_plugins.graders.numbers import Plain, close
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from mslime.rollout.rewards.graders.latex import matching
+from mslime_plugins.graders.latex import matching
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _ANCHOR = re.compile(r"\banswers?\b\**[^.\n:=]{0,60}?(?:(?:\bis\b|\bare\b|\bequals?\b)\s*:?|:|=)\**\s*", re.I)

@@ -1,1 +1,0 @@
-"""Graders: what a response must hold to be right, one module a question. None knows the rollout or a configuration."""

@@ -1,0 +1,67 @@
+"""The kinds of reward that this package adds. Parsers of mathematics are imported when a label or answer needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mslime.rollout.rewards.kinds import RewardKind, text_problem
+from mslime_plugins.graders import words
+from mslime_plugins.graders.labels import letter_of, math_labels
+
+MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
+READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
+SHOWN = 60
+
+
+def _problem(read: Callable[[Any], object]) -> Callable[[Any], str]:
+    """What `read` raises about a label, as text."""
+
+    def problem(label: Any) -> str:
+        try:
+            read(label)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return problem
+
+
+def unread_labels(labels: Iterable[tuple[str, Any]], number: int) -> list[str]:
+    """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
+    from mslime_plugins.graders.equality import understood  # sympy takes half a second
+
+    known: dict[str, bool] = {}
+    rows, unread, first = 0, 0, ""
+    deadline = time.monotonic() + READING_SECONDS
+    for where, label in labels:
+        rows += 1
+        for gold in math_labels(label):
+            if gold not in known:
+                if time.monotonic() > deadline:
+                    return [
+                        *_summary(unread, rows - 1, first),
+                        f"only the first {rows - 1} of {number} labels were parsed",
+                    ]
+                known[gold] = understood(gold)
+            if not known[gold]:
+                unread += 1
+                first = first or f"{where}, {gold[:SHOWN]!r}"
+    return _summary(unread, rows, first)
+
+
+def _summary(unread: int, rows: int, first: str) -> list[str]:
+    if not unread:
+        return []
+    return [f"{unread} of {rows} labels cannot be read as mathematics and are compared as text; the first: {first}"]
+
+
+MATH = RewardKind(
+    "mslime_plugins.graders.mathematics:graded_math", _problem(math_labels), 5.0, MATH_MEMORY, unread_labels
+)
+ANSWER_LINE = RewardKind(
+    "mslime_plugins.graders.mathematics:graded_answer_line", _problem(math_labels), 5.0, MATH_MEMORY, unread_labels
+)
+LETTERS = RewardKind(words.letters, _problem(letter_of))
+F1 = RewardKind(words.f1, text_problem)
