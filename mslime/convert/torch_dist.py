@@ -149,7 +149,7 @@ class DistCheckpoint:
                 if size < chunk.start + chunk.length:
                     raise CheckpointError(
                         f"{path}: {key}", "missing" if size < 0 else f"{size} bytes",
-                        f"{METADATA} puts the end of this tensor at byte {chunk.start + chunk.length}", _AGAIN,
+                        f"{METADATA}: the tensor ends at byte {chunk.start + chunk.length}", _AGAIN,
                     )  # fmt: skip
 
     def view(self, key: str) -> DistView:
