@@ -39,8 +39,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from mslime.config.choices import AUTO, TRANSPORT_NAMES
 from mslime.config.errors import UserError
+from mslime.config.transports import AUTO, TRANSPORT_NAMES
 from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
 

@@ -40,7 +40,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.loader import build
@@ -211,7 +211,7 @@ async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace
     try:
         starts = (asyncio.to_thread(Engine, config, root / f"logs{i}", m) for i, m in enumerate(((), adapted)))
         engines += await asyncio.gather(*starts)
-        sender = trainer.weight_sender(SGLangReceivers(config.deadlines))
+        sender = trainer.weight_sender(SGLangPort(config.deadlines))
         await asyncio.to_thread(sender.connect, [engines[0].address.endpoint])
         return await measure((engines[0], engines[1]), trainer, sender, root, arguments.rounds)
     finally:

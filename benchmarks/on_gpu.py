@@ -36,7 +36,7 @@ from rich.table import Table
 
 from mslime.config.keys import Endpoint
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import EngineInfo, Link
+from mslime.weights.transport import EngineInfo, Link, Transport
 
 GIB = 1 << 30
 LONGEST = 2048
@@ -222,7 +222,7 @@ def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
             "reserved_bytes": torch.cuda.max_memory_reserved()}  # fmt: skip
 
 
-class Nowhere:
+class Nowhere(Transport):
     """A transport whose buckets arrive when they are filled."""
 
     def __init__(self, link: Link) -> None:
@@ -249,7 +249,7 @@ class Arrived:
 
 
 class OneEngine:
-    """Receivers of which nothing is asked but what they are."""
+    """An engine of which nothing is asked but what it is."""
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         """One rank."""
@@ -260,8 +260,8 @@ class OneEngine:
 
 
 def _packing(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, float]:
-    receivers: Any = OneEngine()
-    sender = trainer.weight_sender(receivers)
+    engine_port: Any = OneEngine()
+    sender = trainer.weight_sender(engine_port)
     sender.connect([Endpoint("http://nowhere:1")])
     seconds = _median(lambda: sender.send(1), args.steps, args.device)
     size = sum(bucket.hf_bytes for bucket in sender.plan.buckets)

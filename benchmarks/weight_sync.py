@@ -51,11 +51,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.config.choices import AUTO
+from mslime.backends.sglang.port import SGLangPort
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
+from mslime.config.transports import AUTO, TRAITS
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
@@ -64,7 +64,7 @@ from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
-from mslime.weights.transport import TRANSPORTS, Link
+from mslime.weights.transport import Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.conftest import serve
@@ -137,15 +137,15 @@ class Ways:
         family = get_family(job.config)
         table, rank = family.rules(job.config), dist.get_rank()
         self.job, self.params = job, parameters_of(table, job, rank)
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
         options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=job.transport)
-        self.sender = WeightSender(table, groups, self.params.items, options, receivers)
+        self.sender = WeightSender(table, groups, self.params.items, options, engine_port)
         self.sender.connect([job.engine])
         self.connection = ""
         if groups.sends:  # for the ways that are not ours
             self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
-            link = Link(self.connection, "gloo", DEADLINE_S, receivers)
+            link = Link(self.connection, "gloo", DEADLINE_S, engine_port)
             self.group, self._store = meet(link, self.sender.engines, [1])
         self.gathered = self.sender._gathered_plan(job.dtype)
         self.groups, self.transport = groups, self.sender._transport
@@ -287,9 +287,9 @@ def senders_by_transport(
     senders: dict[str, WeightSender] = {}
     directory = Path(store).parent / "weights" if job.delta_over == "disk" else None
     for name in names:
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=directory)
-        senders[name] = WeightSender(table, groups, params.items, options, receivers)
+        senders[name] = WeightSender(table, groups, params.items, options, engine_port)
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)
         update(senders[name])  # the first sync records how to load; what every transport uses is alike from here on
@@ -303,7 +303,7 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
     left_out = {"delta", "checkpoint_engine"}  # delta_sync.py has the changes; engines are not on the ranks' GPUs
     left_out |= {"mooncake"} if find_spec("mooncake") is None else set()
-    names = [name for name in TRANSPORTS if name not in left_out]
+    names = [name for name in TRAITS if name not in left_out]
     with senders_by_transport(names, rank, job, store) as (_, senders):
         found: dict[str, list[Update]] = {name: [] for name in names}
         for number in range(job.rounds):

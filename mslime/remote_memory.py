@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from mslime.config.choices import MooncakeOver
+from mslime.config.transports import MooncakeOver
 
 _FORCE_TCP = "MC_FORCE_TCP"
 """Mooncake looks at it when an end is made; its argument `protocol` chooses nothing where adapters are found."""

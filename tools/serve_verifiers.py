@@ -1,7 +1,7 @@
 """Plays environments of `verifiers` for mslime, in a Python environment of their own: `serve_verifiers.py --help`.
 
 It imports verifiers, aiohttp (which verifiers needs) and the standard library, nothing of mslime, so copy it to where
-your environments are installed. `mslime.rollout.environments.verifiers:Verifiers` talks to it (docs/environments.md).
+your environments are installed. `mslime_plugins.environments.verifiers:Verifiers` talks to it (docs/environments.md).
 
     python serve_verifiers.py tasks --env '{"taskset": {"id": "gsm8k-v1"}}' > tasks.jsonl      rows for data.prompts
     python serve_verifiers.py serve --env '{"taskset": {"id": "gsm8k-v1"}}' --port 8700

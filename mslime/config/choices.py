@@ -73,16 +73,6 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-AUTO = "auto"
-"""The transport that is chosen when the engines are met: `relay` or `broadcast` (`weights.transport.transport_for`)."""
-
-TRANSPORT_NAMES = (AUTO, "broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake", "checkpoint_engine")
-"""Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
-
-MooncakeOver = Literal["rdma", "tcp"]
-"""What Mooncake's transfer engine reads memory over."""
-
-
 SHARES_AT_MOST = 1.25
 """How much ranks of an engine exchange at once (`relay`): shares of one bucket together, and what a rank takes, are at
 most so many times the largest bucket. It bounds the memory that they need."""
@@ -105,7 +95,7 @@ FileKind = Literal["mapped", "handle", "remote", "safetensors", "base", "changes
 CHANGES = ("sums", "index", "value")
 """Tensors of a file of changes, in this order.
 
-- sums [4] int64: the number of the version that was changed; word sums (`checksum` of `weights.transport.Receivers`) of
+- sums [4] int64: the number of the version that was changed; word sums (`tensor_sums.word_sum`) of
   `index`, of `value` and of the whole bucket with the changes in it.
 - index [n] int32: elements of the bucket that changed, in ascending order.
 - value [n], the bucket's dtype: what they are now.

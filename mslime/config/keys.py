@@ -163,7 +163,7 @@ class BucketVersion:
         base: number of the version that was changed; None: all of the bucket is broadcast.
         changed: elements that are different from it. Broadcast are their places [changed] int32, then their values
             [changed] of the bucket's dtype, as bytes; nothing where there are none.
-        sums: word sums (`checksum` of `weights.transport.Receivers`) of the places, of the values, and of the whole
+        sums: word sums (`tensor_sums.word_sum`) of the places, of the values, and of the whole
             bucket with the changes in it.
     """
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import AUTO, LoraExperts, LoraSync, PauseMode
+from mslime.config.choices import LoraExperts, LoraSync, PauseMode
 from mslime.config.cluster import not_colocated
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
 from mslime.config.megatron import MegatronConfig
+from mslime.config.transports import AUTO, FALLBACK
 
 LORA_GROUPS = ("attention", "mlp", "shared_experts", "experts")
 """Words that stand for all linear layers of a part of the model; `mlp` is that of layers that do not route."""
@@ -150,7 +151,7 @@ def _check_adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: 
             "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
             "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
         )  # fmt: skip
-    if transport not in (AUTO, "broadcast"):
+    if transport not in (AUTO, FALLBACK):
         raise ConfigError(
             "weights.transport", transport,
             "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",

@@ -14,9 +14,11 @@ from mslime.config.choices import OnError, PauseMode, Task, check_choice
 from mslime.config.data import DataConfig
 from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.errors import ConfigError
+from mslime.config.plugins import found
 from mslime.config.reward import RewardConfig
 
-RolloutFunction = Literal["single_turn", "environment", "atropos"]
+FUNCTIONS = ("single_turn", "environment")
+"""Rollout functions of mslime itself; entry points of the group `mslime.environments` name the others."""
 """What plays a rollout, beside functions of the user's."""
 
 DynamicFilter = Literal["none", "zero_variance"]
@@ -28,7 +30,7 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
-    function: RolloutFunction | str = Field(
+    function: str = Field(
         default="single_turn",
         description="What a rollout does: one response to its prompt, an episode in `environment`, what Atropos' "
         "environments hand in (docs/environments.md#atropos), or an async `module:function`(task, engine) of several "
@@ -217,7 +219,7 @@ def check_rollout(
         )  # fmt: skip
     _check_managers(rollout, servers)
     check_choice("rollout.dynamic_filter", rollout.dynamic_filter, get_args(DynamicFilter))
-    check_choice("rollout.function", rollout.function, get_args(RolloutFunction))
+    check_choice("rollout.function", rollout.function, (*FUNCTIONS, *found("mslime.environments")))
     _check_environment(rollout, algorithm, data)
     _check_atropos(rollout, algorithm, data, reward, task)
 

@@ -37,7 +37,7 @@ from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorit
 from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.base import Seconds, Section
 from mslime.config.checkpoint import CheckpointConfig, check_checkpoint
-from mslime.config.choices import AUTO, Task, check_choice
+from mslime.config.choices import Task, check_choice
 from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
 from mslime.config.data import DataConfig, check_data
 from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
@@ -51,6 +51,7 @@ from mslime.config.reward import RewardConfig, check_reward
 from mslime.config.rollout import RolloutConfig, check_rollout
 from mslime.config.serve import ServeConfig
 from mslime.config.train import TrainConfig, check_train
+from mslime.config.transports import AUTO, choose
 from mslime.config.weights import WeightsConfig, check_weights
 
 
@@ -241,9 +242,8 @@ class RunConfig(Section):
         if self.weights.transport != AUTO:
             return self.weights.transport
         engine, cluster = self.sglang, self.cluster
-        if self.colocated and cluster.device == "cpu" and cluster.ray_address is None:
-            return "shm"  # one process group may not hold both, and this is one machine
-        return "broadcast" if engine.urls or engine.tp_size > 1 or engine.drafts else "relay"
+        share_cpus = self.colocated and cluster.device == "cpu" and cluster.ray_address is None
+        return choose(one_rank_each=not (engine.urls or engine.tp_size > 1 or engine.drafts), share_cpus=share_cpus)
 
     @property
     def steps_together(self) -> bool:

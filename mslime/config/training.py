@@ -15,6 +15,7 @@ from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.train import TrainConfig
+from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
 
 
@@ -143,7 +144,7 @@ def _sent(config: RunConfig) -> WeightsConfig:
     weights = config.weights
     if config.colocated:
         weights = weights.model_copy(update={"transport": config.transport})
-    without = weights.transport == "delta" and weights.carrier == "broadcast"
+    without = traits_of(weights.transport).sends_changes and not traits_of(weights.carrier).uses_directory
     return weights.model_copy(update={"directory": None if without else config.weights_directory})
 
 

@@ -15,7 +15,7 @@ from mslime.config.algorithm import (
     CriticConfig,
     loss_traits,
 )
-from mslime.config.choices import AUTO, is_function
+from mslime.config.choices import is_function
 from mslime.config.cluster import ClusterConfig
 from mslime.config.data import DataConfig
 from mslime.config.engines import SGLangConfig
@@ -24,6 +24,7 @@ from mslime.config.reward import RewardConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import ModelConfig, RunConfig
 from mslime.config.train import TrainConfig
+from mslime.config.transports import FALLBACK, TRAITS, TRANSPORT_NAMES, owner_of, traits_of
 from mslime.config.weights import WeightsConfig
 
 
@@ -248,32 +249,29 @@ def _stale_tokens(rollout: RolloutConfig, on_stale: str, spare_groups: int) -> I
         )
 
 
-BUT_FILES = (AUTO, "broadcast", "relay", "shm", "handles", "mooncake", "checkpoint_engine")
-"""Ways to the engines that write no files."""
-
-
 def _weights(weights: WeightsConfig, engine_urls: list[str]) -> Iterator[str]:
-    if weights.directory is not None and weights.carrier in BUT_FILES:
-        how = f"weights.{'delta_over' if weights.transport == 'delta' else 'transport'} is {weights.carrier}"
+    traits, own = traits_of(weights.transport), {name for each in TRAITS.values() for name in each.settings}
+    writes_files = weights.carrier not in TRANSPORT_NAMES or traits_of(weights.carrier).uses_directory
+    if weights.directory is not None and not writes_files:
+        how = f"weights.{'delta_over' if traits.sends_changes else 'transport'} is {weights.carrier}"
         yield f"weights.directory has no effect: {how}, and only disk and delta write files."
-    if weights.delta_over != "disk" and weights.transport != "delta":
-        yield f"weights.delta_over has no effect: weights.transport is {weights.transport}, and only delta looks at it."
-    if weights.mooncake_over != "rdma" and weights.transport != "mooncake":
+    for name in sorted(own - set(traits.settings)):
+        if getattr(weights, name) != WeightsConfig.model_fields[name].default:
+            yield (
+                f"weights.{name} has no effect: weights.transport is {weights.transport}, and only {owner_of(name)} "
+                "looks at it."
+            )
+    if traits.sends_changes and weights.loader == "model":
         yield (
-            f"weights.mooncake_over has no effect: weights.transport is {weights.transport}, and only mooncake looks "
-            "at it."
-        )
-    if weights.transport == "delta" and weights.loader == "model":
-        yield (
-            "weights.transport delta with weights.loader model: engines find what changed by the copies that they "
-            "recorded, so all of every bucket will be sent. Leave weights.loader alone, or set "
+            f"weights.transport {weights.transport} with weights.loader model: engines find what changed by the copies "
+            "that they recorded, so all of every bucket will be sent. Leave weights.loader alone, or set "
             f"weights.transport {weights.delta_over}."
         )
-    if weights.transport in ("relay", "shm", "handles", "disk", "delta", "mooncake") and engine_urls:
+    if traits.needs_plugin and engine_urls:
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
             f"plug-in (mslime/engine_plugin/path_entry on its PYTHONPATH) is refused when the run meets it. "
-            "Set weights.transport broadcast."
+            f"Set weights.transport {FALLBACK}."
         )
 
 

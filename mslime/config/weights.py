@@ -9,10 +9,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import AUTO, TRANSPORT_NAMES, MooncakeOver, Task, Verify, check_choice
+from mslime.config.choices import Task, Verify, check_choice
 from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
+from mslime.config.transports import AUTO, TRAITS, TRANSPORT_NAMES, DeltaOver, MooncakeOver, traits_of
 
 
 class WeightsConfig(Section):
@@ -48,17 +49,13 @@ class WeightsConfig(Section):
     )
     transport: str = Field(
         default=AUTO,
-        description="How buckets reach the engines: auto, by relay where each engine has one GPU, no draft model, and "
-        "mslime's plug-in (those that it starts have it), else by broadcast, and by shm where trainer and engines take "
-        "turns on the CPUs of one machine; broadcast, one after the other to all "
-        "engine GPUs; relay, to one GPU of each engine from each sender, all at once, which passes them on; shm, "
-        "through memory that a sender shares with engines on its machine; handles, likewise, but through the GPUs' own "
-        "memory, by CUDA's handles; disk, through files in weights.directory; delta, only what changed, through such "
-        "files or by broadcasts (weights.delta_over); mooncake, out of a sender's memory by Mooncake's transfer engine "
-        "(the extra mooncake); checkpoint_engine, for engines on the trainer's GPUs, from rank to rank of the trainer "
-        "and then within each GPU (the extra checkpoint-engine); or your own as module:function.",
+        description=f"How buckets reach the engines: {AUTO}, by relay where each engine has one GPU, no draft model, "
+        "and mslime's plug-in (those that it starts have it), else by broadcast, and by shm where trainer and engines "
+        "take turns on the CPUs of one machine; "
+        + "; ".join(f"{name}, {traits.about}" for name, traits in TRAITS.items())
+        + "; or your own as module:function.",
     )
-    delta_over: Literal["disk", "broadcast"] = Field(
+    delta_over: DeltaOver = Field(
         default="disk",
         description="delta: how changes reach the engines. disk: through files in weights.directory. broadcast: over "
         "the network, to engines that share no file system with the trainer.",
@@ -76,17 +73,19 @@ class WeightsConfig(Section):
 
     @property
     def carrier(self) -> str:
-        """By what buckets go: the transport, or what `delta` goes over."""
-        return self.delta_over if self.transport == "delta" else self.transport
+        """By what buckets go: the transport, or what changes are sent over."""
+        return self.delta_over if traits_of(self.transport).sends_changes else self.transport
+
+    @property
+    def own_settings(self) -> dict[str, str]:
+        """Those that the transport alone reads, by name."""
+        return {name: str(getattr(self, name)) for name in traits_of(self.transport).settings}
 
     @model_validator(mode="after")
     def _check_names(self) -> WeightsConfig:
         check_choice("weights.transport", self.transport, TRANSPORT_NAMES)
         return self
 
-
-BY_COLLECTIVE = (AUTO, "broadcast", "relay")
-"""Transports in which a trainer rank and an engine are two members of one process group."""
 
 SHARED_DIRECTORY = "disk or delta with a weights.directory that all machines share"
 
@@ -113,8 +112,8 @@ def check_weights(
     Raises:
         ConfigError: the first broken rule.
     """
-    if weights.transport == "checkpoint_engine" and task == "rl":
-        _check_handed(engine, cluster, ranks)
+    if traits_of(transport).on_engines_gpus and task == "rl":
+        _check_on_engines_gpus(transport, engine, cluster, ranks)
     if cluster.colocated:
         _check_colocated(weights, transport)
     _check_shared_memory(weights, cluster, wanted)
@@ -126,11 +125,11 @@ def check_weights(
         )  # fmt: skip
 
 
-def _check_handed(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
-    """`checkpoint_engine`: every rank of the trainer gives weights to the engine's rank on its own GPU."""
+def _check_on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
+    """Every rank of the trainer gives weights to the engine's rank on its own GPU."""
 
     def refused(rule: str, way_out: str) -> ConfigError:
-        return ConfigError("weights.transport", "checkpoint_engine", rule, way_out)
+        return ConfigError("weights.transport", transport, rule, way_out)
 
     if not cluster.colocated:
         raise refused(
@@ -150,7 +149,7 @@ def _check_handed(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> N
     if engine.gpus != ranks:
         raise ConfigError(
             "sglang.num_engines", engine.num_engines,
-            f"with weights.transport: checkpoint_engine every trainer rank needs an engine's rank on its GPU, and "
+            f"with weights.transport: {transport} every trainer rank needs an engine's rank on its GPU, and "
             f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
             f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
         )  # fmt: skip
@@ -158,13 +157,14 @@ def _check_handed(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> N
 
 def _check_colocated(weights: WeightsConfig, transport: str) -> None:
     """Trainer and engines take turns on the same GPUs."""
-    if weights.carrier in BY_COLLECTIVE and transport != "shm":
+    carrier = weights.delta_over if traits_of(transport).sends_changes else transport
+    if traits_of(carrier).joins_engines:
         raise ConfigError(
-            "weights.delta_over" if weights.transport == "delta" else "weights.transport", weights.carrier,
+            "weights.delta_over" if traits_of(transport).sends_changes else "weights.transport", weights.carrier,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
             f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
         )  # fmt: skip
-    if weights.transport == "mooncake":
+    if traits_of(transport).keeps_gpu_bucket:
         raise ConfigError(
             "weights.transport", weights.transport,
             "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it",
@@ -173,8 +173,11 @@ def _check_colocated(weights: WeightsConfig, transport: str) -> None:
 
 
 def _check_shared_memory(weights: WeightsConfig, cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
-    local = weights.transport in ("shm", "handles")
-    if not local or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
+    if (
+        not traits_of(weights.transport).one_host
+        or cluster.device == "cpu"
+        or count_gpus(wanted) <= cluster.gpus_per_node
+    ):
         return
     others = "disk or delta" if cluster.colocated else "broadcast, or disk or delta"
     raise ConfigError(

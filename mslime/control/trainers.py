@@ -69,13 +69,13 @@ class PolicyRank:
         Args:
             on_micro_batch: called with (done, in all) in a step.
         """
-        from mslime.backends.sglang.receivers import SGLangReceivers
+        from mslime.backends.sglang.port import SGLangPort
 
         self._trainer, self._critic = trainer, critic
         trainer.on_micro_batch = on_micro_batch
         if critic is not None:
             critic.on_micro_batch = on_micro_batch
-        self._sender = trainer.weight_sender(SGLangReceivers(self._config.deadlines), self._report_bucket)
+        self._sender = trainer.weight_sender(SGLangPort(self._config.deadlines), self._report_bucket)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
         """Everything before the first gradient of these shards, which `update` then takes.

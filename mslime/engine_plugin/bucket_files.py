@@ -196,7 +196,7 @@ def read_directory(files: Files, request: ReadDirectory) -> Answer:
     try:
         files.see(request.directory)
     except OSError as error:
-        return Answer(f"{_here()} cannot read it: {error}")
+        return Answer(f"{request.directory}: {_here()} cannot read it: {error}")
     return Answer()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mslime.config.choices import MooncakeOver
+from mslime.config.transports import MooncakeOver
 from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import own_address
 from mslime.remote_memory import End, RemoteMemory

@@ -161,6 +161,28 @@ class JoinRelayGroup:
 
 
 @dataclass(frozen=True)
+class JoinGroup:
+    """All ranks of the engine join a process group. SGLang's own request, for a server without the plug-in too.
+
+    Attributes: as of `JoinRelayGroup`.
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class LeaveGroup:
+    """The engine's ranks leave a process group. SGLang's own request, as `JoinGroup`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class HeldWeights:
     """What does each rank hold of the tensors that this update has sent? Reply: `Sums`."""
 
@@ -189,6 +211,9 @@ Request = (
     | HeldAdapter
     | ReleasedMemory
 )
+
+OwnRequest = JoinGroup | LeaveGroup
+"""What SGLang has a route for. Reply: `Answer`."""
 
 # ----------------------------------------------------------------------------------------------------------- replies
 

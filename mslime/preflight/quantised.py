@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mslime.config.choices import AUTO, TRANSPORT_NAMES
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
+from mslime.config.transports import AUTO, TRANSPORT_NAMES
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
 

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
-from mslime.rollout.atropos.pushed import COUNTED as HANDED_IN
 from mslime.rollout.filters import load_filter
 from mslime.rollout.kept import Begun, Kept, sound, trainable
 from mslime.rollout.state import PackedGroups
@@ -106,11 +104,11 @@ class Books:
         on_discard: told (group, number) of every rollout that is thrown away.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, counted: tuple[str, ...] = ()) -> None:
         self._rollout, self._on_stale = config.rollout, config.on_stale
         self._filter_name, self._keep = load_filter(config.rollout.dynamic_filter)
         self._counted = (*COUNTED, *(("truncated_groups",) if config.rollout.mask_truncated else ()))
-        self._counted += tuple(f"atropos/{name}" for name in HANDED_IN) if config.rollout.function == ATROPOS else ()
+        self._counted += counted
         self.version = self.allowance = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()

@@ -26,13 +26,13 @@ from mslime.data.sample import Group
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.agents import Agents
-from mslime.rollout.atropos.play import AtroposRollouts
 from mslime.rollout.books import Books, SubmitGate, due, new_group
 from mslime.rollout.door import Door
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.guests import Guests
+from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.joined_books import Due, Share
 from mslime.rollout.kept import Begun, Kept, trainable
 from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
@@ -143,13 +143,14 @@ class Manager:
         self._config, self._engines, self._tokenizer = config, engines, tokenizer
         self._scorer, self._model, self._limits = scorer, model, limits
         self._eval_scorers = eval_scorers or {}
-        self.books = Books(config)
+        self._workflow = open_workflow(config, tokenizer)
+        hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
+        self.books = Books(config, hosted.counted if hosted is not None else ())
         self._generator = Generator(
             config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
         )
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
-        self._workflow = open_workflow(config, tokenizer)
         self._agents = Agents.with_tokenizer(
             config.rollout, model.renderers, tokenizer.for_thread, special_texts(tokenizer)
         )
@@ -165,12 +166,12 @@ class Manager:
             self._pump,
         )
         self._guests: Guests | None = None
-        if isinstance(self._workflow, AtroposRollouts):
+        if hosted is not None:
             self._guests = Guests(
                 config.rollout.function, self._generator, self._sampling, self._runner.traffic, self._agents,
                 self.books, self._runner.fail,
             )  # fmt: skip
-            self._workflow.attach(self._guests)
+            hosted.attach(self._guests)
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
         self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
         self._step = 0
@@ -290,7 +291,7 @@ class Manager:
     async def close(self) -> None:
         """Stop generating, whatever it loses at the engines. What is held may still be saved."""
         await self._runner.close()
-        if isinstance(self._workflow, EnvironmentRollout | AtroposRollouts):
+        if isinstance(self._workflow, EnvironmentRollout | HostedRollouts):
             await self._workflow.close()
         await self._agents.close()
 

@@ -20,12 +20,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from mslime.config.errors import ChangesRefused, sync_error
-from mslime.config.keys import EngineInfo
+from mslime.config.keys import BucketVersion, EngineInfo
+from mslime.engine_plugin import wire
 from mslime.network import listen, own_address
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done, naming, until_answered
+from mslime.weights.transport import Carrier, Link, Loading, all_done, ask_all
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -71,14 +71,15 @@ def meet(
     link: Link,
     engines: Sequence[EngineInfo],
     joining: Sequence[int],
-    lane: int | None = None,
+    sender: int | None = None,
     machine: int | None = None,
 ) -> tuple[dist.ProcessGroup, Store]:
     """Make a process group of this rank, its rank 0, with ranks of engines.
 
     Args:
         joining: how many ranks of each engine are in it.
-        lane, machine: see `Receivers.join`.
+        sender: the number of this one, if of each engine only ranks that receive from it join (`JoinRelayGroup`).
+        machine: of these, only those on this machine of each engine.
 
     Returns:
         The group, and the store that it needs as long as it lives.
@@ -89,27 +90,35 @@ def meet(
     timeout, world_size = timedelta(seconds=link.deadline_s), 1 + sum(joining)
     host = own_address(engines[0].url)
     store = open_store(host, world_size, timeout)
-    joins = [
-        link.receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size, name=link.name,
-                            backend=link.backend, lane=lane, machine=machine)
-        for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False)
-    ]  # fmt: skip
+    joins: list[Future[Any]] = []
+    for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False):
+        place = link.name, host, store.port, rank, world_size, link.backend
+        request = wire.JoinGroup(*place) if sender is None else wire.JoinRelayGroup(sender, *place, machine)
+        joins.append(link.engine_port.ask(engine, request))
     # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
     joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)
     all_done([joined, *joins], "connect", f"{len(engines)} engines", link.deadline_s)
     return joined.result(), store
 
 
-class BroadcastTransport:
-    """One flat broadcast a bucket to all engines at once."""
+class BroadcastTransport(Carrier):
+    """One flat broadcast a bucket to all engines at once.
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    Of changes the places and then the values are one broadcast. Their number and sums are in the request that announces
+    it, so an engine knows how much will come.
+
+    Args:
+        with_changes: changes of buckets may follow: engines note the version of what they load.
+    """
+
+    def __init__(self, link: Link, with_changes: bool = False) -> None:
+        self.link, self._with_changes = link, with_changes
         self.engines: tuple[EngineInfo, ...] = ()
-        self._announced: dict[int, bytes] = {}
+        self._updates: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
         self._entered: Future[dist.Work] | None = None
         self._store: Store | None = None
+        self._version = 0
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Make the process group: every engine is asked to join while this rank waits in it.
@@ -118,36 +127,49 @@ class BroadcastTransport:
             WeightSyncError: an engine refused, or did not come before the deadline.
         """
         assert self._group is None, "connected already"
-        self.engines = tuple(engines)
-        self._group, self._store = meet(self.link, engines, [engine.ranks for engine in engines])
+        link, self.engines = self.link, tuple(engines)
+        if self._with_changes:
+            ask_all(link.engine_port, engines, wire.Ping(), link.deadline_s)
+        self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Note the version, which engines are told of where changes may follow."""
+        self._version = version
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
-        return self.send(bucket, flat, self._announce(bucket))
+        if self._with_changes:
+            return self._send(bucket, flat, self._update(bucket, BucketVersion(self._version)))
+        if bucket.index not in self._updates:  # the request is the same at every sync
+            self._updates[bucket.index] = wire.update_request([bucket], self.link.name)
+        return self._send(bucket, flat, self._updates[bucket.index])
 
-    def send(self, bucket: Bucket, flat: torch.Tensor, announcement: bytes) -> PendingBroadcast:
-        """Ask every engine to receive what is announced of a bucket, and broadcast `flat`, which that is."""
+    def start_changes(
+        self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
+    ) -> PendingBroadcast:
+        """Ask every engine to receive changes of the bucket, and broadcast them."""
+        packed = torch.cat([part.view(torch.uint8) for part in (index, value)])
+        return self._send(bucket, packed, self._update(bucket, version))
+
+    def _update(self, bucket: Bucket, version: BucketVersion) -> bytes:
+        return wire.update_request([bucket], self.link.name, wire.FromBroadcast(version))
+
+    def _send(self, bucket: Bucket, flat: torch.Tensor, update: bytes) -> PendingBroadcast:
         assert self._group is not None, "not connected"
-        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+        answers = [self.link.engine_port.load(engine, update) for engine in self.engines]
         if not flat.numel():
-            return PendingBroadcast(bucket, flat, None, answers, self.link.deadline_s)
+            return PendingBroadcast(bucket, answers, flat, None, self.link.deadline_s)
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
         # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
-        return PendingBroadcast(bucket, flat, self._entered, answers, self.link.deadline_s)
-
-    def _announce(self, bucket: Bucket) -> bytes:
-        """The request for a bucket, which is the same at every sync."""
-        if bucket.index not in self._announced:
-            self._announced[bucket.index] = self.link.receivers.announce(bucket, self.link.name)
-        return self._announced[bucket.index]
+        return PendingBroadcast(bucket, [self._entered, *answers], flat, self._entered, self.link.deadline_s)
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
         group, self._group = self._group, None
-        link = self.link
-        leaving = [link.receivers.leave(engine, link.name) for engine in self.engines] if group is not None else []
+        engines, leave = self.engines if group is not None else (), wire.LeaveGroup(self.link.name)
+        leaving = [self.link.engine_port.ask(engine, leave) for engine in engines]
         # A broadcast that was never met holds the group's lock.
         if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)
@@ -156,35 +178,19 @@ class BroadcastTransport:
 
 
 @dataclass
-class PendingBroadcast:
+class PendingBroadcast(Loading):
     """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
-    bucket: Bucket
     flat: torch.Tensor
     entered: Future[dist.Work] | None
-    answers: Sequence[Future[None]]
     deadline_s: float
 
-    def wait(self) -> None:
-        """Return when the broadcast is done and every engine has loaded the bucket.
-
-        Raises:
-            WeightSyncError: from the engine that refused it, or when the deadline passes.
-        """
-        for refused in self.refused():
-            raise naming(self.bucket.describe(), refused)
-
     def refused(self) -> list[ChangesRefused]:
-        """Return when the broadcast is done and every engine has loaded the bucket, or refused changes of it.
-
-        Raises:
-            WeightSyncError: as `wait`, but for the refusals, which are returned.
-        """
-        if self.entered is None:
-            return until_answered(self.bucket, self.answers)
-        refused = until_answered(self.bucket, (self.entered, *self.answers))
-        try:
-            self.entered.result().wait(timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:
-            raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+        """As `Loading.refused`, and the broadcast is done."""
+        refused = super().refused()
+        if self.entered is not None:
+            try:
+                self.entered.result().wait(timedelta(seconds=self.deadline_s))
+            except RuntimeError as error:
+                raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
         return refused

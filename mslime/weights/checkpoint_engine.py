@@ -30,11 +30,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import wire
 from mslime.network import free_port, own_address
 from mslime.weights.broadcast import open_store
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done
+from mslime.weights.transport import CollectiveTransport, Link, all_done, ask_all
 
 VERSION = "0.4.2"
 """Of the package `checkpoint-engine`."""
@@ -43,6 +43,10 @@ POLL_MS = 100
 GRACE_S = 60.0
 """How long a rank waits for its engine's rank when something has failed elsewhere: one that lives answers, and must
 hear then that the sync is over."""
+_FOR_ENGINES = (
+    "install the extra `checkpoint-engine` for the engine too; or set weights.transport: disk with a weights.directory "
+    "that all machines share, on one machine handles or shm"
+)
 _POLL_IN, _POLL_OUT = 1, 2
 """ZeroMQ's numbers."""
 
@@ -143,10 +147,8 @@ class _Server:
     failures: Failures | None = field(default=None)
 
 
-class CheckpointEngineTransport:
-    """One trainer rank's part; on every rank, also on those that send nothing (`transport.EveryRank`)."""
-
-    any_order = True  # nothing is sent before all is filled
+class CheckpointEngineTransport(CollectiveTransport):
+    """One trainer rank's part; on every rank, also on those that send nothing."""
 
     def __init__(self, link: Link) -> None:
         self.link, self._engines = link, tuple[EngineInfo, ...]()
@@ -160,8 +162,7 @@ class CheckpointEngineTransport:
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Arrived:
         """Keep a copy in the host's memory, until `deliver`."""
-        name = self.link.receivers.announce_handed(bucket).decode()
-        self._kept[name] = flat.view(torch.uint8).to("cpu", copy=True)
+        self._kept[wire.encode(wire.IpcBucket.of(bucket))] = flat.view(torch.uint8).to("cpu", copy=True)
         return Arrived()
 
     def disconnect(self) -> None:
@@ -187,8 +188,7 @@ class CheckpointEngineTransport:
                             "the one of its number", "let every rank see its own GPU alone, as Ray does")  # fmt: skip
         if link.rank:
             return ""
-        answers = [link.receivers.can_take_handed(engine) for engine in engines]
-        all_done(answers, "connect", f"{len(engines)} engines", link.deadline_s)
+        ask_all(link.engine_port, engines, wire.CheckIpc(), link.deadline_s, _FOR_ENGINES)
         try:
             host = _outward(engines)
             self._store = open_store(host, link.ranks, timedelta(seconds=link.deadline_s))
@@ -255,9 +255,9 @@ class CheckpointEngineTransport:
         def ask(addresses: Sequence[tuple[str, str]]) -> None:
             if self.link.rank:
                 return
-            handles = dict(addresses)
+            request = wire.TakeIpc(dict(addresses))
             try:
-                asked = [self.link.receivers.take_handed(engine, handles) for engine in self._engines]
+                asked = [self.link.engine_port.ask(engine, request) for engine in self._engines]
                 left = max(failures.ends - time.monotonic(), 0.0)
                 all_done(asked, "send", f"{len(asked)} engines", left + GRACE_S)
             except WeightSyncError as error:

@@ -15,7 +15,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.plan import Bucket, Entry
-from mslime.weights.transport import Link, MakeTransport, Preparer, SyncObserver, Transport
+from mslime.weights.transport import Link, MakeTransport, Transport
 
 Received = Callable[[], Sequence[Mapping[str, torch.Tensor]]]
 """Gives what each engine holds by now: tensors by name."""
@@ -87,17 +87,14 @@ def _filled(bucket: Bucket, version: int) -> torch.Tensor:
 
 
 def _send(transport: Transport, buckets: Sequence[Bucket], version: int) -> None:
-    if isinstance(transport, SyncObserver):
-        transport.begin(version, buckets)
+    transport.begin(version, buckets)
     for bucket in buckets:
         flat = _filled(bucket, version)
-        if isinstance(transport, Preparer):
-            transport.prepare_bucket(bucket, flat)
+        transport.prepare_bucket(bucket, flat)
         transport.start(bucket, flat).wait()
         assert torch.equal(flat, _filled(bucket, version)), f"it wrote to the buffer of {bucket.describe()}"
         flat.zero_()  # the sender's to write to again
-    if isinstance(transport, SyncObserver):
-        transport.complete()
+    transport.complete()
 
 
 def _compare(buckets: Sequence[Bucket], version: int, received: Sequence[Mapping[str, torch.Tensor]]) -> None:

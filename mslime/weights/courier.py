@@ -3,7 +3,7 @@
 Engines receive one bucket at a time. Two engines that took broadcasts of two senders in different orders would wait for
 each other for ever, so with several engines a sender sends when the bucket before it in the plan has arrived: its
 sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
-Where no engine waits for another one (`transport.InAnyOrder`), senders take no turns.
+If a transport needs no order (`Transport.any_order`), senders take no turns.
 
 On GPUs all that a courier and its transport do is on a stream of their own, which waits for each bucket's filling and
 for nothing else. On the stream that fills, a send would wait for what is filled after it, and that for the send: a
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket, WeightPlan
-from mslime.weights.transport import OrderKeeper, Preparer, Transport
+from mslime.weights.transport import Transport
 
 
 class Turns:
@@ -136,8 +136,8 @@ class Courier:
         """Send a bucket after those before.
 
         Args:
-            flat: [bucket.hf_numel], or this rank's part of that (`PartTaker`), filled on the current stream; None: it
-                could not be filled.
+            flat: [bucket.hf_numel], or this rank's part of that (`comes_in_parts`), filled on the current stream; None:
+                it could not be filled.
         """
         event = None
         if self.stream is not None:
@@ -152,59 +152,44 @@ class Courier:
 
     def _deliver(self) -> None:
         with torch.cuda.stream(self.stream):  # type: ignore[arg-type]  # takes None, and then does nothing
-            self._deliver_all()
+            while (filled := self._filled.get()) is not None:
+                self._filled.task_done()
+                if self.stream is not None and filled.event is not None:
+                    self.stream.wait_event(filled.event)
+                self._deliver_bucket(filled.bucket, filled.flat)
 
-    def _deliver_all(self) -> None:
-        while (filled := self._filled.get()) is not None:
-            self._filled.task_done()
-            if self.stream is not None and filled.event is not None:
-                self.stream.wait_event(filled.event)
-            began = time.monotonic()
-            self._prepare(filled)
-            prepared = time.monotonic()
-            went_well = self._take_turn(filled)
-            taken, at = time.monotonic(), time.time()
-            went_well = self._send(filled) if went_well else self._skip(filled.bucket)
-            took = time.monotonic() - taken
-            self.seconds.turn += taken - prepared
-            self.seconds.send += prepared - began + took
-            self.seconds.sent.append((at, at + took))
-            if self.turns is not None:
-                self.turns.pass_on(filled.bucket, went_well)
+    def _deliver_bucket(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        """Prepare a bucket, wait for its turn, send it until every engine has loaded it, and pass the turn on.
 
-    def _prepare(self, filled: _Filled) -> None:
-        """What the transport can do before the turn."""
-        if filled.flat is None or self.failure is not None or not isinstance(self.transport, Preparer):
-            return
+        Errors are of a user's transport as well. The first of this rank is kept in `failure` and raised on every rank.
+        """
+        began = time.monotonic()
+        if flat is not None and self.failure is None:
+            try:
+                self.transport.prepare_bucket(bucket, flat)
+            except Exception as error:
+                self.failure = error
+        prepared = time.monotonic()
+        all_arrived = True
         try:
-            self.transport.prepare_bucket(filled.bucket, filled.flat)
-        except Exception as error:  # of a user's transport as well: it is raised on every rank
-            self.failure = error
-
-    def _take_turn(self, filled: _Filled) -> bool:
-        try:
-            before = self.turns.take(filled.bucket) if self.turns is not None else True
+            all_arrived = self.turns is None or self.turns.take(bucket)
         except WeightSyncError as error:
-            self.failure = self.failure or error
-            before = False
-        return before and self.failure is None and filled.flat is not None
-
-    def _skip(self, bucket: Bucket) -> bool:
-        """Let nobody wait for a bucket that is not sent; False."""
+            self.failure, all_arrived = self.failure or error, False
+        taken, at = time.monotonic(), time.time()
+        sends = flat is not None and all_arrived and self.failure is None
         try:
-            if isinstance(self.transport, OrderKeeper) and time.monotonic() < self.ends:
-                self.transport.skip(bucket)
-        except Exception as error:  # what went wrong first is what is told
+            if flat is None or not sends:
+                if taken < self.ends:
+                    self.transport.skip(bucket)
+            elif taken > self.ends:
+                raise sync_error("send", bucket.describe(), f"the sync took over {self.deadline_s:.0f} s")
+            else:
+                self.transport.start(bucket, flat).wait()
+        except Exception as error:
             self.failure = self.failure or error
-        return False
-
-    def _send(self, filled: _Filled) -> bool:
-        """Whether every engine has loaded the bucket."""
-        assert filled.flat is not None
-        try:
-            if time.monotonic() > self.ends:
-                raise sync_error("send", filled.bucket.describe(), f"the sync took over {self.deadline_s:.0f} s")
-            self.transport.start(filled.bucket, filled.flat).wait()
-        except Exception as error:  # of a user's transport as well: it is raised on every rank
-            self.failure = error
-        return self.failure is None
+        took = time.monotonic() - taken
+        self.seconds.turn += taken - prepared
+        self.seconds.send += prepared - began + took
+        self.seconds.sent.append((at, at + took))
+        if self.turns is not None:
+            self.turns.pass_on(bucket, sends and self.failure is None)

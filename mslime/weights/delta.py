@@ -11,57 +11,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from mslime.config.errors import ChangesRefused
-from mslime.config.keys import EngineInfo
-from mslime.weights.delta_broadcast import BroadcastCarrier
-from mslime.weights.delta_files import FileCarrier
-from mslime.weights.differences import BITS, Differences, find_changes
+from mslime.config.keys import BucketVersion, EngineInfo
+from mslime.tensor_sums import word_sum
+from mslime.weights.broadcast import BroadcastTransport
+from mslime.weights.files import DiskTransport
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link, Moved, Pending
+from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes of an element. A bucket of several dtypes is one of bytes."""
+_CHUNK = 1 << 24
+"""Elements compared at once: their places take eight bytes each."""
+_SPARSE = 8
+"""One word in so many may differ for their elements to be looked at one by one."""
+_LARGEST_INDEX = 2**31 - 1
+"""What a file of changes can name."""
 _PATIENCE = 2
 """Refusals in a row after which a bucket's changes are not tried any more over this connection."""
 _log = logging.getLogger(__name__)
 
 
-class Refusable(Protocol):
-    """Changes of a bucket on their way."""
+@dataclass(frozen=True)
+class Differences:
+    """What is different in a bucket: places [n] int64 and values [n], on the bucket's device."""
 
-    def refused(self) -> list[ChangesRefused]:
-        """Return when every engine has answered; who loaded nothing of them. Raises WeightSyncError."""
-        ...
-
-
-class Carrier(Protocol):
-    """A transport that also takes changes of a bucket. `connect` to `disconnect` are as of `transport.Transport`.
-
-    Attributes:
-        any_order: see `transport.InAnyOrder`.
-    """
-
-    any_order: bool
-
-    def connect(self, engines: Sequence[EngineInfo]) -> None: ...
-
-    def begin(self, version: int, buckets: Sequence[Bucket]) -> None: ...
-
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending: ...
-
-    def start_changes(self, bucket: Bucket, base: int, found: Differences, sums: tuple[int, int, int]) -> Refusable:
-        """Begin to send what is different from the version `base`.
-
-        Args:
-            sums: word sums of the places [n] int32, of the values, and of the whole bucket.
-        """
-        ...
-
-    def complete(self) -> None: ...
-
-    def disconnect(self) -> None: ...
+    index: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass
@@ -87,7 +66,7 @@ class _Compared:
         bucket: its index.
         count: elements that changed; None: it is not known.
         found: what changed; None: all of the bucket is less.
-        sums: see `Carrier.start_changes`.
+        sums: see `BucketVersion`.
     """
 
     bucket: int
@@ -96,12 +75,12 @@ class _Compared:
     sums: tuple[int, int, int] = (0, 0, 0)
 
 
-class DeltaTransport:
+class DeltaTransport(Transport):
     """Of every bucket what changed."""
 
     def __init__(self, link: Link) -> None:
-        self._carrier: Carrier = FileCarrier(link) if link.directory is not None else BroadcastCarrier(link)
-        self._checksum = link.receivers.checksum
+        carrier = DiskTransport if link.directory is not None else BroadcastTransport
+        self._carrier: Carrier = carrier(link, with_changes=True)
         self._sent: dict[int, _Sent] = {}
         self._number = 0
         self._moved = Moved()
@@ -110,22 +89,22 @@ class DeltaTransport:
         self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """See `transport.Transport`."""
+        """Meet the engines, by the carrier."""
         self._carrier.connect(engines)
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """See `transport.SyncObserver`."""
+        """Count anew."""
         self._carrier.begin(version, buckets)
         self._note_loaded()
         self._number, self._moved, self._compared = version, Moved(), None
 
     def complete(self) -> None:
-        """See `transport.SyncObserver`."""
+        """Note what the last bucket changed."""
         self._carrier.complete()
         self._note_loaded()
 
     def moved(self) -> Moved:
-        """See `transport.MoveCounter`."""
+        """What was sent of the buckets that every engine has loaded."""
         return self._moved
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -141,9 +120,9 @@ class DeltaTransport:
         if found is None:
             return self.whole(bucket, flat, compared.count)
         base = self._sent[bucket.index].version
-        return _PendingChanges(
-            self, bucket, flat, found, self._carrier.start_changes(bucket, base, found, compared.sums)
-        )
+        version = BucketVersion(self._number, base, len(found.index), compared.sums)
+        sent = self._carrier.start_changes(bucket, version, found.index.to(torch.int32), found.value)
+        return _PendingChanges(self, bucket, flat, found, sent)
 
     def _compare(self, bucket: Bucket, flat: torch.Tensor) -> _Compared:
         self._note_loaded()
@@ -153,7 +132,7 @@ class DeltaTransport:
         count, found = find_changes(flat, sent.bits)
         if found is None or sent.refused == _PATIENCE:
             return _Compared(bucket.index, count)
-        sums = (self._checksum(found.index.to(torch.int32)), self._checksum(found.value), self._checksum(flat))
+        sums = (word_sum(found.index.to(torch.int32)), word_sum(found.value), word_sum(flat))
         return _Compared(bucket.index, count, found, sums)
 
     def whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> Pending:
@@ -165,7 +144,7 @@ class DeltaTransport:
         return _PendingWhole(self, bucket, flat, changed, self._carrier.start(bucket, flat))
 
     def disconnect(self) -> None:
-        """See `transport.Transport`."""
+        """Leave the engines, and forget what they hold."""
         self._carrier.disconnect()
         self._sent.clear()
         self._loaded.clear()
@@ -210,7 +189,7 @@ class _PendingWhole:
     bucket: Bucket
     flat: torch.Tensor
     changed: int | None
-    sent: Pending
+    sent: Loading
 
     def wait(self) -> None:
         """Return when every engine has loaded it. Raises WeightSyncError."""
@@ -226,7 +205,7 @@ class _PendingChanges:
     bucket: Bucket
     flat: torch.Tensor
     found: Differences
-    sent: Refusable
+    sent: Loading
 
     def wait(self) -> None:
         """Return when every engine has loaded the bucket, as a whole if one refused. Raises WeightSyncError."""
@@ -236,3 +215,42 @@ class _PendingChanges:
             return
         self.transport.note_refusal(self.bucket, refused[0])
         self.transport.whole(self.bucket, self.flat, len(self.found.index)).wait()
+
+
+def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, Differences | None]:
+    """How many elements of a bucket have other bits than before, and which; None where sending all of it is less.
+
+    Args:
+        flat: [n] of 1, 2 or 4 bytes each, on any device.
+        before: [n] its bits, as integers in host memory.
+    """
+    bits, limit = flat.view(before.dtype), len(flat) * flat.itemsize // (4 + flat.itemsize)
+    count, places = 0, list[torch.Tensor]()
+    for begin in range(0, len(flat), _CHUNK):
+        old = before[begin : begin + _CHUNK].to(flat.device, non_blocking=True)
+        more, found = _differing(bits[begin : begin + _CHUNK], old, limit)
+        count += more
+        if found is not None:
+            places.append(found + begin)
+    if count > limit or len(flat) > _LARGEST_INDEX + 1:
+        return count, None
+    index = torch.cat(places)
+    return count, Differences(index, flat[index])
+
+
+def _differing(now: torch.Tensor, before: torch.Tensor, limit: int) -> tuple[int, torch.Tensor | None]:
+    """Where two tensors of integers differ: how often, and [n] int64 places, unless there are more than `limit`.
+
+    Words of 8 bytes are compared first: most are equal, and that is found out at the speed of memory.
+    """
+    each = 8 // now.itemsize
+    words = 0 if now.data_ptr() % 8 or before.data_ptr() % 8 else len(now) // each * each
+    unequal = now[:words].view(torch.int64) != before[:words].view(torch.int64) if words else None
+    if unequal is None or int(unequal.count_nonzero()) > words // each // _SPARSE:
+        differs = now != before
+        count = int(differs.count_nonzero())
+        return count, differs.nonzero().view(-1) if count <= limit else None
+    inside = unequal.nonzero() * each + torch.arange(each, device=now.device)
+    candidates = torch.cat([inside.view(-1), torch.arange(words, len(now), device=now.device)])
+    found = candidates[now[candidates] != before[candidates]]
+    return len(found), found if len(found) <= limit else None

@@ -1,29 +1,51 @@
-"""What `shm`, `handles`, `disk` and `mooncake` share: a sender writes a bucket somewhere, and engines are told to read
-it there: in a file, or in memory.
+"""The transport `disk`, and what `shm`, `handles` and `mooncake` share with it: a sender writes a bucket somewhere, and
+engines are asked to read it there.
 
-No process group is made, so no engine waits for another one, and senders do not take turns: what one writes, others
-need not wait for. What a sender asks before its first bucket is whether every engine sees its place.
+No process group is made, so no engine waits for another one, and senders do not take turns. Before the first bucket
+every engine is asked whether it can read at the sender's place. `disk` writes each bucket into a safetensors file,
+which engines on any machine read:
+
+    DIRECTORY/GROUP/version_000012/bucket_00003.safetensors     whole when it has this name
+    DIRECTORY/GROUP/version_000012/model.safetensors.index.json written last, by the first sender: all of it is there
+    DIRECTORY/GROUP/version_000013/bucket_00003.changes.safetensors  of `delta`: what is different in version 13
+
+GROUP is new for every connection. A version is removed when the next one is whole, also one of a run that was killed,
+so that there are two at most; the last one stays.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import ctypes
+import json
+import os
+import re
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mslime.config.choices import FileKind
-from mslime.config.errors import ChangesRefused
-from mslime.config.keys import EngineInfo
+from mslime.config.choices import CHANGES, FileKind, version_name
+from mslime.config.errors import ChangesRefused, WeightSyncError
+from mslime.config.keys import BucketVersion, EngineInfo
+from mslime.convert.hf import INDEX_NAME
+from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
+from mslime.engine_plugin import wire
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link, Pending
-from mslime.weights.waiting import all_done, naming, until_answered
+from mslime.weights.transport import Carrier, Link, Loading, Transport, ask_all
+
+HINT = (
+    "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "
+    "delta for a weights.directory that all machines share"
+)
+"""What the user can do if an engine cannot read a directory."""
+_VERSION = re.compile(r"version_\d{6,}")
 
 
-class FileTransport(ABC):
+class FileTransport(Transport):
     """Buckets in files that engines read."""
 
     kind: FileKind
@@ -35,86 +57,192 @@ class FileTransport(ABC):
         self._announced: dict[int, tuple[Path, bytes]] = {}
 
     @abstractmethod
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
-        """Make the place where buckets will be; what asks an engine whether it sees that. Raises WeightSyncError."""
-
-    @abstractmethod
-    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """See `transport.SyncObserver`."""
-
-    @abstractmethod
-    def complete(self) -> None:
-        """See `transport.SyncObserver`."""
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
+        """Make the place where buckets will be; what an engine is asked, to find out whether it can read there, and
+        what the user can do if it cannot. Raises WeightSyncError."""
 
     @abstractmethod
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write `flat` [bucket.hf_numel] into a file. Raises WeightSyncError."""
 
-    @abstractmethod
     def arrived(self) -> None:
         """Every engine has loaded a bucket."""
-
-    @abstractmethod
-    def disconnect(self) -> None:
-        """See `transport.Transport`."""
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Ask every engine whether it sees this sender's place. Raises WeightSyncError when one does not."""
         self.engines = tuple(engines)
-        ask = self.prepare(engines)
-        all_done([ask(engine) for engine in engines], "connect", f"{len(engines)} engines", self.link.deadline_s)
+        request, hint = self.open_place(engines)
+        ask_all(self.link.engine_port, engines, request, self.link.deadline_s, hint)
 
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
         """Write the bucket, and ask every engine to read it."""
         assert self.engines, "not connected"
-        return PendingFile(bucket, self.announce(bucket, self.kind, self.write(bucket, flat)), self.arrived)
+        return self.announce(bucket, self.kind, self.write(bucket, flat))
 
-    def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> list[Future[None]]:
+    def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> PendingFile:
         """Ask every engine to read a bucket from a file."""
-        announcement = self._announcement(bucket, kind, path)
-        return [self.link.receivers.receive(engine, announcement) for engine in self.engines]
-
-    def _announcement(self, bucket: Bucket, kind: FileKind, path: Path) -> bytes:
-        """The request that names a bucket; encoded anew only where its file is another one."""
         known = self._announced.get(bucket.index)
-        if known is None or known[0] != path:
-            known = path, self.link.receivers.announce_file(bucket, kind, path)
+        if known is None or known[0] != path:  # the request is encoded anew only if the file is another one
+            known = path, wire.update_request([bucket], load=wire.FromFile(kind, path))
             self._announced[bucket.index] = known
-        return known[1]
-
-
-class DirectoryTransport(FileTransport):
-    """Buckets in files of a directory that engines see."""
-
-    @abstractmethod
-    def open_directory(self) -> Path:
-        """Where the files will be. Raises WeightSyncError."""
-
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
-        """See `FileTransport`."""
-        directory, receivers = self.open_directory(), self.link.receivers
-        return lambda engine: receivers.see(engine, directory)
+        answers = [self.link.engine_port.load(engine, known[1]) for engine in self.engines]
+        return PendingFile(bucket, answers, self.arrived)
 
 
 @dataclass
-class PendingFile:
+class PendingFile(Loading):
     """One bucket in a file, and an HTTP answer from every engine."""
 
-    bucket: Bucket
-    answers: Sequence[Future[None]]
     arrived: Callable[[], None]
 
-    def wait(self) -> None:
-        """Return when every rank of every engine has loaded the bucket. Raises WeightSyncError."""
-        for refused in self.refused():
-            raise naming(self.bucket.describe(), refused)
-
     def refused(self) -> list[ChangesRefused]:
-        """Return when every rank of every engine has loaded the bucket, or an engine refused changes of it.
-
-        Raises:
-            WeightSyncError: as `wait`, but for the refusals, which are returned.
-        """
-        if not (refused := until_answered(self.bucket, self.answers)):
+        """As `Loading.refused`."""
+        if not (refused := super().refused()):
             self.arrived()
         return refused
+
+
+class DiskTransport(FileTransport, Carrier):
+    """Every bucket in a file of its own.
+
+    Args:
+        with_changes: changes of buckets may follow. Then nobody else can read a version, so it has no index, and its
+            files need not outlive the machine's next crash: closing one is enough for other machines to see it.
+    """
+
+    def __init__(self, link: Link, with_changes: bool = False) -> None:
+        assert link.directory is not None, "the link has no directory"
+        super().__init__(link)
+        self.kind, self._with_changes = "base" if with_changes else "safetensors", with_changes
+        self._root, self._group = link.directory, link.directory / (link.group or link.name)
+        self._version: Path | None = None
+        self._buckets: Sequence[Bucket] = ()
+        self._unfinished: list[Path] = []
+
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
+        """A directory of this connection."""
+        return wire.ReadDirectory(self.open_directory()), HINT
+
+    def open_directory(self) -> Path:
+        """Make the directory, which all senders share. Raises WeightSyncError."""
+        with self._writing():
+            self._group.mkdir(parents=True, exist_ok=True)
+        return self._group
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Make a directory for the version. Raises WeightSyncError where this sender's part of it does not fit."""
+        self._version, self._buckets = self._group / version_name(version), buckets
+        with self._writing():
+            self._version.mkdir(exist_ok=True)
+            if buckets[0].sender == self.link.rank:  # the same version again
+                (self._version / INDEX_NAME).unlink(missing_ok=True)
+            free = shutil.disk_usage(self._version).free
+        mine = sum(bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank)
+        if mine > free:
+            raise self._unusable(f"{free >> 20:,} MiB are free, and this sender's part of a version has {mine >> 20:,}")
+
+    def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
+        """Write the bucket's file, whole or not at all."""
+        path = self._path_of(bucket)
+        tensors = zip(bucket.entries, bucket.dtypes, strict=True)
+        header = safetensors_header(
+            [TensorPlan(entry.name, SAFETENSORS_DTYPES[dtype], entry.shape) for entry, dtype in tensors]
+        )
+        self._write_file(path, header, flat.view(torch.uint8).cpu())
+        return path
+
+    def start_changes(
+        self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
+    ) -> PendingFile:
+        """Write what changed, and ask every engine to read it."""
+        path = self._path_of(bucket).with_suffix(".changes.safetensors")
+        kinds = (("I64", 4), ("I32", len(index)), (SAFETENSORS_DTYPES[bucket.dtype], len(index)))
+        plans = [TensorPlan(name, dtype, (size,)) for name, (dtype, size) in zip(CHANGES, kinds, strict=True)]
+        parts = (torch.tensor([version.base, *version.sums]), index.cpu(), value.cpu())
+        self._write_file(path, safetensors_header(plans), *(part.view(torch.uint8) for part in parts))
+        return self.announce(bucket, "changes", path)
+
+    def _path_of(self, bucket: Bucket) -> Path:
+        """The bucket's file of the version under way."""
+        assert self._version is not None, "begin comes before start"
+        return self._version / _file_name(bucket)
+
+    def _write_file(self, path: Path, *parts: bytes | torch.Tensor) -> None:
+        """A file of the version under way, whole or not at all. Raises WeightSyncError."""
+        self._unfinished.append(path)
+        with self._writing():
+            write_whole(path, *parts, lasting=not self._with_changes)
+
+    def complete(self) -> None:
+        """Let the version count as whole, and remove all others. The plan's first sender does it for everyone."""
+        assert self._version is not None
+        self._unfinished.clear()
+        if self._buckets[0].sender == self.link.rank:
+            with self._writing():
+                if not self._with_changes:
+                    self._write_index(self._version)
+                self._remove_others(self._version)
+
+    def _write_index(self, version: Path) -> None:
+        files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
+        size = sum(bucket.hf_bytes for bucket in self._buckets)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+        write_whole(version / INDEX_NAME, json.dumps(index, indent=2).encode())
+
+    def _remove_others(self, kept: Path) -> None:
+        for group in [group for group in self._root.iterdir() if group.is_dir() and not group.is_symlink()]:
+            for version in group.iterdir():
+                if _VERSION.fullmatch(version.name) and version != kept:
+                    shutil.rmtree(version)
+            if group != self._group:
+                with suppress(OSError):  # something else lies there too
+                    group.rmdir()
+
+    def disconnect(self) -> None:
+        """Remove what this sender has written of a version that did not become whole."""
+        for path in self._unfinished:
+            path.unlink(missing_ok=True)
+        self._unfinished.clear()
+        for directory in filter(None, (self._version, self._group)):
+            with suppress(OSError):  # not empty, or not there
+                directory.rmdir()
+
+    def _unusable(self, rule: str) -> WeightSyncError:
+        return WeightSyncError(
+            "weights.directory", str(self._root), rule,
+            "name a directory that all machines share and that holds all weights twice, or set "
+            "weights.transport: broadcast",
+        )  # fmt: skip
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unusable(f"cannot be written to: {error}") from error
+
+
+def _file_name(bucket: Bucket) -> str:
+    return f"bucket_{bucket.index:05d}.safetensors"
+
+
+def write_whole(path: Path, *parts: bytes | torch.Tensor, lasting: bool = True) -> None:
+    """A file that has its name only when all of it is written, and on the disk if it is to last. Raises OSError.
+
+    Args:
+        parts: one after the other; tensors are [bytes] uint8 on a CPU, contiguous.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            for part in parts:
+                if isinstance(part, torch.Tensor):  # not by `numpy()`: torch would never resize the storage again
+                    file.write((ctypes.c_char * part.numel()).from_address(part.data_ptr()))
+                else:
+                    file.write(part)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -8,14 +8,16 @@ group is made, no rank of an engine waits for another engine, and one that is go
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.config.transports import MooncakeOver
+from mslime.engine_plugin import wire
 from mslime.network import own_address
 from mslime.remote_memory import End
 from mslime.weights.files import FileTransport
@@ -38,11 +40,10 @@ class MooncakeTransport(FileTransport):
         self._place = Path()
         self._largest = 0
 
-    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
         """Start this end; every engine is asked to read a few random bytes of it."""
-        link = self.link
         try:
-            self._end = End(own_address(engines[0].url), link.mooncake_over)
+            self._end = End(own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"]))
             said = secrets.token_bytes(GREETING)
             self._share(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         except ImportError as error:
@@ -53,14 +54,14 @@ class MooncakeTransport(FileTransport):
             ) from error
         except OSError as error:
             raise _unusable(str(error), "see what Mooncake wrote to the log") from error
-        return lambda engine: link.receivers.reach(engine, self._place, said)
+        return wire.ReadMemory(self._place, said.hex()), (
+            "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
+            "weights.transport: broadcast"
+        )
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Note the largest of this sender's buckets: where its memory is to be, the first of them says."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
-
-    def complete(self) -> None:
-        """Nothing is left to do: the memory stays registered, which costs more than keeping it."""
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Copy `flat` into the memory; returns when that is done, also on a GPU. Raises WeightSyncError."""
@@ -79,11 +80,9 @@ class MooncakeTransport(FileTransport):
             torch.cuda.current_stream(flat.device).synchronize()
         return self._place
 
-    def arrived(self) -> None:
-        """See `files.FileTransport`; there is nothing to do."""
-
     def disconnect(self) -> None:
-        """Share nothing any more, and close the port."""
+        """Share nothing any more, and close the port. Between syncs the memory stays registered: that costs less than
+        to register it anew."""
         self._unshare()
         self._end = None
 

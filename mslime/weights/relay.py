@@ -32,12 +32,12 @@ from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
 from mslime.config.slices import HostSlice, HostSlices, machine_lane
+from mslime.engine_plugin import wire
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done, naming
+from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
 
 ECHO_S = 2.0
 """How long the other engines' words are waited for when something breaks: the first may be an echo."""
@@ -46,8 +46,10 @@ POLL_S = 0.001
 """Between two looks at a send over NCCL; torch's own wait looks as often."""
 
 
-class RelayTransport:
+class RelayTransport(Transport):
     """One sender's lanes."""
+
+    any_order = True  # engines put buckets into the order of the plan
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -58,7 +60,7 @@ class RelayTransport:
         self._machines: list[dist.ProcessGroup] = []  # lanes to one machine of each engine
         self._stores: list[Store] = []
         self._device = torch.device("cpu")
-        self._answers: list[Future[HostSlices | None]] = []
+        self._answers: list[Future[wire.Loaded]] = []
         self._told: dict[str, HostSlices] = {}  # by engines' URLs
         self._cuts: HostSlices | None = None  # by which this sync is sent
         self._known: tuple[Bucket, ...] = ()  # to the engines, under the name `_plan`
@@ -73,14 +75,13 @@ class RelayTransport:
         """
         assert self._group is None, "connected already"
         self._engines, link = tuple(engines), self._link
-        able = [link.receivers.can_relay(engine) for engine in engines]
-        all_done(able, "connect", f"{len(engines)} engines", link.deadline_s)
-        machines, lane = [engine.machines for engine in engines], self._numbers[link.rank]
-        self._group, store = meet(link, engines, machines, lane=lane)
+        ask_all(link.engine_port, engines, wire.Ping(), link.deadline_s)
+        machines, number = [engine.machines for engine in engines], self._numbers[link.rank]
+        self._group, store = meet(link, engines, machines, sender=number)
         self._stores.append(store)
         for machine in range(machines[0]) if set(machines) == {machines[0]} != {1} else ():
             named = replace(link, name=machine_lane(link.name, machine))
-            group, store = meet(named, engines, [1] * len(engines), lane=lane, machine=machine)
+            group, store = meet(named, engines, [1] * len(engines), sender=number, machine=machine)
             self._machines.append(group)
             self._stores.append(store)
         # Of this thread: the one that sends has none of its own.
@@ -88,7 +89,7 @@ class RelayTransport:
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Ask every engine to take all buckets of all senders. Each sender asks, so that each is answered."""
-        receivers, names, news = self._link.receivers, tuple(self._names.values()), list[Bucket]()
+        names, news = tuple(self._names.values()), list[Bucket]()
         self._syncs, self._broken, self._under_way = self._syncs + 1, False, True
         if self._known != tuple(buckets):
             self._known, self._plan = tuple(buckets), _name(buckets)
@@ -96,9 +97,11 @@ class RelayTransport:
             self._told.clear()
         self._cuts = self._agreed()
         cuts = self._cuts.name if self._cuts is not None else ""
-        lanes = [[self._numbers[rank] for rank in self._sent_by(bucket)] for bucket in news]
-        announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news, lanes, cuts)
-        self._answers = [receivers.receive_all(engine, announcement) for engine in self._engines]
+        senders = tuple(tuple(self._numbers[rank] for rank in self._sent_by(bucket)) for bucket in news)
+        tensors = tuple(len(bucket.names) for bucket in news)
+        sync = wire.RelaySync(f"{names[0]}-{self._syncs}", self._plan, names, senders, tensors, cuts)
+        update = wire.update_request(news, load=sync)
+        self._answers = [self._link.engine_port.load(engine, update) for engine in self._engines]
 
     def comes_in_parts(self, bucket: Bucket) -> bool:
         """See `Bucket.comes_in_parts`."""
@@ -122,7 +125,7 @@ class RelayTransport:
                 raise
             raise _cause("all buckets", self._answers, "") from None
         for engine, answer in zip(self._engines, self._answers, strict=True):
-            if (cuts := answer.result()) is not None:
+            if (cuts := answer.result().cuts) is not None:
                 self._told[engine.url] = cuts
         self._under_way = False
 
@@ -153,7 +156,7 @@ class RelayTransport:
         """Destroy the lanes at both ends. An engine that no longer answers is left alone."""
         link, names = self._link, [self._link.name] if self._group is not None else []
         names += [machine_lane(link.name, machine) for machine in range(len(self._machines))]
-        leaving = [link.receivers.leave(engine, name) for engine in self._engines for name in names]
+        leaving = [link.engine_port.ask(engine, wire.LeaveGroup(name)) for engine in self._engines for name in names]
         self._close()
         wait(leaving, timeout=link.deadline_s)
         self._stores, self._known, self._answers, self._cuts = [], (), [], None
@@ -225,7 +228,7 @@ class PendingLane:
     transport: RelayTransport
     bucket: Bucket
     sent: Future[str]
-    answers: Sequence[Future[HostSlices | None]]
+    answers: Sequence[Future[wire.Loaded]]
 
     def wait(self) -> None:
         """Return when the bucket has arrived there. It is loaded when the transport's `complete` returns.
@@ -248,11 +251,11 @@ class PendingLane:
             raise _cause(self.bucket.describe(), self.answers, broke)
 
 
-def _failures(answers: Sequence[Future[HostSlices | None]]) -> list[BaseException]:
+def _failures(answers: Sequence[Future[wire.Loaded]]) -> list[BaseException]:
     return [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
 
 
-def _cause(where: str, answers: Sequence[Future[HostSlices | None]], broke: str) -> WeightSyncError:
+def _cause(where: str, answers: Sequence[Future[wire.Loaded]], broke: str) -> WeightSyncError:
     """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine. Of
     several engines without an answer all are named: one may be late only because another one is."""
     wait(answers, timeout=ECHO_S)

@@ -12,20 +12,22 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from mslime.config.choices import AUTO, MooncakeOver
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.transports import AUTO, FALLBACK
 from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
+from mslime.engine_plugin import wire
+from mslime.tensor_sums import whole_sum
 from mslime.weights.buckets import (
     TORCH_DTYPES,
     convert,
@@ -38,23 +40,18 @@ from mslime.weights.buckets import (
 )
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
-from mslime.weights.encoded import encoded_plan
-from mslime.weights.exchange import exchange
-from mslime.weights.groups import SyncGroups
-from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.groups import SyncGroups, exchange
+from mslime.weights.plan import Bucket, WeightPlan, build_plan, encoded_plan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import (
-    EveryRank,
+    CollectiveTransport,
+    EnginePort,
     Link,
-    MoveCounter,
     Moved,
-    PartTaker,
-    Receivers,
-    SyncObserver,
     Transport,
     find_transport,
     group_name,
-    takes_turns,
+    make_transport,
     transport_for,
 )
 
@@ -80,7 +77,7 @@ class SyncOptions:
         transport: as `weights.transport` says.
         directory: for weights in files, of this run alone; None: there is none.
         encoded: weights that engines are sent quantised; None: all are sent plain.
-        mooncake_over: what `mooncake` reads over.
+        settings: the transport's own (`config.transports.Traits.settings`).
     """
 
     dtype: str
@@ -89,10 +86,10 @@ class SyncOptions:
     deadline_s: float
     name: str = "mslime"
     export_dtype: str | None = None
-    transport: str = "broadcast"
+    transport: str = FALLBACK
     directory: Path | None = None
     encoded: Encoded | None = None
-    mooncake_over: MooncakeOver = "rdma"
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class SendReport:
         seconds: of the whole send, on the slowest rank.
         phases: where they went, by sender's global rank.
         changed: of the elements sent, the fraction that the version before had not; None where it is not known.
-        expected: where asked for, what an engine's ranks must together say of each tensor (`Receivers.digest`).
+        expected: where asked for, what an engine's ranks must together say of each tensor (`wire.Sums`).
     """
 
     version: int
@@ -126,7 +123,7 @@ class WeightSender:
         groups: from `make_groups`.
         params: gives this rank's parameters by canonical name; called anew for every sync.
         options: how to send.
-        receivers: the engines; None where nothing is sent, only exported. The sender closes them.
+        engine_port: the engines; None where nothing is sent, only exported. The sender closes them.
         on_bucket: called on senders with (buckets filled, buckets that it sends), for progress.
         values: what is sent and exported of these parameters; each is asked for when a bucket is filled with it.
         finish: how an export is completed, on one rank.
@@ -142,18 +139,18 @@ class WeightSender:
         groups: SyncGroups,
         params: NamedParams,
         options: SyncOptions,
-        receivers: Receivers | None = None,
+        engine_port: EnginePort | None = None,
         on_bucket: Callable[[int, int], None] | None = None,
         values: Callable[[Params], Params] = dict,
         finish: Finish | None = None,
     ) -> None:
         self._values, self._finish = values, finish or finish_checkpoint
         self._table, self._groups, self._params, self._options = table, groups, params, options
-        self._receivers, self._on_bucket = receivers, on_bucket
+        self._engine_port, self._on_bucket = engine_port, on_bucket
         if options.transport != AUTO:
             find_transport(options.transport)
         self._transport: Transport | None = None
-        self._sent = self._observed = False
+        self._sent = False
         self._stream: torch.cuda.Stream | None = None  # of couriers
         self.engines: tuple[EngineInfo, ...] = ()
         plain = self._make_plan(options.dtype, groups.senders)
@@ -189,14 +186,13 @@ class WeightSender:
             raise sync_error("exchange", f"trainer rank {self._groups.rank}", f"another trainer rank is gone: {error}",
                              "read the log of the first trainer rank that stopped") from error  # fmt: skip
 
-    def _raise_together(self, phase: str, failure: Exception | None) -> None:
-        """Collective: the first failing rank's error is raised on every rank."""
-        self._agreed(phase, failure, None)
-
     def _agreed(self, phase: str, failure: Exception | None, mine: _T) -> list[_T]:
-        """Every rank's value, in rank order. Collective: raises as `_raise_together` where one of them failed."""
+        """Every rank's value, in rank order. Collective: the first failing rank's error is raised on every rank."""
         said = self._exchange((_words_of(failure), mine))
-        _raise_first(phase, [words for words, _ in said], failure)
+        for rank, (words, _) in enumerate(said):
+            if words is not None:
+                rule, way_out = words
+                raise sync_error(phase, f"trainer rank {rank}", rule, way_out) from failure
         return [each for _, each in said]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
@@ -210,69 +206,68 @@ class WeightSender:
         Raises:
             WeightSyncError: on every rank, naming the engine and its answer.
         """
-        assert self._receivers is not None, "a sender without receivers only exports"
+        assert self._engine_port is not None, "a sender without engine_port only exports"
         if group is None:
             group = self._exchange(f"{self._options.name}-{uuid.uuid4().hex[:8]}")[0]
-        transport = self._look_at(engines, self._receivers)
+        transport = self._look_at(engines, self._engine_port)
         for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
             if sender == self._groups.rank:
                 try:
-                    self._meet(self._receivers, group, transport)
+                    self._meet(self._engine_port, group, transport)
                 except WeightSyncError as error:
                     failure = error
-            self._raise_together("connect", failure)
-        made = self._transport
-        said = self._exchange((self.engines, isinstance(made, SyncObserver), isinstance(made, EveryRank)))
-        self.engines, self._observed = said[0][0], any(observes for _, observes, _ in said)
-        if any(needs_all for _, _, needs_all in said):
-            self._meet_each_other(self._receivers, group, transport)
+            self._agreed("connect", failure, None)
+        said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
+        self.engines = said[0][0]
+        if any(needs_all for _, needs_all in said):
+            self._meet_each_other(self._engine_port, group, transport)
 
-    def _meet_each_other(self, receivers: Receivers, group: str, transport: str) -> None:
+    def _meet_each_other(self, engine_port: EnginePort, group: str, transport: str) -> None:
         """Let every rank have the transport, and all of them meet. Collective. Raises WeightSyncError on every rank."""
         offer, failure = "", None
         try:
             if self._transport is None:
-                self._meet(receivers, group, transport)
-            assert isinstance(self._transport, EveryRank), "a transport has what it has on every rank"
+                self._meet(engine_port, group, transport)
+            assert isinstance(self._transport, CollectiveTransport), "a transport is of one kind on every rank"
             offer = self._transport.offer()
         except WeightSyncError as error:
             failure = error
         offers = self._agreed("connect", failure, offer)
         try:
-            assert isinstance(self._transport, EveryRank)
+            assert isinstance(self._transport, CollectiveTransport)
             self._transport.meet(offers)
         except WeightSyncError as error:
             failure = error
-        self._raise_together("connect", failure)
+        self._agreed("connect", failure, None)
 
-    def _look_at(self, engines: Sequence[Endpoint], receivers: Receivers) -> str:
+    def _look_at(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
         """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
         transport, failure = self._options.transport, None
         if self._groups.sends:
             try:
-                self.engines = tuple(map(receivers.describe, engines))
+                self.engines = tuple(map(engine_port.describe, engines))
                 if transport == AUTO:
-                    transport = transport_for(self.engines, receivers, self._options.deadline_s)
+                    transport = transport_for(self.engines, engine_port, self._options.deadline_s)
             except WeightSyncError as error:
                 failure = error
         said = self._agreed("connect", failure, transport)
         chosen = {said[sender] for sender in self._groups.senders.everyone()}
-        # Engines are asked by every sender, and one may have been replaced meanwhile: broadcast works with all.
-        transport = chosen.pop() if len(chosen) == 1 else "broadcast"
+        # Engines are asked by every sender, and one may have been replaced meanwhile.
+        transport = chosen.pop() if len(chosen) == 1 else FALLBACK
         if self._options.transport == AUTO and self._groups.rank == 0:
             _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
         return transport
 
-    def _meet(self, receivers: Receivers, group: str, transport: str) -> None:
+    def _meet(self, engine_port: EnginePort, group: str, transport: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
         link = Link(
-            name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
-            options.mooncake_over, self._groups.layout.world_size, options.bucket_bytes,
+            name, options.backend, options.deadline_s, engine_port, group, rank, options.directory, senders,
+            options.settings, self._groups.layout.world_size, options.bucket_bytes,
         )  # fmt: skip
-        self._transport = find_transport(transport)(link)
+        self._transport = make_transport(transport, link)
         self._transport.connect(self.engines)
 
     def send(self, version: int, verify: bool = False) -> SendReport:
@@ -291,13 +286,14 @@ class WeightSender:
             self._sent = True
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
-        phase, failure = "send", self._send_buckets(version, params, started, spent)
-        if isinstance(self._transport, EveryRank):
-            failure = self._deliver(self._transport, failure, started + self._options.deadline_s)
-        if self._observed:
-            self._raise_together(phase, failure)
-            phase, failure = "complete", self._tell_transport(lambda observer: observer.complete())
-        everyone = self._agreed(phase, failure, (time.monotonic() - started, spent, self._moved()))
+        self._agreed("send", self._send_buckets(version, params, started, spent), None)
+        transport, failure = self._transport, None
+        if isinstance(transport, CollectiveTransport):
+            self._agreed("send", _failure_of(transport.load), None)
+            failure = _failure_of(lambda: transport.deliver(started + self._options.deadline_s))
+        elif transport is not None:
+            failure = _failure_of(transport.complete)
+        everyone = self._agreed("complete", failure, (time.monotonic() - started, spent, self._moved()))
         moved = sum((each for _, _, each in everyone), Moved())
         return SendReport(
             version,
@@ -309,25 +305,10 @@ class WeightSender:
             self._sums(params) if verify else {},
         )
 
-    def _deliver(self, transport: EveryRank, failure: Exception | None, ends: float) -> Exception | None:
-        """Let all ranks together bring to the engines what senders have kept; how that failed on this one.
-
-        Raises:
-            WeightSyncError: on every rank: one of them could not fill or keep a bucket. No engine was given anything.
-        """
-        self._raise_together("send", failure)
-        self._raise_together("send", _failure_of(transport.load))
-        return _failure_of(lambda: transport.deliver(ends))
-
-    def _tell_transport(self, call: Callable[[SyncObserver], None]) -> Exception | None:
-        """Tell it of the whole sync, if it asks for that; how it failed."""
-        transport = self._transport
-        return _failure_of(lambda: call(transport)) if isinstance(transport, SyncObserver) else None
-
     def _moved(self) -> Moved:
-        """What this rank has sent of a sync: all of its buckets, unless its transport knows better."""
-        if isinstance(self._transport, MoveCounter):
-            return self._transport.moved()
+        """What this rank has sent of a sync: all of its buckets, unless its transport counts."""
+        if self._transport is not None and (counted := self._transport.moved()) is not None:
+            return counted
         mine = (bucket for bucket in self.plan.buckets if bucket.sender == self._groups.rank)
         return Moved(sum(bucket.hf_bytes for bucket in mine))
 
@@ -338,13 +319,14 @@ class WeightSender:
         rank, deadline_s = self._groups.rank, self._options.deadline_s
         courier: Courier | None = None
         if self._groups.sends:
-            assert self._transport is not None, "connect comes before send"
+            transport = self._transport
+            assert transport is not None, "connect comes before send"
             if self._stream is None and torch.cuda.is_initialized():
                 self._stream = torch.cuda.Stream()
-            turns = self._groups.turns if takes_turns(self._transport, len(self.engines)) else None
+            turns = self._groups.turns if len(self.engines) > 1 and not transport.any_order else None
             order = Turns(self.plan, turns) if turns is not None else None
-            refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
-            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
+            refused = _failure_of(lambda: transport.begin(version, self.plan.buckets))
+            courier = Courier(transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
         parts = {bucket.index for bucket in buckets if self._comes_in_parts(bucket)}
@@ -370,7 +352,7 @@ class WeightSender:
 
     def _comes_in_parts(self, bucket: Bucket) -> bool:
         """Whether every member of a bucket sends its part, the same on all of them."""
-        return isinstance(self._transport, PartTaker) and self._transport.comes_in_parts(bucket)
+        return self._transport is not None and self._transport.comes_in_parts(bucket)
 
     def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """What engines must say of every tensor, by Hugging Face name. Collective.
@@ -385,9 +367,9 @@ class WeightSender:
                 failure = failure or error
                 continue
             if flat is not None:
-                assert self._receivers is not None
-                sums |= {name: self._receivers.digest(tensor) for name, tensor in named_tensors(bucket, flat)}
-        self._raise_together("check", failure)
+                named = named_tensors(bucket, flat)
+                sums |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named}
+        self._agreed("check", failure, None)
         return {name: each for found in self._exchange(sums) for name, each in found.items()}
 
     def _gathered_plan(self, dtype: str) -> WeightPlan:
@@ -433,7 +415,7 @@ class WeightSender:
                 carried = CarriedTensors.of(self._table, source)
         except CheckpointError as error:
             failure = error
-        self._raise_together("export", failure)
+        self._agreed("export", failure, None)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
         failure = self._write_stage(writer, plan, params, carried)
         written: tuple[dict[str, str], int] = ({}, 0)
@@ -441,7 +423,7 @@ class WeightSender:
             written = writer.close() if failure is None else written
         except CheckpointError as error:
             failure = error
-        self._raise_together("export", failure)
+        self._agreed("export", failure, None)
         parts = self._exchange(written)
         if self._groups.rank == 0:
             files = {name: file for part, _ in parts for name, file in part.items()}
@@ -450,7 +432,7 @@ class WeightSender:
         self._exchange(None)
 
     def sums(self) -> dict[str, str]:
-        """What engines must say of every tensor that is sent or exported (`Receivers.digest`). Collective."""
+        """What engines must say of every tensor that is sent or exported (`wire.Sums`). Collective."""
         return self._sums(self._values(dict(self._params())))
 
     @property
@@ -483,8 +465,8 @@ class WeightSender:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.disconnect()
-        if self._receivers is not None:
-            self._receivers.close()
+        if self._engine_port is not None:
+            self._engine_port.close()
         self.engines = ()
 
 
@@ -492,19 +474,6 @@ def finish_checkpoint(staging: Path, source: Path, dtype: str, files: Mapping[st
     """Make a Hugging Face checkpoint of the shards in a directory (see `Finish`)."""
     copy_side_files(source, staging, declared_dtype(read_hf_config(source), dtype))
     write_index(staging, number_shards(staging, files), nbytes)
-
-
-def _raise_first(phase: str, failures: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
-    """The first failing rank's error, where there is one.
-
-    Args:
-        failures: of all ranks (`_words_of`).
-        own: of this one.
-    """
-    culprit = next(((rank, words) for rank, words in enumerate(failures) if words is not None), None)
-    if culprit is not None:
-        rank, (words, way_out) = culprit
-        raise sync_error(phase, f"trainer rank {rank}", words, way_out) from own
 
 
 def _failure_of(call: Callable[[], None]) -> Exception | None:

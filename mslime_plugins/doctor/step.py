@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mslime.config.transports import for_shared_gpus
 from mslime.observe.metrics import FILE_NAME, read_metrics
 from mslime.observe.rows import by_step
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, warn
@@ -108,7 +109,7 @@ def run_settings(node: Node, model: Path, directory: Path) -> dict[str, Any]:
     device = "cuda" if node.gpus else "cpu"
     shared: dict[str, Any] = {"weights": {"verify": "always"}}
     if len(node.gpus) == 1:
-        shared = {"weights": {"verify": "always", "transport": "shm"}}
+        shared = {"weights": {"verify": "always", "transport": for_shared_gpus(1)}}
     return {
         "name": "doctor",
         "output_dir": str(directory),

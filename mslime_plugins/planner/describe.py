@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mslime.config.transports import traits_of
 from mslime.tables import facts_table
 from mslime_plugins.planner.activations import EXPERT_IMBALANCE
 from mslime_plugins.planner.plan import RunPlan
@@ -174,7 +175,7 @@ def _balance(plan: RunPlan) -> Table:
 def _engine(plan: RunPlan) -> Table:
     engine = plan.engine
     assert engine is not None
-    held = "buckets" if plan.transport == "relay" else "a bucket"
+    held = "buckets" if traits_of(plan.transport).passes_on else "a bucket"
     rows = [
         ("weights", f"{_gib(engine.weights)} GiB in {plan.engine_dtype}"),
         ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),
@@ -251,7 +252,7 @@ def _sync(plan: RunPlan) -> Table:
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             *(
                 [("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next")]
-                if plan.transport in ("broadcast", "relay")
+                if traits_of(plan.transport).joins_engines
                 else []
             ),
             *_bound(plan),
@@ -260,9 +261,9 @@ def _sync(plan: RunPlan) -> Table:
 
 
 def _bound(plan: RunPlan) -> list[tuple[str, str]]:
-    if plan.transport != "relay":
+    if not traits_of(plan.transport).passes_on:
         over = f" over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter"
-        told = over if plan.transport in ("broadcast", "mooncake") else f" (s: {_seconds(plan.bounds)})"
+        told = over if traits_of(plan.transport).way in ("network", "adapters") else f" (s: {_seconds(plan.bounds)})"
         return [("at least", f"{plan.sync_seconds:.1f} s{told}")]
     lanes = lane_bytes(plan.syncs, plan.near_ranks, plan.sent_share)
     used, fullest = f"{len(lanes)} of the {plan.near_ranks} ranks of an engine on a machine", _gib(max(lanes.values()))

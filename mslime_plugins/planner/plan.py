@@ -17,6 +17,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, teacher_spec
 from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
+from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
 from mslime.convert.adapters import make_adapters
 from mslime.convert.encoding import expected_weights
@@ -24,8 +25,7 @@ from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import read_widths
 from mslime.convert.table import RuleTable
-from mslime.weights.encoded import encoded_plan
-from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
+from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan, encoded_plan
 from mslime.weights.senders import Senders
 from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
@@ -272,7 +272,7 @@ def make_plan(
     unused = layout.world_size - engines - config.taught_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     receiving = receiving_of(config.weights, servers, sync, engine) if engine is not None else None
-    sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
+    sent = sync if receiving is None or not traits_of(config.transport).passes_on else relayed(sync, receiving)
     syncs, rates = sender_syncs(sent, cluster), rates_of(cluster)
     least = bounds(config.transport, config.weights, syncs, receiving, cluster)
     adapted = make_adapters(table, spec.lora).table if spec.lora.on else table

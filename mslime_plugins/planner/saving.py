@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.training import PolicySpec
+from mslime.config.transports import traits_of
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable
 from mslime_plugins.planner.parameters import model_parameters
@@ -78,9 +79,10 @@ def saved_bytes(
     for_ever = steps // math.lcm(c.keep_every, c.save_every) if c.keep_every and c.save_every else 0
     at_once = min(c.keep + (c.keep_best is not None) + 1, saves)
     exports = (steps // c.hf_every if c.hf_every else 0) + c.save_hf
+    in_files = 2 * sync if traits_of(spec.weights.carrier).uses_directory else 0
     return Saved(
         weights, main, moments, at_once, min(for_ever, saves - at_once),
-        (exports, model_parameters(trained) * export_width), 2 * sync if spec.weights.carrier == "disk" else 0,
+        (exports, model_parameters(trained) * export_width), in_files,
         (weights + main + moments) / directory, c.save_every if c.save_every < steps else 0,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.config.training import PolicySpec, policy_spec
+from mslime.config.transports import for_shared_gpus
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
@@ -352,7 +353,7 @@ class Search:
             return
         usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
-        transport = self.space.given("weights", "transport") or ("shm" if machines == 1 else "delta")
+        transport = self.space.given("weights", "transport") or for_shared_gpus(machines)
         weights = {"transport": transport}  # files lie below output_dir, unless weights.directory is set
         engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
         for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):

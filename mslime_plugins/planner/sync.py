@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig
+from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.engine import EngineMemory
@@ -150,7 +151,7 @@ def bounds(
     """
     rates = rates_of(cluster)
     fill = max((max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs), default=0.0)
-    if transport == "relay" and receiving is not None:
+    if traits_of(transport).passes_on and receiving is not None:
         return {"fill": fill, **relay_bounds(syncs, rates, receiving, cluster.gpus_per_node)}
     wire = sum(s.sent for s in syncs) * _seconds_a_byte(transport, weights, rates, receiving, cluster)
     return {"fill": fill, "wire": wire}
@@ -164,19 +165,19 @@ def _seconds_a_byte(
         return 1 / rates.network
     gpus, near = receiving.engines * receiving.ranks, near_ranks(receiving.ranks, cluster.gpus_per_node)
     files = -(-gpus // cluster.gpus_per_node) / rates.directory + 1 / rates.host
-    match transport:
-        case "handles":
+    changes = traits_of(transport).sends_changes
+    share = CHANGED if changes else 1
+    match traits_of(weights.delta_over if changes else transport).way:
+        case "gpus":
             return (gpus - cluster.colocated) / rates.nvlink  # all but the sender's own, at the same time
-        case "shm":
+        case "host":
             return 1 / rates.host
-        case "disk":
-            return files
-        case "delta":
-            return CHANGED * (files if weights.delta_over == "disk" else 1 / rates.network)
-        case "mooncake":
+        case "directory":
+            return share * files
+        case "adapters":
             return receiving.engines / rates.network + (near - 1) / near / rates.nvlink
         case _:
-            return 1 / rates.network
+            return share / rates.network
 
 
 def relay_bounds(
@@ -204,7 +205,7 @@ def buckets_held(transport: str, weights: WeightsConfig, engine: SGLangConfig, c
     With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
     others into the memory of the one that is passed on. Of an engine on several machines several parts arrive at once.
     """
-    if transport != "relay":
+    if not traits_of(transport).passes_on:
         return 1
     near = near_ranks(engine.tp_size, cluster.gpus_per_node)
     recorded = _records(weights, engine)

@@ -15,6 +15,7 @@ from mslime.config.gpus import Nominal, nominal
 from mslime.config.layout import ParallelLayout
 from mslime.config.rollout import RolloutConfig
 from mslime.config.training import PolicySpec
+from mslime.config.transports import traits_of
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import Widths, matrix_elements_per_token
 from mslime.convert.table import RuleTable
@@ -264,9 +265,9 @@ def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> flo
         total: bytes of all weights.
         machines: of engines, each of which reads all that is written.
     """
-    if transport in ("shm", "handles") or machines == 1:
+    if traits_of(transport).one_host or machines == 1:
         return 2 * total / rates.host
-    return (1 + machines) * total * (CHANGED if transport == "delta" else 1.0) / rates.directory
+    return (1 + machines) * total * (CHANGED if traits_of(transport).sends_changes else 1.0) / rates.directory
 
 
 def step_seconds(parts: Mapping[str, float], ahead: bool) -> float:

@@ -17,6 +17,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
+from mslime.config.transports import traits_of
 from mslime.convert.flops import Widths
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, working_bytes
@@ -266,7 +267,7 @@ def neighbours_width(spec: TrainingSpec, adapters: StageParameters | None = None
 
 
 def _shares_memory(spec: TrainingSpec) -> bool:
-    return isinstance(spec, PolicySpec) and spec.weights.transport in ("handles", "mooncake")
+    return isinstance(spec, PolicySpec) and traits_of(spec.weights.transport).gpu_bucket
 
 
 def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
@@ -275,7 +276,7 @@ def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
     Of the size that a bucket may have, or of the largest tensor. Senders have filled all by then, but torch keeps that
     memory.
     """
-    if not isinstance(spec, PolicySpec) or spec.weights.transport != "checkpoint_engine":
+    if not isinstance(spec, PolicySpec) or not traits_of(spec.weights.transport).on_engines_gpus:
         return 0
     largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
     return HANDED_BUFFERS * max(int(spec.weights.bucket_mib * (1 << 20)), largest)
@@ -411,11 +412,12 @@ def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> 
 
     `checkpoint_engine` pins a copy of the copy that is kept while others fill.
     """
-    kept: dict[int, int] = {}
+    kept, traits = dict[int, int](), traits_of(spec.weights.transport)
     for sender in sync.senders.everyone():
         sizes = [bucket.hf_bytes for bucket in sync.buckets if bucket.sender == sender]
         pinned = int(sum(sizes) * PINNED_ROUNDING)
-        each = {"delta": pinned, "shm": max(sizes, default=0), "checkpoint_engine": pinned + sum(sizes)}
+        largest = traits.host_buckets * max(sizes, default=0)
+        each = traits.pinned_copies * pinned + traits.host_copies * sum(sizes) + largest
         machine = sender // gpus_per_node
-        kept[machine] = kept.get(machine, 0) + each.get(spec.weights.transport, 0)
+        kept[machine] = kept.get(machine, 0) + each
     return max(kept.values(), default=0)

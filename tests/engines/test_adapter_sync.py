@@ -23,8 +23,8 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.probing import ProbeRequest
-from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.choices import adapter_directory
 from mslime.config.errors import EngineError, WeightSyncError
@@ -73,7 +73,7 @@ def hold_version(trainer: MegatronTrainer, version: int) -> None:
 
 
 def write_versions(trainer: MegatronTrainer, root: Path) -> dict[int, dict[str, str]]:
-    trainer.weight_sender(SGLangReceivers(DeadlineConfig()))
+    trainer.weight_sender(SGLangPort(DeadlineConfig()))
     sums: dict[int, dict[str, str]] = {}
     for version in (1, 2):
         hold_version(trainer, version)

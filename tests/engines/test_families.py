@@ -24,8 +24,8 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.probing import ProbeRequest
-from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.config.choices import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
@@ -256,14 +256,14 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
         from its weights more: before the end of a third sync, when they are those of the second, and after it; and the
         same of an engine that keeps a request through its pause, in both ways that there are.
     """
-    receivers, rank = SGLangReceivers(trainer.spec.deadlines), trainer.parallel.rank
-    sender = trainer.weight_sender(receivers)
+    engine_port, rank = SGLangPort(trainer.spec.deadlines), trainer.parallel.rank
+    sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     publish(sender, 1, rank, check=False)
-    receivers.heard.clear()
+    engine_port.heard.clear()
     change_every_parameter(trainer)
     publish(sender, 2, rank)
-    said, probes = {said for _, said in receivers.heard}, [probe(trainer, engine, 2)]
+    said, probes = {said for _, said in engine_port.heard}, [probe(trainer, engine, 2)]
     if trainer.transformer.multi_latent_attention:
         change_weights(trainer, -0.19)
         publish(sender, 3, rank, end=False)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.config.keys import Endpoint
 from mslime.convert.encoding import encoded_weights
 from mslime.convert.hf import HFCheckpoint
@@ -23,7 +23,7 @@ from mslime.engine_plugin.wire import RECORDED
 from mslime.offline.jobs import run_job
 from mslime.offline.merge_lora import MergeLora
 from mslime.offline.requantise import ToFp8, ToInt4, ToPlain
-from mslime.weights.transport import MoveCounter, Moved
+from mslime.weights.transport import Moved
 from tests.engines.conftest import SharedServer, serve
 from tests.engines.test_adapter_sync import hold_version, with_lora
 from tests.engines.test_weight_sync import change_few, config_of, publish
@@ -113,16 +113,16 @@ class Synced:
 def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: int) -> Synced:
     """Compared syncs, of which the second uses what was recorded in the first, and in the third little has changed; and
     an export."""
-    receivers = SGLangReceivers(trainer.spec.deadlines)
-    sender = trainer.weight_sender(receivers)
+    engine_port = SGLangPort(trainer.spec.deadlines)
+    sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     compared, moved = 0, list[Moved]()
     for version, change in ((1, disturb), (2, disturb), (3, change_few)):
         change(trainer, seed + version)
         compared = publish(sender, version, trainer.parallel.rank)
-        if isinstance(sender._transport, MoveCounter):
-            moved.append(sender._transport.moved())
-    assert any(said.startswith(RECORDED) for _, said in receivers.heard), receivers.heard
+        if (counted := sender._transport and sender._transport.moved()) is not None:
+            moved.append(counted)
+    assert any(said.startswith(RECORDED) for _, said in engine_port.heard), engine_port.heard
     # What the engine must be found to hold differs where one bit of one scale does.
     report = sender.sums()
     assert any(name.endswith(("_scale_inv", "_scale")) for name in report)
@@ -170,7 +170,7 @@ def test_later_weights_arrive_quantised(server: SharedServer, fp8: Path, tmp_pat
 
 def sync_merged(trainer: MegatronTrainer, engine: Endpoint, adapter: Path) -> int:
     """Two compared syncs of weights with an adapter in them, and what the adapter is in the second."""
-    sender = trainer.weight_sender(SGLangReceivers(trainer.spec.deadlines))
+    sender = trainer.weight_sender(SGLangPort(trainer.spec.deadlines))
     sender.connect([engine])
     compared = 0
     for version in (1, 2):

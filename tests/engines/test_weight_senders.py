@@ -20,8 +20,8 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
 from mslime.convert.hf import HFCheckpoint
 from mslime.weights import sync as weight_sync
+from mslime.weights.memory import MemoryTransport
 from mslime.weights.plan import Entry
-from mslime.weights.shm import ShmTransport
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine
@@ -196,7 +196,7 @@ def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str
     """One of two senders has no room in shared memory; what is raised, and its way out."""
     sender = sender_of(trainer)
     sender.connect([Endpoint(url) for url in urls])
-    assert isinstance(sender._transport, ShmTransport)
+    assert isinstance(sender._transport, MemoryTransport)
     if trainer.parallel.rank == 1:
         plan, entry = sender.plan.buckets, Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
         whole = sender._transport.begin

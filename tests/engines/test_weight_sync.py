@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.server import ServerPart, ServerProcess
 from mslime.config.choices import FileKind
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.serving import engine_spec
 from mslime.convert.hf import HFCheckpoint, copy_side_files
+from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import RECORDED
 from mslime.network import free_port
 from mslime.remote_memory import End
@@ -97,7 +98,7 @@ def publish(sender: WeightSender, version: int, rank: int, check: bool = True, e
 
 def sender_of(trainer: MegatronTrainer) -> WeightSender:
     """As control makes it."""
-    return trainer.weight_sender(SGLangReceivers(trainer.spec.deadlines))
+    return trainer.weight_sender(SGLangPort(trainer.spec.deadlines))
 
 
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
@@ -105,17 +106,17 @@ def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export:
 
     What the engine records in the first it uses in the second.
     """
-    rank, receivers = trainer.parallel.rank, SGLangReceivers(trainer.spec.deadlines)
-    sender = trainer.weight_sender(receivers)
+    rank, engine_port = trainer.parallel.rank, SGLangPort(trainer.spec.deadlines)
+    sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
-    first = {said for _, said in receivers.heard}
+    first = {said for _, said in engine_port.heard}
     change_weights(trainer, -0.004 * version)
     compared = publish(sender, version, rank)
     if first:  # of a rank that sends
-        (said,) = {said for _, said in receivers.heard if said.startswith(RECORDED)}
-        assert {said for _, said in receivers.heard} - first <= {said}
+        (said,) = {said for _, said in engine_port.heard if said.startswith(RECORDED)}
+        assert {said for _, said in engine_port.heard} - first <= {said}
         (info,) = sender.engines
         several = trainer.spec.weights.transport == "relay" and info.ranks > info.machines
         assert said.endswith("each rank's share") is several
@@ -222,29 +223,29 @@ def whole_version(config: Any, source: Path) -> Path:
 
 def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) -> list[str]:
     """Two syncs, and what buckets are answered that both ranks cannot read, and (mooncake) the second one alone."""
-    receivers = SGLangReceivers(trainer.spec.deadlines)
-    sender = trainer.weight_sender(receivers)
+    engine_port = SGLangPort(trainer.spec.deadlines)
+    sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     for version in (1, 2):
         change_weights(trainer, 0.01)
         publish(sender, version, 0, check=False)
-    assert RECORDED not in {said for _, said in receivers.heard}
+    assert RECORDED not in {said for _, said in engine_port.heard}
     (info,) = sender.engines
-    said = [refusal_of(receivers, info, "mapped", Path("/dev/shm/nowhere"))]
+    said = [refusal_of(engine_port, info, "mapped", Path("/dev/shm/nowhere"))]
     if trainer.spec.weights.transport == "mooncake":
         end, room = End("127.0.0.1", "tcp"), torch.ones(UNREADABLE_BYTES // 2, dtype=torch.uint8)
-        said.append(refusal_of(receivers, info, "remote", end.share(room.data_ptr(), room.numel()).as_path()))
+        said.append(refusal_of(engine_port, info, "remote", end.share(room.data_ptr(), room.numel()).as_path()))
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
     return said
 
 
-def refusal_of(receivers: SGLangReceivers, engine: EngineInfo, kind: FileKind, place: Path) -> str:
+def refusal_of(engine_port: SGLangPort, engine: EngineInfo, kind: FileKind, place: Path) -> str:
     """What an engine answers to a bucket of UNREADABLE_BYTES that does not lie there, or lies there in part."""
     bucket = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[UNREADABLE_BYTES // 4]])
     with_pool([engine], lambda pool: pool.begin_update())
     with pytest.raises(WeightSyncError) as caught:
-        receivers.receive(engine, receivers.announce_file(bucket, kind, place)).result()
+        engine_port.load(engine, wire.update_request([bucket], load=wire.FromFile(kind, place))).result()
     with_pool([engine], lambda pool: pool.end_update())
     return str(caught.value)
 
@@ -374,14 +375,14 @@ def test_each_machine_of_an_engine_receives_from_all_senders_and_passes_on_for_i
 
 def sync_by_machine(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
     """As `sync_twice`, and once more: what a machine keeps is told in the second sync, and sent alone in the third."""
-    rank, receivers, compared = trainer.parallel.rank, SGLangReceivers(trainer.spec.deadlines), 0
-    sender = trainer.weight_sender(receivers)
+    rank, engine_port, compared = trainer.parallel.rank, SGLangPort(trainer.spec.deadlines), 0
+    sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     for number in range(version):
         change_weights(trainer, 0.01 - 0.004 * number)
         compared += publish(sender, number + 1, rank, check=number > 0)
-    if receivers.heard:  # of a rank that sends
-        said = {said for _, said in receivers.heard if said.startswith(RECORDED)}
+    if engine_port.heard:  # of a rank that sends
+        said = {said for _, said in engine_port.heard if said.startswith(RECORDED)}
         assert all(words.endswith("each rank's share") for words in said)
         assert [words for words in said if "each machine's part" in words], said
     sender.disconnect()
@@ -464,7 +465,7 @@ def flip_and_repair(trainer: MegatronTrainer, engine: Endpoint) -> dict[str, str
     real, said = sender._transport, {}
     assert real is not None
     for tensor in FLIPPED:
-        sender._transport = BitFlippingTransport(real, tensor)
+        sender._transport = cast(Any, BitFlippingTransport(real, tensor))
         with pytest.raises(WeightSyncError) as caught:
             publish(sender, 99, 0)
         said[tensor] = str(caught.value)

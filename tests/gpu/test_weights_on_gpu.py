@@ -25,11 +25,11 @@ pytestmark = [
 
 def send(trainer: Any, urls: list[str], exported: Path) -> tuple[int, int]:
     """Two syncs, the second with other weights, which are exported; buckets, and bytes that stay on the GPU for it."""
-    from mslime.backends.sglang.receivers import SGLangReceivers
+    from mslime.backends.sglang.port import SGLangPort
     from mslime.config.keys import Endpoint
     from tests.engines.trainer_ranks import shard_of
 
-    sender = trainer.weight_sender(SGLangReceivers(trainer.spec.deadlines))
+    sender = trainer.weight_sender(SGLangPort(trainer.spec.deadlines))
     sender.connect([Endpoint(url) for url in urls])
     sender.send(1)
     trainer.train([shard_of(trainer)])

@@ -46,7 +46,7 @@ from mslime.data.routes import Routes, narrowest_dtype
 from mslime.data.shard import TrainShard
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Link
+from mslime.weights.transport import Link, Transport
 from mslime_plugins.planner.activations import EXPERT_IMBALANCE
 from mslime_plugins.planner.plan import make_plan
 from mslime_plugins.planner.trainer import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
@@ -238,7 +238,7 @@ class Arrived:
         self._flat = None
 
 
-class Nowhere:
+class Nowhere(Transport):
     """A transport whose buckets arrive as soon as the sender waits for them."""
 
     def __init__(self, link: Link) -> None: ...
@@ -252,7 +252,7 @@ class Nowhere:
 
 
 class OneEngine:
-    """Receivers of which the sender asks nothing but what they are."""
+    """An engine of which the sender asks nothing but what it is."""
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         return EngineInfo(engine.url, ranks=8)

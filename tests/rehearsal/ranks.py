@@ -15,7 +15,7 @@ import torch
 
 import tests.rehearsal.on_gpu
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.config.keys import Endpoint
 from mslime.config.training import policy_spec
 from mslime.convert.hf import HFCheckpoint
@@ -168,7 +168,7 @@ def send(
     threading.Thread.run = run_on_host
     with OnHost():
         trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
-        sender = trainer.weight_sender(SGLangReceivers(config.deadlines))
+        sender = trainer.weight_sender(SGLangPort(config.deadlines))
         sender.connect([Endpoint(url) for url in urls])
         for version in (1, 2):
             change_weights(trainer, 0.01 * version)

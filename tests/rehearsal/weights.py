@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from mslime.config.transports import TRAITS
 from mslime.convert.hf import HFCheckpoint
-from mslime.weights.transport import TRANSPORTS
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.stand_in_engine import two_engines
 from tests.rehearsal.cases import Case
@@ -55,7 +55,7 @@ def main() -> int:
     given = options(__doc__).parse_args()
     # The stand-in engines have no GPU whose memory they could open by a handle, and Mooncake's package is not there.
     left_out = ("handles", "checkpoint_engine", "mooncake")
-    transports = (transport for transport in TRANSPORTS if transport not in left_out)
+    transports = (transport for transport in TRAITS if transport not in left_out)
     tried = {f"weights by {transport}": (CASE, transport) for transport in transports}
     tried["weights by shm, of a trainer in FP8"] = IN_FP8, "shm"
     work = {name: partial(arrived, *what, given.out / "families") for name, what in tried.items() if given.only in name}

@@ -25,9 +25,9 @@ from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.user_source import NoPrompts
 from mslime.network import free_port
 from mslime.preflight.data import check_data
-from mslime.rollout.atropos.leases import HandedIn, Leases
 from mslime.rollout.contract import _Characters, _Plain
 from mslime.rollout.protocols import EngineLimits
+from mslime_plugins.atropos.leases import HandedIn, Leases
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment
 from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.rollout_fakes import MODEL, FakeScorer, FakeSlowEngine, publish

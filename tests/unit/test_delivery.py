@@ -11,7 +11,7 @@ import pytest
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.pool import Serving
-from mslime.backends.sglang.receivers import CLOSE_SECONDS
+from mslime.backends.sglang.port import CLOSE_SECONDS
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys

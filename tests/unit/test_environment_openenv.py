@@ -11,8 +11,8 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from mslime.rollout.environments import EnvironmentTask, Step
-from mslime.rollout.environments import openenv as adapter
-from mslime.rollout.environments.openenv import OpenEnv, ServerError
+from mslime_plugins.environments import openenv as adapter
+from mslime_plugins.environments.openenv import OpenEnv, ServerError
 
 
 class FakeOpenEnvServer:

@@ -17,12 +17,12 @@ from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.agents import Agents
 from mslime.rollout.contract import check_rollout
-from mslime.rollout.environments import nemo_gym
-from mslime.rollout.environments.elsewhere import episode_of
-from mslime.rollout.environments.nemo_gym import NAME, NemoGym
-from mslime.rollout.environments.verifiers import Verifiers
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
+from mslime_plugins.environments import nemo_gym
+from mslime_plugins.environments.elsewhere import episode_of
+from mslime_plugins.environments.nemo_gym import NAME, NemoGym
+from mslime_plugins.environments.verifiers import Verifiers
 
 answers: dict[str, Any] = {}
 """What the fake servers answer beside the reward, and what they were asked."""

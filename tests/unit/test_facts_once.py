@@ -36,6 +36,10 @@ FACTS = {
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},
     ),
+    "names of transports": (
+        r'"(broadcast|relay|handles|shm|checkpoint_engine)"',
+        {"config/transports.py", "weights/memory.py", "weights/checkpoint_engine.py"},
+    ),
     "how engines join tensors": (r"qkv_proj\.|w13'", set[str]()),
     "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"planner/engine.py"}),
@@ -89,6 +93,6 @@ def test_a_fact_has_one_home(fact: str) -> None:
 
 
 def test_the_weights_room_names_no_engine() -> None:
-    """Ranks that send are handed the engines (`weights.transport.Receivers`); what they are is the engine room's."""
+    """Ranks that send are handed the engines (`weights.transport.EnginePort`); what they are is the engine room's."""
     naming = [path.name for path in (ROOT / "weights").glob("*.py") if "sglang" in path.read_text("utf-8").lower()]
     assert not naming

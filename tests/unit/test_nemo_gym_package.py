@@ -18,8 +18,8 @@ from mslime.data.sample import SampleStatus, check_invariants
 from mslime.network import free_port
 from mslime.rollout import contract
 from mslime.rollout.contract import check_rollout
-from mslime.rollout.environments.nemo_gym import NemoGym
 from mslime.rollout.server.sessions import ModelEndpoint
+from mslime_plugins.environments.nemo_gym import NemoGym
 from tests.unit.test_environments_elsewhere import one_turn
 
 SCRIPT = Path(__file__).parents[2] / "tests/fixtures/nemo_gym_env/sums.py"

@@ -18,8 +18,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
 from mslime.offline.jobs import Job, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.weights.encoded import encoded_plan
-from mslime.weights.plan import build_plan
+from mslime.weights.plan import build_plan, encoded_plan
 from mslime.weights.senders import Senders
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import RunPlan, make_plan

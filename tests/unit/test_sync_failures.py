@@ -20,7 +20,7 @@ import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import Endpoint
@@ -29,10 +29,12 @@ from mslime.config.schema import DeadlineConfig
 from mslime.control.delivery import Delivery
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
+from mslime.engine_plugin import wire
+from mslime.tensor_sums import whole_sum
 from mslime.weights import contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.courier import Courier, Seconds
-from mslime.weights.transport import Link, SyncObserver, find_transport
+from mslime.weights.transport import Link, Transport, find_transport
 from tests.fixtures.remote import fake_process
 from tests.fixtures.stand_in_engine import StandInEngine
 
@@ -58,13 +60,13 @@ class Sender:
     """
 
     def __init__(self, transport: str, directory: Path) -> None:
-        self._make, self._directory, self._receivers = find_transport(transport), directory, SGLangReceivers(DEADLINES)
-        self._transport: Any = None
+        self._make, self._directory, self._engine_port = find_transport(transport), directory, SGLangPort(DEADLINES)
+        self._transport: Transport = cast(Any, None)
         self.spoilt: list[str] = []
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
-        self._transport = self._make(Link(group, "gloo", DEADLINE_S, self._receivers, group, 0, self._directory))
-        self._engines = [self._receivers.describe(engine) for engine in engines]
+        self._transport = self._make(Link(group, "gloo", DEADLINE_S, self._engine_port, group, 0, self._directory))
+        self._engines = [self._engine_port.describe(engine) for engine in engines]
         self._transport.connect(self._engines)
 
     def disconnect(self, deadline_s: float | None = None) -> None:
@@ -72,14 +74,12 @@ class Sender:
 
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         spoilt = self.spoilt.pop(0) if self.spoilt else ""
-        observer = self._transport if isinstance(self._transport, SyncObserver) else None
-        if observer is not None:
-            observer.begin(version, BUCKETS)
+        self._transport.begin(version, BUCKETS)
         courier = Courier(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
             flat = contract._filled(bucket, version)
-            expected |= {name: self._receivers.digest(tensor) for name, tensor in named_tensors(bucket, flat)}
+            expected |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named_tensors(bucket, flat)}
             if bucket.index == 1 and spoilt == "bits":
                 flat[-1] += 1
             courier.put(bucket, None if bucket.index == 1 and spoilt == "fill" else flat)
@@ -88,13 +88,12 @@ class Sender:
             failure = sync_error("gather", BUCKETS[1].describe(), "a parameter is gone")
         if failure is not None:
             raise failure
-        if observer is not None:
-            observer.complete()
+        self._transport.complete()
         return SimpleNamespace(expected=expected), {}
 
     def close(self) -> None:
         self._transport.disconnect()
-        self._receivers.close()
+        self._engine_port.close()
 
 
 class Rollouts:

@@ -15,7 +15,7 @@ from mslime.data.sample import check_invariants
 from mslime.network import free_port
 from mslime.rollout import contract
 from mslime.rollout.contract import check_rollout
-from mslime.rollout.environments.verifiers import Verifiers
+from mslime_plugins.environments.verifiers import Verifiers
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools/serve_verifiers.py"

@@ -18,11 +18,11 @@ from mslime import network, web_server
 from mslime.config.atropos import AtroposConfig
 from mslime.control.endpoint import FILE_NAME, ControlEndpoint
 from mslime.control.orders import Orders
-from mslime.rollout.atropos.server import AtroposServer
-from mslime.rollout.environments.nemo_gym import Relay
 from mslime.rollout.server.app import ModelServer
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
+from mslime_plugins.atropos.server import AtroposServer
+from mslime_plugins.environments.nemo_gym import Relay
 from tests.fixtures.fake_serve import KEY, fake_server
 from tests.unit.test_chat_session import Chat
 

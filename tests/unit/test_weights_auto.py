@@ -34,16 +34,16 @@ def test_auto_is_relay_into_engines_of_one_rank_that_have_the_plug_in(
     for engine, mode in zip(engines, modes, strict=True):
         engine.set_mode(mode)
     first, second = (EngineInfo(engine.url) for engine in engines)
-    assert transport_for([first, replace(second, **more)], link.receivers, link.deadline_s) == chosen
+    assert transport_for([first, replace(second, **more)], link.engine_port, link.deadline_s) == chosen
 
 
 def test_auto_asks_engines_what_they_are_and_takes_no_silence_for_an_answer(
     engines: list[StandInEngine], link: Link
 ) -> None:
-    (told,) = {link.receivers.describe(Endpoint(engine.url)).drafts for engine in engines}
+    (told,) = {link.engine_port.describe(Endpoint(engine.url)).drafts for engine in engines}
     assert told is False
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         gone = EngineInfo(f"http://127.0.0.1:{probe.getsockname()[1]}")
     with pytest.raises(WeightSyncError, match=r"weights\.connect.*unreachable"):
-        transport_for([EngineInfo(engines[0].url), gone], link.receivers, link.deadline_s)
+        transport_for([EngineInfo(engines[0].url), gone], link.engine_port, link.deadline_s)

@@ -24,7 +24,7 @@ from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.network import free_port
 from mslime.weights import checkpoint_engine
 from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
-from mslime.weights.transport import EveryRank, Link, Receivers, find_transport
+from mslime.weights.transport import CollectiveTransport, EnginePort, Link, find_transport
 from tests.fixtures.parameter_servers import Case, FakeParameterServer, Outcome, run_ranks
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link
@@ -118,13 +118,14 @@ def test_a_missing_package_is_named_on_all_ranks_with_the_extra(package: str) ->
 
 
 def link_of(ranks: int = 2, rank: int = 0) -> Link:
-    def answered(engine: EngineInfo) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_result(None)
+    def ask(engine: EngineInfo, request: object, hint: str) -> Future[wire.Answer]:
+        assert request == wire.CheckIpc()
+        done: Future[wire.Answer] = Future()
+        done.set_result(wire.Answer())
         return done
 
-    receivers = cast(Receivers, SimpleNamespace(can_take_handed=answered))
-    return Link("l", "gloo", 5, receivers, "g", rank, senders={0: "l"}, ranks=ranks)
+    engine_port = cast(EnginePort, SimpleNamespace(ask=ask))
+    return Link("l", "gloo", 5, engine_port, "g", rank, senders={0: "l"}, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_engines_that_cannot_be_handed_weights_are_refused(
 ) -> None:
     monkeypatch.setattr(checkpoint_engine, "_package", lambda: None)
     transport = find_transport("checkpoint_engine")(link_of(ranks))
-    assert isinstance(transport, EveryRank)
+    assert isinstance(transport, CollectiveTransport)
     transport.connect([engine])
     with pytest.raises(WeightSyncError, match=said) as caught:
         transport.offer()
@@ -279,7 +280,7 @@ def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
     ):  # fmt: skip
         engines[0].set_mode(mode)
         with pytest.raises(WeightSyncError, match=said) as caught:
-            link.receivers.can_take_handed(EngineInfo(engines[0].url)).result()
+            link.engine_port.ask(EngineInfo(engines[0].url), wire.CheckIpc(), checkpoint_engine._FOR_ENGINES).result()
         assert caught.value.value == engines[0].url and way_out in caught.value.way_out
 
 
@@ -292,12 +293,12 @@ def test_an_engine_is_given_all_addresses_and_what_it_replies_is_noted(
         asked.append(request)
         return wire.Loaded("loaded by recorded copies")
 
-    receivers: Any = link.receivers
-    monkeypatch.setattr(receivers, "_client", lambda engine: SimpleNamespace(ask=ask))
-    receivers.take_handed(EngineInfo("http://e"), {"GPU-a": "ipc://@a"}).result()
+    engine_port: Any = link.engine_port
+    monkeypatch.setattr(engine_port, "_client", lambda engine: SimpleNamespace(ask=ask))
+    engine_port.ask(EngineInfo("http://e"), wire.TakeIpc({"GPU-a": "ipc://@a"})).result()
     assert asked == [wire.TakeIpc({"GPU-a": "ipc://@a"})]
-    assert receivers.heard == {("http://e", "loaded by recorded copies")}
+    assert engine_port.heard == {("http://e", "loaded by recorded copies")}
 
 
 def test_a_link_knows_how_many_ranks_the_trainer_has() -> None:
-    assert replace(link_of(), ranks=8).ranks == 8 and Link("l", "gloo", 5, link_of().receivers).ranks == 1
+    assert replace(link_of(), ranks=8).ranks == 8 and Link("l", "gloo", 5, link_of().engine_port).ranks == 1

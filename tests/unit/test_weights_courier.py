@@ -20,6 +20,7 @@ from mslime.weights import contract, groups
 from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.senders import Senders
+from mslime.weights.transport import Transport
 from tests.fixtures.forked import forking, preload
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +43,7 @@ class LateTurns:
         self.passed_on.append(went_well)
 
 
-class Noting:
+class Noting(Transport):
     """A fake transport that notes what it is asked for, and fails to prepare one bucket."""
 
     def __init__(self, fails: int = -1) -> None:
@@ -61,10 +62,16 @@ class Noting:
     def wait(self) -> None:
         pass
 
+    def connect(self, engines: Any) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
 
 def courier_of(transport: Noting, turns: LateTurns) -> Courier:
     ends = time.monotonic() + 30
-    return Courier(cast(Any, transport), cast(Turns, turns), ends, 30, Seconds(), None)
+    return Courier(transport, cast(Turns, turns), ends, 30, Seconds(), None)
 
 
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:

@@ -21,12 +21,11 @@ from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
 from mslime.engine_plugin.delta import changed as changed_by
 from mslime.engine_plugin.delta import hold, put, read_delta, take_back
 from mslime.tensor_sums import word_sum
-from mslime.weights import differences
+from mslime.weights import delta as weights_delta
 from mslime.weights.contract import check_transport
-from mslime.weights.delta import DeltaTransport
-from mslime.weights.differences import find_changes
+from mslime.weights.delta import DeltaTransport, find_changes
 from mslime.weights.plan import Bucket, Entry
-from mslime.weights.transport import Link, MoveCounter, Moved, SyncObserver, find_transport, takes_turns
+from mslime.weights.transport import Link, Moved, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link, obedient
 
@@ -148,7 +147,6 @@ WHOLE = ["bucket_00000.safetensors", "bucket_00001.safetensors"]
 
 def test_changes_keep_the_contract_of_a_transport(engines: list[StandInEngine], carried: Link) -> None:
     make = find_transport("delta")
-    assert isinstance(make(carried), SyncObserver) and isinstance(make(carried), MoveCounter)
     infos = [EngineInfo(engine.url) for engine in engines]
     said = check_transport(make, carried, infos, lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
@@ -184,8 +182,7 @@ def test_what_was_prepared_for_a_sync_that_broke_off_is_not_sent_in_the_next(
 
 
 def test_only_files_may_arrive_in_any_order(carried: Link) -> None:
-    assert takes_turns(DeltaTransport(carried), engines=2) == (carried.directory is None)
-    assert not takes_turns(DeltaTransport(carried), engines=1)
+    assert DeltaTransport(carried).any_order == (carried.directory is not None)
 
 
 def test_more_changes_than_weights_go_as_a_whole_and_may_be_followed_by_changes(
@@ -249,17 +246,21 @@ def test_after_two_refusals_in_a_row_a_bucket_goes_as_a_whole_from_then_on(
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_changes_whose_sums_are_others_are_refused(
-    engines: list[StandInEngine], transport: DeltaTransport, caplog: pytest.LogCaptureFixture, wrong: int
+    engines: list[StandInEngine],
+    transport: DeltaTransport,
+    caplog: pytest.LogCaptureFixture,
+    wrong: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    weights, right, asked = new_weights(), transport._checksum, list[int]()
+    weights, right, asked = new_weights(), weights_delta.word_sum, list[int]()
     deliver(transport, 1, weights)
 
     def of_another(tensor: torch.Tensor) -> int:
         asked.append(len(asked) % 3)
         return right(tensor) + (asked[-1] == wrong)
 
-    transport._checksum = of_another
+    monkeypatch.setattr(weights_delta, "word_sum", of_another)
     deliver_changes(engines, transport, 2, weights)
     assert "damaged" in caplog.text if wrong < 2 else "is not what was to be sent" in caplog.text
     assert caplog.text.count("goes as a whole") == len(BUCKETS)
@@ -296,12 +297,12 @@ def test_changes_are_those_that_numpy_finds_of_any_bits_size_and_address(
     before, now = (torch.tensor(data.draw(draw), dtype=torch.int64).to(bits) for _ in range(2))
     flat = torch.cat([torch.zeros(start, dtype=bits), now])[start:].view(BITS[dtype][0])
     expected = np.flatnonzero(before.numpy().view(of_numpy) != now.numpy().view(of_numpy))
-    whole = differences._CHUNK
+    whole = weights_delta._CHUNK
     try:
-        differences._CHUNK = chunk
+        weights_delta._CHUNK = chunk
         count, found = find_changes(flat, before) if size else (0, None)
     finally:
-        differences._CHUNK = whole
+        weights_delta._CHUNK = whole
     assert count == len(expected)
     if size and count * (4 + flat.itemsize) <= size * flat.itemsize:
         assert found is not None and found.index.tolist() == expected.tolist()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.errors import WeightSyncError
-from mslime.weights import contract, exchange
+from mslime.weights import contract, groups
 from mslime.weights.buckets import gather
 from tests.fixtures.forked import forking, preload
 
@@ -52,23 +52,23 @@ def on_ranks(work: Callable[[int], Any], directory: Path) -> list[Any]:
 
 def exchanged(sizes: tuple[int, ...], rank: int) -> tuple[list[Any], int]:
     """What a rank hears when each says so many bytes, and how many collectives that took."""
-    collectives, gathered = list[int](), exchange._gathered
+    collectives, gathered = list[int](), groups._gathered
 
     def counted(mine: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
         collectives.append(size)
         return gathered(mine, size, group)
 
-    exchange._gathered = counted
+    groups._gathered = counted
     said = {"rank": rank, "words": bytes([rank + 1]) * sizes[rank], "nothing": None}
     group = dist.group.WORLD
     assert group is not None
-    return exchange.exchange(said, group), len(collectives)
+    return groups.exchange(said, group), len(collectives)
 
 
 def filling_up_to(size: int) -> int:
     """Bytes of words with which what a rank says takes so many in all."""
     frame = len(pickle.dumps({"rank": 1, "words": b"x" * 1000, "nothing": None}, pickle.HIGHEST_PROTOCOL)) - 1000
-    return size - exchange.LENGTH - frame
+    return size - groups.LENGTH_BYTES - frame
 
 
 @pytest.mark.parametrize(

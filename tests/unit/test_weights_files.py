@@ -26,14 +26,13 @@ from mslime.convert.hf import INDEX_NAME
 from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.engine_plugin.wire import Answer, ReadDirectory
-from mslime.weights import contract, shm
+from mslime.weights import contract, memory
 from mslime.weights.buckets import named_tensors
 from mslime.weights.contract import check_transport
-from mslime.weights.disk import DiskTransport
-from mslime.weights.handles import HandleTransport, handle_of
+from mslime.weights.files import DiskTransport
+from mslime.weights.memory import MemoryTransport, device_memory, handle_of
 from mslime.weights.plan import Bucket, Entry
-from mslime.weights.shm import ShmTransport
-from mslime.weights.transport import Link, SyncObserver, find_transport
+from mslime.weights.transport import Link, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link, obedient
 
@@ -49,7 +48,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     """A directory in /dev/shm that stands for all of it: other runs have theirs there."""
     place = Path("/dev/shm") / f"test-{os.getpid()}-{tmp_path.name}"
     place.mkdir()
-    monkeypatch.setattr(shm, "SHARED_MEMORY", place)
+    monkeypatch.setattr(memory, "SHARED_MEMORY", place)
     yield place
     assert not list(place.iterdir()), "something is left in shared memory"
     place.rmdir()
@@ -74,7 +73,6 @@ def test_buckets_in_files_keep_the_contract(
     name: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
     make = find_transport(name)
-    assert isinstance(make(link), SyncObserver)
     said = check_transport(make, link, infos(engines), lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
 
@@ -90,7 +88,7 @@ def mapped_by(engine: StandInEngine, place: Path) -> int:
 def test_shared_memory_is_private_and_has_a_name_only_until_all_engines_have_mapped_it(
     engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
-    transport = ShmTransport(link)
+    transport = MemoryTransport(link)
     transport.connect(infos(engines))
     transport.begin(1, BUCKETS)
     (directory,) = shared_memory.iterdir()
@@ -115,7 +113,7 @@ def shared_by_torch(process: int | str) -> int:
 def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each_sync(
     engines: list[StandInEngine], link: Link, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport, before = HandleTransport(link), shared_by_torch("self")
+    transport, before = device_memory(link), shared_by_torch("self")
     transport.connect(infos(engines))
     rooms, new_room = list[int](), transport.new_room
     monkeypatch.setattr(transport, "new_room", lambda path, size: (rooms.append(size), new_room(path, size))[1])
@@ -126,7 +124,7 @@ def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each
             transport.start(bucket, contract._filled(bucket, version)).wait()
             assert [shared_by_torch(engine.pid) for engine in engines] == [1, 1], "one mapping for all buckets"
             assert not list(shared_memory.iterdir()) and shared_by_torch("self") == before + 1, number
-            another = HandleTransport(replace(link, name="another", group="another", rank=1))
+            another = device_memory(replace(link, name="another", group="another", rank=1))
             another.connect(infos(engines))  # engines forget senders that are gone, which this one is not
             another.disconnect()
         transport.complete()
@@ -196,7 +194,7 @@ def test_cudas_handles_are_what_torch_itself_sends_but_for_the_number_of_the_dev
 def test_a_bucket_that_is_larger_than_those_before_gets_more_memory(
     engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
-    transport = ShmTransport(link)
+    transport = MemoryTransport(link)
     transport.connect(infos(engines))
     deliver(transport, 1, BUCKETS[1:2])
     deliver(transport, 2)
@@ -208,15 +206,15 @@ def test_a_bucket_that_is_larger_than_those_before_gets_more_memory(
 KILLED = """
 import sys, time
 from pathlib import Path
-from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.port import SGLangPort
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
-from mslime.weights import contract, shm
+from mslime.weights import contract, memory
 from mslime.weights.transport import Link
 
-shm.SHARED_MEMORY = Path(sys.argv[1])
-transport = shm.ShmTransport(Link("killed", "gloo", 5, SGLangReceivers(DeadlineConfig())))
+memory.SHARED_MEMORY = Path(sys.argv[1])
+transport = memory.MemoryTransport(Link("killed", "gloo", 5, SGLangPort(DeadlineConfig())))
 transport.connect([EngineInfo(sys.argv[2])])
 buckets = contract._buckets()
 transport.begin(1, buckets)
@@ -232,7 +230,7 @@ time.sleep(60)
 def test_what_a_killed_sender_left_is_removed_by_the_next_one_but_not_what_a_living_one_has(
     when: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
-    living = ShmTransport(replace(link, name="living"))
+    living = MemoryTransport(replace(link, name="living"))
     living.connect(infos(engines))
     living.begin(1, BUCKETS)
     command = [sys.executable, "-c", KILLED, str(shared_memory), engines[0].url, when]
@@ -242,7 +240,7 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one_but_not_what_a_liv
     killed.wait()
     assert len(list(shared_memory.iterdir())) == (2 if when == "before" else 1)
     assert mapped_by(engines[0], shared_memory) == (when == "after")
-    transport = ShmTransport(link)
+    transport = MemoryTransport(link)
     transport.connect(infos(engines))
     assert len(list(shared_memory.iterdir())) == 2, "the living one's and its own"
     assert mapped_by(engines[0], shared_memory) == 0, "an engine forgets it too"
@@ -258,7 +256,7 @@ def test_too_little_shared_memory_is_an_error_before_anything_is_sent(
 ) -> None:
     entry = Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
     bucket = Bucket(0, 0, 0, (0,), "float32", (), (entry,), (entry,), in_order=True)
-    transport = ShmTransport(link)
+    transport = MemoryTransport(link)
     transport.connect(infos(engines))
     with pytest.raises(WeightSyncError, match=r"weights\.transport = 'shm'.*4,294,967,296\.0 MiB.* free") as caught:
         transport.begin(1, [bucket])
@@ -423,9 +421,9 @@ def test_a_buffer_that_was_read_into_can_be_given_back(kind: Any, shared_memory:
 # ------------------------------------------------------------------------------------------------------- engines
 
 
-@pytest.mark.parametrize("make", [ShmTransport, DiskTransport])
+@pytest.mark.parametrize("make", [MemoryTransport, DiskTransport])
 def test_a_server_without_the_plug_in_is_refused_when_it_is_met(
-    make: type[ShmTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
+    make: type[MemoryTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
     engines[1].set_mode("no plug-in")
     transport = make(link)
@@ -435,9 +433,9 @@ def test_a_server_without_the_plug_in_is_refused_when_it_is_met(
     transport.disconnect()
 
 
-@pytest.mark.parametrize("make", [ShmTransport, DiskTransport])
+@pytest.mark.parametrize("make", [MemoryTransport, DiskTransport])
 def test_an_engine_on_another_machine_is_refused_when_it_is_met(
-    make: type[ShmTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
+    make: type[MemoryTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
     class Elsewhere(make):  # type: ignore[misc, valid-type]
         def open_directory(self) -> Path:

@@ -17,7 +17,7 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.engine_plugin import rdma
+from mslime.engine_plugin import rdma, wire
 from mslime.engine_plugin.bucket_files import Files, read_memory
 from mslime.engine_plugin.engine_ranks import RankGroup
 from mslime.engine_plugin.rdma import RdmaReader
@@ -26,7 +26,7 @@ from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract, mooncake
 from mslime.weights.contract import check_transport
 from mslime.weights.mooncake import MooncakeTransport
-from mslime.weights.transport import Link, SyncObserver, find_transport
+from mslime.weights.transport import Link
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, link, obedient
 
@@ -40,12 +40,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def over_tcp(link: Link) -> MooncakeTransport:
-    return MooncakeTransport(replace(link, mooncake_over="tcp"))
+    return MooncakeTransport(replace(link, settings={"mooncake_over": "tcp"}))
 
 
 @with_package
 def test_buckets_in_a_senders_memory_keep_the_contract(engines: list[StandInEngine], link: Link) -> None:
-    assert isinstance(find_transport("mooncake")(link), SyncObserver)
     infos = [EngineInfo(engine.url) for engine in engines]
     said = check_transport(over_tcp, link, infos, lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
@@ -81,9 +80,9 @@ def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEn
         transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
     place = first._place
     first.disconnect()
-    late = link.receivers.announce_file(BUCKETS[0], "remote", place)
+    late = wire.update_request([BUCKETS[0]], load=wire.FromFile("remote", place))
     with pytest.raises(WeightSyncError, match="cannot read .* bytes"):
-        link.receivers.receive(infos[0], late).result()
+        link.engine_port.load(infos[0], late).result()
     second.start(BUCKETS[1], contract._filled(BUCKETS[1], 1)).wait()
     second.disconnect()
 

@@ -15,13 +15,14 @@ from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
 from mslime.config.slices import HostSlices, Slice
+from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import Answer, JoinRelayGroup, RelaySync, decode
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
-from mslime.weights.transport import Link, OrderKeeper, PartTaker, SyncObserver, find_transport
+from mslime.weights.transport import Link, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, late_link, link, obedient, patient_link
 
@@ -62,8 +63,6 @@ def deliver_anew(link: Link, engines: list[StandInEngine], version: int) -> None
 
 
 def test_a_relay_keeps_the_contract(engines: list[StandInEngine], link: Link) -> None:
-    made = find_transport("relay")(link)
-    assert isinstance(made, SyncObserver) and isinstance(made, OrderKeeper)
     said = check_transport(find_transport("relay"), link, infos(engines), lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
 
@@ -72,13 +71,13 @@ def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
     engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    announce = link.receivers.announce_relay
+    encoded = wire.update_request
 
-    def counting(sync: str, lanes: Any, plan: str, buckets: Any, senders: Any, cuts: str) -> bytes:
+    def counting(buckets: Any, group: str = "", load: Any = None) -> bytes:
         told.append(len(buckets))
-        return announce(sync, lanes, plan, buckets, senders, cuts)
+        return encoded(buckets, group, load)
 
-    monkeypatch.setattr(link.receivers, "announce_relay", counting)
+    monkeypatch.setattr(wire, "update_request", counting)
     transport = connected(link, engines)
     for version in (1, 2):
         send(transport, version)
@@ -203,11 +202,9 @@ def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: 
     monkeypatch.setattr(EngineClient, "join_group", join_group)
     monkeypatch.setattr(EngineClient, "ask", ask)
     engine = EngineInfo("http://127.0.0.1:9")
-    for lane, machine in ((None, None), (3, None), (3, 1)):
-        link.receivers.join(
-            engine, host="h", port=5, rank=2, world_size=4, name="n", backend="gloo", lane=lane, machine=machine
-        ).result()
     lanes = [JoinRelayGroup(3, "n", "h", 5, 2, 4, "gloo", machine) for machine in (None, 1)]
+    for request in (wire.JoinGroup("n", "h", 5, 2, 4, "gloo"), *lanes):
+        link.engine_port.ask(engine, request).result()
     assert asked == [("h", 5, 2, 4, "n", "gloo"), *lanes]
 
 
@@ -215,8 +212,8 @@ def test_every_bucket_is_announced_with_the_lane_of_its_sender_and_its_tensors(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    receivers: Any = link.receivers
-    monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(asked.append(json.loads(said))))
+    engine_port: Any = link.engine_port
+    monkeypatch.setattr(engine_port, "load", lambda engine, said: done(asked.append(json.loads(said))))
     transport = RelayTransport(replace(link, rank=4, senders={0: "job-rank0", 4: "job-rank4"}))
     monkeypatch.setattr(transport, "_engines", (EngineInfo("http://127.0.0.1:8"),))
     buckets = [replace(bucket, sender=sender) for bucket, sender in zip(BUCKETS, (4, 0, 0), strict=True)]
@@ -252,14 +249,14 @@ PARTS = replace(BUCKETS[0], index=3, sender=4, members=(4, 0), in_order=True)
 def test_members_send_their_parts_where_all_have_a_lane_and_engines_have_one_rank(
     bucket: Bucket, ranks: tuple[int, ...], in_parts: bool, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, sent, receivers = list[dict[str, Any]](), list[int](), cast(Any, link.receivers)
-    monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(asked.append(json.loads(said))))
+    asked, sent, engine_port = list[dict[str, Any]](), list[int](), cast(Any, link.engine_port)
+    monkeypatch.setattr(engine_port, "load", lambda engine, said: done(asked.append(json.loads(said))))
     monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: sent.append(len(parcels[0][0])) or "")
     transport = RelayTransport(replace(link, rank=4, senders={0: "job-rank0", 4: "job-rank4"}))
     infos = tuple(EngineInfo(f"http://127.0.0.1:{port}", count) for port, count in enumerate(ranks))
     monkeypatch.setattr(transport, "_engines", infos)
     monkeypatch.setattr(transport, "_group", "a group")
-    assert isinstance(transport, PartTaker) and transport.comes_in_parts(bucket) == in_parts
+    assert transport.comes_in_parts(bucket) == in_parts
     transport.begin(1, [bucket])
     order = decode(asked[0]["load_format"])
     assert isinstance(order, RelaySync) and order.senders == (((1, 0) if in_parts else (1,)),)
@@ -268,7 +265,7 @@ def test_members_send_their_parts_where_all_have_a_lane_and_engines_have_one_ran
 
 
 class TwoMachines:
-    """Fake receivers: engines over two machines, which say what a test lets them say, and a record of what is sent."""
+    """Fake engines over two machines, which reply what a test lets them reply, and a record of what is sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
         self.says: dict[str, HostSlices | None] = {}
@@ -276,20 +273,26 @@ class TwoMachines:
         self.left: list[str] = []
         self.sent: list[list[tuple[str, torch.Tensor]]] = []
         self.infos = [EngineInfo(f"http://127.0.0.1:{port}", 4, machines=2) for port in (8, 9)]
-        receivers: Any = link.receivers
-        monkeypatch.setattr(receivers, "can_relay", lambda engine: done(None))
-        monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(self.says.get(engine.url)))
-        monkeypatch.setattr(receivers, "leave", lambda engine, name: done(self.left.append(name)))
-        announce = receivers.announce_relay
-        monkeypatch.setattr(
-            receivers, "announce_relay", lambda *said: (self.named.append(said[-1]), announce(*said))[1]
-        )
+        monkeypatch.setattr(link.engine_port, "ask", self.ask)
+        monkeypatch.setattr(link.engine_port, "load", self.load)
         monkeypatch.setattr(weights_relay, "meet", self.meet)
         monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: self.note(parcels))
         monkeypatch.setattr(weights_relay.dist, "destroy_process_group", lambda group: None)
 
-    def meet(self, link: Link, engines: Any, joining: list[int], lane: int, machine: int | None = None) -> Any:
-        assert joining == [2 if machine is None else 1] * 2 and lane == 0
+    def ask(self, engine: EngineInfo, request: Any, hint: str = "") -> Future[wire.Answer]:
+        if isinstance(request, wire.LeaveGroup):
+            self.left.append(request.name)
+        return done(wire.Answer())
+
+    def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
+        sync = decode(json.loads(update)["load_format"])
+        assert isinstance(sync, RelaySync)
+        if engine == self.infos[0]:
+            self.named.append(sync.cuts)
+        return done(wire.Loaded("loaded", self.says.get(engine.url)))
+
+    def meet(self, link: Link, engines: Any, joining: list[int], sender: int, machine: int | None = None) -> Any:
+        assert joining == [2 if machine is None else 1] * 2 and sender == 0
         return ("all" if machine is None else f"machine {machine}"), None
 
     def note(self, parcels: list[tuple[torch.Tensor, str]]) -> str:

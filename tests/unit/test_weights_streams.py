@@ -27,6 +27,7 @@ import torch.distributed as dist
 from mslime.weights.courier import Courier, Seconds
 from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
+from mslime.weights.transport import Transport
 
 STUCK_S = 10.0
 """After which something that has not come counts as stuck."""
@@ -264,7 +265,7 @@ def test_all_that_a_transport_does_is_on_the_couriers_stream() -> None:
     """Also what it sends in the place of a bucket that could not be filled."""
     on, own, fill = list[tuple[str, FakeStream]](), FakeStream(), FakeStream()
 
-    class FakeTransport:
+    class FakeTransport(Transport):
         def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
             on.append(("prepare", HERE.stream))
 
@@ -278,7 +279,11 @@ def test_all_that_a_transport_does_is_on_the_couriers_stream() -> None:
         def skip(self, bucket: Bucket) -> None:
             on.append(("skip", HERE.stream))
 
-    courier = Courier(cast(Any, FakeTransport()), None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
+        def connect(self, engines: Any) -> None: ...
+
+        def disconnect(self) -> None: ...
+
+    courier = Courier(FakeTransport(), None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
     bucket: Any = SimpleNamespace(index=0, describe=lambda: "bucket 0")
     with fake_current(fill):
         courier.put(bucket, cast(Any, FakeFlat(own, FakeCollective(1))))

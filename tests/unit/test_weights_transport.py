@@ -12,26 +12,28 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast, get_args
 
 import psutil
 import pytest
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.config.choices import AUTO, TRANSPORT_NAMES
+from mslime.backends.sglang.port import SGLangPort
 from mslime.config.errors import CheckpointError, ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
+from mslime.config.transports import TRAITS, DeltaOver
+from mslime.config.weights import WeightsConfig
 from mslime.convert.hf import ShardWriter
+from mslime.engine_plugin import wire
 from mslime.network import ephemeral_ports
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
 from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import TRANSPORTS, Link, MakeTransport, find_transport
+from mslime.weights.transport import Carrier, Link, MakeTransport, find_transport, make_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
@@ -47,24 +49,24 @@ def filled(bucket: Bucket) -> torch.Tensor:
     return convert(bucket, [pack(bucket, local_params(TABLE, LAYOUTS["one rank"], 0, WHOLE), 0)], TABLE)
 
 
-def receivers_within(deadline_s: float) -> SGLangReceivers:
+def port_within(deadline_s: float) -> SGLangPort:
     limits = {"weight_sync_s": deadline_s, "engine_control_s": deadline_s}
-    OPENED.append(SGLangReceivers(DeadlineConfig.model_validate(limits)))
+    OPENED.append(SGLangPort(DeadlineConfig.model_validate(limits)))
     return OPENED[-1]
 
 
-OPENED: list[SGLangReceivers] = []
+OPENED: list[SGLangPort] = []
 
 
 @pytest.fixture(autouse=True)
-def close_receivers() -> Iterator[None]:
+def close_ports() -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
 
 
 def transport_within(deadline_s: float, name: str) -> BroadcastTransport:
-    return BroadcastTransport(Link(name, "gloo", deadline_s, receivers_within(deadline_s)))
+    return BroadcastTransport(Link(name, "gloo", deadline_s, port_within(deadline_s)))
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +154,11 @@ def test_an_engine_that_dies_in_the_middle_is_named() -> None:
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 4}])
 def test_an_engine_with_several_stages_or_replicas_is_refused(sizes: dict[str, int]) -> None:
     with answering({"tp_size": 2, "ep_size": 2, "pp_size": 1, "dp_size": 1, **sizes}) as (url, _):
-        receivers = receivers_within(5)
+        engine_port = port_within(5)
         (name, size), *_ = sizes.items()
         with pytest.raises(WeightSyncError, match=f"{name} = {size}"):
-            receivers.describe(Endpoint(url))
-        receivers.close()
+            engine_port.describe(Endpoint(url))
+        engine_port.close()
 
 
 @contextmanager
@@ -191,25 +193,25 @@ def answering(answer: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str
 
 def test_all_requests_of_a_sender_share_a_connection_and_carry_the_key_that_each_path_needs() -> None:
     with answering({"success": True}) as (url, asked):
-        receivers, keys = receivers_within(5), EngineKeys("the-api", "the-admin")
+        engine_port, keys = port_within(5), EngineKeys("the-api", "the-admin")
         bucket: Any = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[2]])
-        announced = receivers.announce(bucket, "group")
+        update = wire.update_request([bucket], "group")
         for _ in range(3):
-            receivers.receive(EngineInfo(url, keys=keys), announced).result()
+            engine_port.load(EngineInfo(url, keys=keys), update).result()
         with pytest.raises(WeightSyncError, match="does not describe itself"):
-            receivers.describe(Endpoint(url, keys))
-        receivers.close()
+            engine_port.describe(Endpoint(url, keys))
+        engine_port.close()
     assert len({port for _, _, port in asked}) == 1, asked
     assert {key for _, key, _ in asked[:3]} == {"Bearer the-admin"} and asked[3][1] == "Bearer the-api"
 
 
 def test_connections_are_opened_again_after_they_were_closed() -> None:
     with answering({"success": True}) as (url, asked):
-        receivers = receivers_within(5)
+        engine_port = port_within(5)
         for _ in range(2):
-            receivers.leave(EngineInfo(url), "group").result()
-            receivers.close()
-            receivers.close()
+            engine_port.ask(EngineInfo(url), wire.LeaveGroup("group")).result()
+            engine_port.close()
+            engine_port.close()
     assert len({port for _, _, port in asked}) == 2, asked
 
 
@@ -233,7 +235,7 @@ def test_requests_name_an_engine_that_cannot_be_reached() -> None:
         probe.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(WeightSyncError, match=rf"(?s)weights\.connect.*{closed}.*unreachable"):
-        receivers_within(5).describe(Endpoint(closed))
+        port_within(5).describe(Endpoint(closed))
 
 
 def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ def test_a_carried_tensor_that_cannot_be_written_fails_the_export_on_every_rank(
 
 
 def link_within(deadline_s: float, name: str) -> Link:
-    return Link(name, "gloo", deadline_s, receivers_within(deadline_s))
+    return Link(name, "gloo", deadline_s, port_within(deadline_s))
 
 
 def check(engines: list[StandInEngine], make: MakeTransport, name: str) -> list[str]:
@@ -320,7 +322,7 @@ def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine]
 
 
 def test_every_transport_that_the_settings_offer_is_there() -> None:
-    assert set(TRANSPORT_NAMES) == {AUTO, *TRANSPORTS}
+    assert all(callable(find_transport(name)) for name in TRAITS)
     assert find_transport("broadcast") is BroadcastTransport
 
 
@@ -336,3 +338,16 @@ def test_every_transport_that_the_settings_offer_is_there() -> None:
 def test_a_transport_that_cannot_be_made_is_refused_by_name(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)weights\.transport.*{says}"):
         find_transport(spec)
+
+
+def test_what_is_no_transport_is_refused_before_it_meets_an_engine() -> None:
+    with pytest.raises(WeightSyncError, match="not a Transport") as caught:
+        make_transport("tests.unit.user_transport:of_a_plain_class", cast(Any, None))
+    assert caught.value.field == "weights.transport"
+
+
+def test_the_table_of_transports_names_settings_and_carriers_that_are_there() -> None:
+    assert {name for traits in TRAITS.values() for name in traits.settings} <= set(WeightsConfig.model_fields)
+    for name in get_args(DeltaOver):
+        made: Any = find_transport(name)
+        assert issubclass(made, Carrier) and not TRAITS[name].sends_changes

@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.data import DataConfig
 from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig
+from mslime.config.plugins import found, load
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.atropos.play import AtroposRollouts
 from mslime.rollout.environments.pool import (
     EnvironmentFailedError,
     EnvironmentLostError,
@@ -144,15 +143,15 @@ class EnvironmentRollout:
 
 
 def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
-    """The function of `rollout.function`; those of environments have to be closed. Their processes, and the server that
-    Atropos' environments ask, start with the first episode.
+    """The function of `rollout.function`. Those of environments and hosted ones have to be closed: their processes and
+    servers start with the first episode.
 
     Raises:
         ConfigError: it cannot be found, takes other arguments, or is not async.
     """
     rollout, limits = config.rollout, config.rollout.environment_limits
-    if rollout.function == ATROPOS:
-        return AtroposRollouts(config)
+    if rollout.function in found("mslime.environments"):
+        return load("mslime.environments", rollout.function, "rollout.function")(config)
     if rollout.environment is None:
         return load_workflow(rollout.function)
     job = EnvironmentJob(rollout.environment, rollout.environment_options, limits.call_s, limits.memory_mib)

@@ -55,7 +55,7 @@ from mslime.logs import phase
 from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
-from mslime.weights.transport import Receivers
+from mslime.weights.transport import EnginePort
 
 _log = logging.getLogger(__name__)
 
@@ -254,13 +254,13 @@ class MegatronTrainer(TrainedModel):
         return iter(self._factors)
 
     def weight_sender(
-        self, receivers: Receivers | None = None, on_bucket: Callable[[int, int], None] | None = None, *,
+        self, engine_port: EnginePort | None = None, on_bucket: Callable[[int, int], None] | None = None, *,
         stacked: bool = True,
     ) -> WeightSender:  # fmt: skip
         """This rank's part in weight syncs and Hugging Face exports; call it once.
 
         Args:
-            receivers: the engines; None where weights are only exported.
+            engine_port: the engines; None where weights are only exported.
             on_bucket: called on senders with (buckets filled, buckets that it sends).
             stacked: `write_adapter` writes one tensor for all experts of a layer, which SGLang loads many times
                 faster; else peft's format, which others read, too.
@@ -276,14 +276,14 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
-            mooncake_over=spec.weights.mooncake_over,
+            settings=spec.weights.own_settings,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = self.base.groups or make_groups(senders, backend, spec.deadlines.weight_sync_s)
         self.base.groups = groups
         whole = replace(options, encoded=self._encoded())
         sender = WeightSender(
-            rules, groups, self.named_local_params, whole, receivers, on_bucket, values=self._as_served
+            rules, groups, self.named_local_params, whole, engine_port, on_bucket, values=self._as_served
         )
         self._export = sender.export
         if (adapters := self.adapters) is not None:
@@ -297,7 +297,7 @@ class MegatronTrainer(TrainedModel):
             finish = partial(write_adapter, served_adapters)
             served = replace(options, export_dtype=None)
             self.adapter_sender = WeightSender(
-                served_adapters.table, groups, self.named_factors, served, receivers, finish=finish
+                served_adapters.table, groups, self.named_factors, served, engine_port, finish=finish
             )
         return sender
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mslime.config.schema import RunConfig
-from mslime.rollout.atropos.pushed import RefusedError
+from mslime_plugins.atropos.pushed import RefusedError
 
 LEAST_WEIGHT = 0.01
 """Of an environment in the share of requests, as in Atropos."""

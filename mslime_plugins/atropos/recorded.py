@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.rollout.atropos.matching import shared_length
 from mslime.rollout.chat.forest import Turn, tools_key
 from mslime.rollout.chat.messages import Message
 from mslime.rollout.server.requests import Request
 from mslime.rollout.server.sessions import Session
+from mslime_plugins.atropos.matching import shared_length
 
 log = logging.getLogger(__name__)
 _EVERY_S = 5.0

@@ -20,11 +20,11 @@ from pydantic import SecretStr
 
 from mslime.config.keys import read_secret
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.environments.elsewhere import asked_of, episode_of, is_number
 from mslime.rollout.server.app import body_of, listen, own_clients
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime.web_server import Listening, admitted, same_key, serve
+from mslime_plugins.environments.elsewhere import asked_of, episode_of, is_number
 
 NAME = "mslime_rollout"
 """In a request's metadata: what the relay calls the rollout."""

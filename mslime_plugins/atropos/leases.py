@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mslime.rollout.atropos.matching import Recognised
 from mslime.rollout.workflow import AbsentError
+from mslime_plugins.atropos.matching import Recognised
 
 
 @dataclass(frozen=True)

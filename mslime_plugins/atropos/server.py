@@ -21,17 +21,17 @@ from aiohttp.http_exceptions import HttpProcessingError
 from mslime import network
 from mslime.config.atropos import AtroposConfig
 from mslime.config.errors import ConfigError
-from mslime.rollout.atropos.native import PATH, generate_dialect
-from mslime.rollout.atropos.pushed import RefusedError
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.server.app import Patience, body_of, deliver, listen, own_clients, refusal
 from mslime.rollout.server.completions import Completions
 from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect
 from mslime.web_server import Listening, admitted, serve
+from mslime_plugins.atropos.native import PATH, generate_dialect
+from mslime_plugins.atropos.pushed import RefusedError
 
 if TYPE_CHECKING:
-    from mslime.rollout.atropos.play import AtroposRollouts
+    from mslime_plugins.atropos.play import AtroposRollouts
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

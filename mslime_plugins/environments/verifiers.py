@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mslime.rollout.environments.elsewhere import asked_of, episode_of
 from mslime.rollout.workflow import Engine, Episode, Task
+from mslime_plugins.environments.elsewhere import asked_of, episode_of
 
 
 class Verifiers:

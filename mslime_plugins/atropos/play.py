@@ -16,18 +16,19 @@ from typing import Any, cast
 
 from mslime.config.atropos import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.atropos.environments import Registered, Registry
-from mslime.rollout.atropos.leases import HandedIn, Leases
-from mslime.rollout.atropos.matching import Recognised, recognise
-from mslime.rollout.atropos.pushed import Pushed, RefusedError, read_group
-from mslime.rollout.atropos.recorded import Conversation, Recorded
-from mslime.rollout.atropos.server import AtroposServer
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.guests import Guests
+from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.server.requests import Request
 from mslime.rollout.server.sessions import Session
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
+from mslime_plugins.atropos.environments import Registered, Registry
+from mslime_plugins.atropos.leases import HandedIn, Leases
+from mslime_plugins.atropos.matching import Recognised, recognise
+from mslime_plugins.atropos.pushed import COUNTED, Pushed, RefusedError, read_group
+from mslime_plugins.atropos.recorded import Conversation, Recorded
+from mslime_plugins.atropos.server import AtroposServer
 
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000
@@ -36,7 +37,7 @@ LEFT_TO_TELL = 200
 """Lines about groups that are not trained."""
 
 
-class AtroposRollouts:
+class AtroposRollouts(HostedRollouts):
     """The rollout function of a run whose rollouts are those of Atropos' environments, and the two servers that they
     ask. It listens from the first call on.
 
@@ -44,6 +45,8 @@ class AtroposRollouts:
         registry: the environments.
         latest: the newest group as it was handed in.
     """
+
+    counted = tuple(f"atropos/{name}" for name in COUNTED)
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._settings = config, config.rollout.atropos

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.data.sample import Sample
-from mslime.rollout.atropos.pushed import PushedSequence, RefusedError
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.growing import TakenTurn
+from mslime_plugins.atropos.pushed import PushedSequence, RefusedError
 
 WHITE = 16
 """Special tokens and white space in a row that a chat template may have written, and an environment counts as said."""

@@ -1,0 +1,175 @@
+"""SGLang servers as a trainer rank sees them: what receives its weights. Blocking calls, and futures of calls.
+
+A rank's own work is synchronous, and SGLang answers a request about weights only when they have arrived, which takes a
+broadcast by the rank that waits for the answer. So requests run on an event loop in a thread, by the one client that
+everything else here uses, over connections that are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mslime.backends.sglang.client import EngineClient, NoPlugIn
+from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
+from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.schema import DeadlineConfig
+from mslime.engine_plugin import wire
+from mslime.engine_plugin.wire import OWN_LOADER, RECORDED
+
+_T = TypeVar("_T")
+CLOSE_SECONDS = 10.0
+NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
+WITHOUT_PLUG_IN = "the server was started without mslime's plug-in"
+USE_PLUG_IN = (
+    "set weights.transport: broadcast, or start the server with mslime/engine_plugin/path_entry on its PYTHONPATH"
+)
+_PHASES: dict[type[wire.Request | wire.OwnRequest], str] = {
+    wire.TakeIpc: "send", wire.ForgetDirectory: "disconnect", wire.LeaveGroup: "disconnect",
+}  # fmt: skip
+"""Of requests that do not come before the first bucket."""
+_log = logging.getLogger(__name__)
+
+
+class SGLangPort:
+    """Engines that receive weights: `weights.transport.EnginePort`. For one rank; any of its threads may call.
+
+    Args:
+        deadlines: `weight_sync_s` is that of each call about weights, `engine_control_s` that of `describe`.
+
+    Attributes:
+        heard: (URL, what the engine said of a bucket that it loaded), each once.
+    """
+
+    def __init__(self, deadlines: DeadlineConfig) -> None:
+        self._deadlines = deadlines
+        self._clients: dict[str, EngineClient] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.heard: set[tuple[str, str]] = set()
+
+    def describe(self, engine: Endpoint) -> EngineInfo:
+        """Ask a running server for the number of processes that receive weights.
+
+        Raises:
+            WeightSyncError: it cannot be reached, or it runs pipeline- or data-parallel replicas, whose ranks SGLang
+                0.5.23 does not count in a weight-update group.
+        """
+        client = self._client(engine)
+        info = self._submit(client.server_info(), "connect", engine.url).result()
+        try:
+            sizes = {name: int(info[name]) for name in ("tp_size", "pp_size", "dp_size")}
+            machines = int(info.get("nnodes", 1))
+        except MALFORMED as error:
+            raise sync_error("connect", engine.url, f"the engine does not describe itself: {error!r}") from error
+        for name in ("pp_size", "dp_size"):
+            if sizes[name] != 1:
+                raise sync_error(
+                    "connect", engine.url,
+                    f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
+                    "start more engines instead",
+                )  # fmt: skip
+        drafts = info.get("speculative_algorithm") is not None
+        return EngineInfo(engine.url, sizes["tp_size"], engine.keys, machines, drafts)
+
+    def ask(
+        self, engine: EngineInfo, request: wire.Request | wire.OwnRequest, hint: str = ""
+    ) -> Future[wire.Answer | wire.Loaded]:
+        """See `EnginePort`. Raises WeightSyncError with the plug-in's own words if it cannot do what it is asked."""
+
+        async def asked() -> wire.Answer | wire.Loaded:
+            client = self._client(engine.endpoint)
+            match request:
+                case wire.JoinGroup() as r:
+                    await client.join_group(r.host, r.port, r.rank, r.world_size, r.name, r.backend)
+                    return wire.Answer()
+                case wire.LeaveGroup():
+                    await client.leave_group(request.name)
+                    return wire.Answer()
+                case _:
+                    kind = wire.Loaded if isinstance(request, wire.TakeIpc) else wire.Answer
+            try:
+                reply = await client.ask(request, kind)
+            except NoPlugIn as error:
+                raise sync_error("transport", engine.url, WITHOUT_PLUG_IN, USE_PLUG_IN) from error
+            if isinstance(reply, wire.Loaded):
+                self._note(engine, reply.how)
+            elif reply.why_not:
+                raise sync_error("transport", engine.url, reply.why_not, hint)
+            return reply
+
+        return self._submit(asked(), _PHASES.get(type(request), "connect"), engine.url)
+
+    def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
+        """See `EnginePort`. How it was loaded is logged once for each engine and answer."""
+
+        async def loaded() -> wire.Loaded:
+            client = self._client(engine.endpoint)
+            try:
+                message = await client.receive_bucket(update)
+            except EngineError as error:
+                if wire.REFUSED not in error.rule:
+                    raise
+                raise ChangesRefused("weights.send", engine.url, error.rule, "send the whole bucket") from error
+            with client.reading("what it loaded"):
+                found = wire.decode(message)
+            reply = found if isinstance(found, wire.Loaded) else wire.Loaded(message)
+            self._note(engine, reply.how)
+            return reply
+
+        return self._submit(loaded(), "send", engine.url)
+
+    def _note(self, engine: EngineInfo, said: str) -> None:
+        """What an engine says of how it loaded."""
+        if (engine.url, said) not in self.heard:
+            self.heard.add((engine.url, said))
+            _log.info(
+                "%s: a bucket was %s", engine.url, said if said.startswith((RECORDED, OWN_LOADER)) else NO_PLUG_IN
+            )
+
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        loop, self._loop = self._loop, None
+        clients, self._clients = self._clients, {}
+        if loop is None:
+            return
+
+        async def close_all() -> None:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()  # of an engine that no longer answers
+            for client in clients.values():
+                await client.close()
+
+        asyncio.run_coroutine_threadsafe(close_all(), loop).result(CLOSE_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+
+    def _client(self, engine: Endpoint) -> EngineClient:
+        if engine.url not in self._clients:
+            self._clients[engine.url] = EngineClient(engine.url, engine.url, self._deadlines, keys=engine.keys)
+        return self._clients[engine.url]
+
+    def _submit(self, call: Coroutine[Any, Any, _T], phase: str, where: str) -> Future[_T]:
+        async def named() -> _T:
+            try:
+                return await call
+            except WeightSyncError:
+                raise
+            except EngineError as error:
+                raise sync_error(phase, where, f"{error.value}: {error.rule}") from error
+
+        return asyncio.run_coroutine_threadsafe(named(), self._running())
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # A daemon: an abandoned wait must not keep the process from ending.
+            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="weight requests").start()
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

@@ -1,0 +1,242 @@
+"""The transports `shm` and `handles`: one host. A sender's buckets go one after the other through shared memory.
+
+`shm` is memory of the host: a file in /dev/shm, as large as the sender's largest bucket, kept for the next sync.
+`handles` is memory of the device that the weights are on, and engines are given torch's handles of it. On GPUs these
+are CUDA's (IPC), so no byte goes through the host: an engine on the same GPU copies within it, one on another over
+NVLink. On CPUs they are handles of shared memory, by the same calls. That memory is given back at the end of each sync,
+for engines that share the trainer's GPUs.
+
+A file, or the handles, one for each rank that opens it, lie in a directory that only this user can enter, under a name
+that nobody can guess, and only until all engines have opened it. From then on it is memory that goes with the processes
+which have it, however they end. What a sender leaves that is killed before that, the next one on this machine removes:
+a living sender holds a lock on its directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mslime.config.errors import WeightSyncError
+from mslime.config.handles import HandleFields, write_handle
+from mslime.config.keys import EngineInfo
+from mslime.engine_plugin import wire
+from mslime.weights.files import HINT, FileTransport
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import Link
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "mslime-weights-"
+
+
+@dataclass
+class Room:
+    """Memory that engines open.
+
+    Attributes:
+        flat: [bytes] uint8.
+        path: of the file, as engines know it; they go on using it when the name is gone.
+        file: open, and locked, as long as it is used.
+    """
+
+    flat: torch.Tensor
+    path: Path
+    file: int
+
+
+class MemoryTransport(FileTransport):
+    """Memory of one sender.
+
+    Args:
+        on_device: on the device of the weights, and given back after each sync (`handles`).
+    """
+
+    def __init__(self, link: Link, on_device: bool = False) -> None:
+        super().__init__(link)
+        self.kind = "handle" if on_device else "mapped"
+        self._on_device, self._largest, self._device = on_device, 0, torch.device("cpu")
+        self._directory: Path | None = None
+        self._lock = -1
+        self._room: Room | None = None
+
+    def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
+        """A new private directory in /dev/shm."""
+        return wire.ReadDirectory(self.open_directory()), HINT
+
+    def open_directory(self) -> Path:
+        """Make the directory, and remove those of senders that are gone. Raises WeightSyncError."""
+        try:
+            remove_left_over()
+            self._directory, self._lock = private_directory()
+        except OSError as error:
+            raise self._unusable(f"{SHARED_MEMORY} cannot be written to: {error}") from error
+        return self._directory
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Make room for the largest of this sender's buckets; on a device the first of them does it, which says on
+        which. Raises WeightSyncError where there is none."""
+        self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
+        if self._largest and not self._on_device:
+            self._make_room(self._largest)
+
+    def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
+        """Copy `flat` into the memory; returns when that is done, also on a GPU."""
+        if self._on_device:
+            self._device = flat.device
+        room = self._make_room(max(self._largest, bucket.hf_bytes))
+        room.flat[: bucket.hf_bytes].copy_(flat.view(torch.uint8))
+        if room.flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+        return room.path
+
+    def arrived(self) -> None:
+        """All engines have opened the memory: it needs no name any more."""
+        self._remove_names()
+
+    def complete(self) -> None:
+        """Give memory of a device back: engines that share this GPU need it now."""
+        if self._on_device:
+            self._give_back_room()
+
+    def disconnect(self) -> None:
+        """Let engines close the memory. One that no longer answers is left alone."""
+        self._remove_names()
+        self._give_back_room()
+
+    def _make_room(self, size: int) -> Room:
+        """What there is, or new memory where that is too small. Raises WeightSyncError."""
+        if self._room is None or self._room.flat.numel() < size:
+            self._give_back_room()
+            directory = self._directory or self.open_directory()
+            self._room = self.new_room(directory / secrets.token_hex(16), size)
+        return self._room
+
+    def new_room(self, path: Path, size: int) -> Room:
+        """Memory of so many bytes that engines open by this path. Raises WeightSyncError where there is none."""
+        try:
+            if self._on_device:
+                return handle_room(path, size, self._device, sum(engine.ranks for engine in self.engines))
+            return mapped_room(path, size)
+        except (OSError, RuntimeError) as error:
+            if self._on_device:
+                raise self._unusable(f"memory on {self._device} cannot be shared: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise self._unusable(
+                f"{SHARED_MEMORY} has no room for a bucket of {size / 2**20:,.1f} MiB: {why}"
+            ) from error
+
+    def _give_back_room(self) -> None:
+        """Let engines close the memory, and free it."""
+        room, self._room = self._room, None
+        if room is not None:
+            forget = wire.ForgetDirectory(room.path.parent)
+            forgotten = [self.link.engine_port.ask(engine, forget) for engine in self.engines]
+            wait(forgotten, timeout=self.link.deadline_s)
+            os.close(room.file)
+        del room  # before torch is asked for what nobody has any more
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # a rank that is late keeps it until torch is asked for memory that it lacks
+
+    def _remove_names(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
+            self._directory = None
+
+    def _unusable(self, rule: str) -> WeightSyncError:
+        return WeightSyncError(
+            "weights.transport", "handles" if self._on_device else "shm", rule,
+            f"make {SHARED_MEMORY} larger (docker run --shm-size; in Kubernetes an emptyDir of medium Memory), lower "
+            "weights.bucket_mib or weights.senders, or set weights.transport: broadcast",
+        )  # fmt: skip
+
+
+def device_memory(link: Link) -> MemoryTransport:
+    """The transport `handles`."""
+    return MemoryTransport(link, on_device=True)
+
+
+def handle_of(flat: torch.Tensor) -> HandleFields:
+    """A new handle of a tensor's memory, for one process to open once.
+
+    Args:
+        flat: all of its storage.
+    """
+    storage: Any = flat.untyped_storage()  # by what torch's own multiprocessing calls
+    if not flat.is_cuda:
+        return 0, *storage._share_filename_cpu_()
+    return 1, *storage._share_cuda_()[1:]  # the device's number here says nothing elsewhere
+
+
+def _locked_file(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def handle_room(path: Path, size: int, device: torch.device, ranks: int) -> Room:
+    """Memory on a device, and a handle of it for each rank that opens it: torch counts who has opened it.
+
+    Raises:
+        OSError, RuntimeError: there is none, or it cannot be shared.
+    """
+    file = _locked_file(path)
+    try:
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
+        for number in range(ranks):
+            write_handle(path, number, handle_of(flat))
+    except BaseException:
+        os.close(file)
+        raise
+    return Room(flat, path, file)
+
+
+def mapped_room(path: Path, size: int) -> Room:
+    """Memory of the host, in a file. Raises OSError where there is none."""
+    file = _locked_file(path)
+    try:
+        space = os.fstatvfs(file)
+        if size > (free := space.f_bavail * space.f_frsize):
+            raise OSError(errno.ENOSPC, f"{free >> 20:,} MiB of it are free")
+        os.posix_fallocate(file, 0, size)  # memory that is missing later would kill whoever writes to it
+        return Room(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8), path, file)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def private_directory() -> tuple[Path, int]:
+    """A new directory in /dev/shm for this user alone, and its descriptor, which holds a lock until it is closed."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
+        with suppress(FileNotFoundError):  # taken for left over, between these two lines
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.is_dir():
+                return path, lock
+            os.close(lock)
+
+
+def remove_left_over() -> None:
+    """Remove what senders that were killed have left in /dev/shm: the directories that nobody holds a lock on."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or removed meanwhile
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,1 @@
+"""Rollout functions and environments over packages of others: OpenEnv, NeMo Gym, verifiers."""
