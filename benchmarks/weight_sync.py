@@ -56,6 +56,7 @@ from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.config.transports import AUTO, TRAITS
+from mslime.config.weights import WeightsConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
@@ -92,7 +93,12 @@ class Job:
     stand_in: bool
     transport: str = "broadcast"
     delta_over: str = "disk"
+
     engine_pid: int | None = None
+
+    def settings(self, transport: str) -> dict[str, str]:
+        """Those that this transport alone reads."""
+        return WeightsConfig.model_validate({"transport": transport, "delta_over": self.delta_over}).own_settings
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +145,14 @@ class Ways:
         self.job, self.params = job, parameters_of(table, job, rank)
         engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
-        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=job.transport)
+        options = SyncOptions(
+            job.dtype,
+            job.bucket_bytes,
+            "gloo",
+            DEADLINE_S,
+            transport=job.transport,
+            settings=job.settings(job.transport),
+        )
         self.sender = WeightSender(table, groups, self.params.items, options, engine_port)
         self.sender.connect([job.engine])
         self.connection = ""
@@ -285,10 +298,13 @@ def senders_by_transport(
     params = parameters_of(table, job, rank)
     groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
     senders: dict[str, WeightSender] = {}
-    directory = Path(store).parent / "weights" if job.delta_over == "disk" else None
+    directory = Path(store).parent / "weights"
     for name in names:
         engine_port = SGLangPort(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
-        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=directory)
+        options = SyncOptions(
+            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=directory,
+            settings=job.settings(name),
+        )  # fmt: skip
         senders[name] = WeightSender(table, groups, params.items, options, engine_port)
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)

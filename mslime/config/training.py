@@ -15,7 +15,6 @@ from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.train import TrainConfig
-from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
 
 
@@ -137,15 +136,14 @@ def policy_spec(config: RunConfig) -> PolicySpec:
 
 
 def _sent(config: RunConfig) -> WeightsConfig:
-    """How weights are sent, with the directory of this run's alone; None where nothing is written into one.
+    """How weights are sent, with the directory of this run's alone.
 
     Senders ask engines what `auto` comes to, but where both take turns, settings alone say it.
     """
     weights = config.weights
     if config.colocated:
         weights = weights.model_copy(update={"transport": config.transport})
-    without = traits_of(weights.transport).sends_changes and not traits_of(weights.carrier).uses_directory
-    return weights.model_copy(update={"directory": None if without else config.weights_directory})
+    return weights.model_copy(update={"directory": config.weights_directory})
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AUTO = "auto"
-"""The transport is chosen when the engines are met (`choose`)."""
+"""The transport is chosen when trainer ranks connect with the engines (`choose`)."""
 FALLBACK = "broadcast"
 """What works with every engine."""
 

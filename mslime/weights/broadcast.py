@@ -95,7 +95,7 @@ def meet(
         place = link.name, host, store.port, rank, world_size, link.backend
         request = wire.JoinGroup(*place) if sender is None else wire.JoinRelayGroup(sender, *place, machine)
         joins.append(link.engine_port.ask(engine, request))
-    # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
+    # In a thread of its own: an engine's refusal ends the wait at once, while the thread still waits for it.
     joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)
     all_done([joined, *joins], "connect", f"{len(engines)} engines", link.deadline_s)
     return joined.result(), store
@@ -133,7 +133,7 @@ class BroadcastTransport(Carrier):
         self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Note the version, which engines are told of where changes may follow."""
+        """Note the version. If changes may follow, it is sent with each bucket."""
         self._version = version
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:

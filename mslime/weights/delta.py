@@ -9,18 +9,17 @@ the engines is a carrier's: files in a directory that all machines share, or bro
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.tensor_sums import word_sum
-from mslime.weights.broadcast import BroadcastTransport
-from mslime.weights.files import DiskTransport
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport
+from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport, find_transport
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element. A bucket of several dtypes is one of bytes."""
@@ -79,8 +78,8 @@ class DeltaTransport(Transport):
     """Of every bucket what changed."""
 
     def __init__(self, link: Link) -> None:
-        carrier = DiskTransport if link.directory is not None else BroadcastTransport
-        self._carrier: Carrier = carrier(link, with_changes=True)
+        make: Callable[..., Carrier] = cast(Any, find_transport(link.settings["delta_over"]))
+        self._carrier = make(link, with_changes=True)
         self._sent: dict[int, _Sent] = {}
         self._number = 0
         self._moved = Moved()

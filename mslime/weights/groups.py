@@ -18,9 +18,9 @@ from mslime.weights.senders import Senders
 _T = TypeVar("_T")
 Members = tuple[int, ...]
 EXCHANGED_AT_ONCE = 2048
-"""Bytes of each rank in the first collective: what a sender says of a sync of about 90 buckets."""
+"""Bytes of each rank in the first collective: as many as a sender's report of a sync of about 90 buckets."""
 LENGTH_BYTES = 8
-"""Bytes, little-endian, that say how long what follows is."""
+"""Bytes of the length, little-endian, before the value."""
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class MemoryTransport(FileTransport):
         return self._directory
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Make room for the largest of this sender's buckets; on a device the first of them does it, which says on
-        which. Raises WeightSyncError where there is none."""
+        """Allocate memory for the largest of this sender's buckets. On a device `write` does it, as the first bucket
+        shows which device. Raises WeightSyncError if there is not enough."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
         if self._largest and not self._on_device:
             self._make_room(self._largest)

@@ -103,7 +103,7 @@ class SendReport:
         seconds: of the whole send, on the slowest rank.
         phases: where they went, by sender's global rank.
         changed: of the elements sent, the fraction that the version before had not; None where it is not known.
-        expected: where asked for, what an engine's ranks must together say of each tensor (`wire.Sums`).
+        expected: if asked for, the sum of each tensor that an engine's ranks must report together (`wire.Sums`).
     """
 
     version: int
@@ -224,7 +224,7 @@ class WeightSender:
             self._meet_each_other(self._engine_port, group, transport)
 
     def _meet_each_other(self, engine_port: EnginePort, group: str, transport: str) -> None:
-        """Let every rank have the transport, and all of them meet. Collective. Raises WeightSyncError on every rank."""
+        """Make the transport on every rank and connect all ranks. Collective. Raises WeightSyncError on every rank."""
         offer, failure = "", None
         try:
             if self._transport is None:
@@ -275,7 +275,7 @@ class WeightSender:
 
         Args:
             version: recorded in the report; the engines learn it when they are stamped.
-            verify: also work out what the engines must say of the tensors.
+            verify: also compute the sums that the engines must report.
 
         Raises:
             WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
@@ -355,7 +355,7 @@ class WeightSender:
         return self._transport is not None and self._transport.comes_in_parts(bucket)
 
     def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """What engines must say of every tensor, by Hugging Face name. Collective.
+        """The sum of every tensor that engines must report, by Hugging Face name. Collective.
 
         Buckets are filled anew: what was done to one while it was on its way shows.
         """
@@ -432,7 +432,7 @@ class WeightSender:
         self._exchange(None)
 
     def sums(self) -> dict[str, str]:
-        """What engines must say of every tensor that is sent or exported (`wire.Sums`). Collective."""
+        """The sum of every tensor that is sent or exported, as engines must report it (`wire.Sums`). Collective."""
         return self._sums(self._values(dict(self._params())))
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EnginePort(Protocol):
-    """The engines, as far as a sender needs them. Control hands it in: this room knows no engine by name.
+    """The engines, as far as a sender needs them. Control passes it in; `weights` imports no engine.
 
     Requests are records of the engine plug-in (`engine_plugin.wire`). Calls that weights wait for are futures, because
     an engine answers when it has done what it was asked. They raise WeightSyncError, in the engine's own words.
@@ -76,8 +76,7 @@ class Link:
         engine_port: the engines' requests. The caller closes them.
         group: what the names of all senders' connections begin with.
         rank: of this sender.
-        directory: for weights in files; None where there is none (`weights.directory`), and where `delta` goes by
-            broadcasts (`weights.delta_over`).
+        directory: for weights in files (`weights.directory`); None: there is none.
         senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
         settings: of `weights`, which this transport alone reads (`config.transports.Traits.settings`).
         ranks: of the trainer.
@@ -202,7 +201,7 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Meet the engines. Raises WeightSyncError when one of them refuses, or does not come in time."""
+        """Connect with the engines. Raises WeightSyncError if one of them refuses, or does not answer in time."""
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:  # noqa: B027
         """Buckets of this version follow. Called on every sender.
@@ -248,7 +247,8 @@ class Transport(ABC):
 
 
 class Carrier(Transport):
-    """A transport that also takes changes of a bucket, for `delta`. Made so that changes may follow what it sends."""
+    """A transport that also takes changes of a bucket, for `delta`, which makes it with `with_changes=True`: engines
+    then note the version of each bucket that they load."""
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Loading: ...
@@ -277,11 +277,11 @@ class CollectiveTransport(Transport):
 
     @abstractmethod
     def offer(self) -> str:
-        """What this rank has to say to all before they meet; by itself. Raises WeightSyncError when it cannot."""
+        """What this rank sends to all others before `meet`; not collective. Raises WeightSyncError if it cannot."""
 
     @abstractmethod
     def meet(self, offers: Sequence[str]) -> None:
-        """Meet the other ranks: collective, after `connect`. Raises WeightSyncError.
+        """Connect with the other ranks: collective, after `connect`. Raises WeightSyncError.
 
         Args:
             offers: of all ranks, by rank.
@@ -289,7 +289,7 @@ class CollectiveTransport(Transport):
 
     @abstractmethod
     def load(self) -> None:
-        """Make ready what was kept of a sync; by itself. Raises WeightSyncError."""
+        """Make the kept buckets of a sync ready; not collective. Raises WeightSyncError."""
 
     @abstractmethod
     def deliver(self, ends: float) -> None:

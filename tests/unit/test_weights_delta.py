@@ -48,7 +48,11 @@ BUCKETS = [bucket_of(index, dtype) for index, dtype in enumerate(SIZES)]
 @pytest.fixture(params=["disk", "broadcast"])
 def carried(link: Link, request: pytest.FixtureRequest) -> Link:
     """As `weights.delta_over` says."""
-    return link if request.param == "disk" else replace(link, directory=None)
+    return over(link, request.param)
+
+
+def over(link: Link, carrier: str) -> Link:
+    return replace(link, settings={"delta_over": carrier})
 
 
 @pytest.fixture
@@ -137,7 +141,8 @@ def deliver_changes(
 
 def assert_written(link: Link, expected: list[str]) -> None:
     """The files of the last version, where there are any."""
-    if link.directory is not None:
+    assert link.directory is not None
+    if link.settings["delta_over"] == "disk":
         assert sorted(path.name for path in link.directory.glob("*/version_*/*")) == expected
 
 
@@ -182,7 +187,7 @@ def test_what_was_prepared_for_a_sync_that_broke_off_is_not_sent_in_the_next(
 
 
 def test_only_files_may_arrive_in_any_order(carried: Link) -> None:
-    assert DeltaTransport(carried).any_order == (carried.directory is not None)
+    assert DeltaTransport(carried).any_order == (carried.settings["delta_over"] == "disk")
 
 
 def test_more_changes_than_weights_go_as_a_whole_and_may_be_followed_by_changes(
@@ -269,7 +274,7 @@ def test_changes_whose_sums_are_others_are_refused(
 def test_a_failure_that_is_no_refusal_is_raised_and_nothing_is_sent_again(
     engines: list[StandInEngine], link: Link
 ) -> None:
-    transport = DeltaTransport(link)
+    transport = DeltaTransport(link := over(link, "disk"))
     transport.connect([EngineInfo(engine.url) for engine in engines])
     weights = new_weights()
     deliver(transport, 1, weights)

@@ -42,7 +42,7 @@ class SGLangPort:
         deadlines: `weight_sync_s` is that of each call about weights, `engine_control_s` that of `describe`.
 
     Attributes:
-        heard: (URL, what the engine said of a bucket that it loaded), each once.
+        heard: (URL, how the engine reported to have loaded a bucket), each once.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
@@ -123,7 +123,7 @@ class SGLangPort:
         return self._submit(loaded(), "send", engine.url)
 
     def _note(self, engine: EngineInfo, said: str) -> None:
-        """What an engine says of how it loaded."""
+        """Log how an engine loaded, once for each engine and report."""
         if (engine.url, said) not in self.heard:
             self.heard.add((engine.url, said))
             _log.info(
