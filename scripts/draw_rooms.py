@@ -18,8 +18,6 @@ import grimp
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/rooms.svg"
 WIDTH, FLOOR, BOX, HEIGHT = 960, 84, 168, 40
-SMALL = {"mslime.extensions", "mslime.logs", "mslime.network", "mslime.tables", "mslime.threads"}
-"""Single modules that every room may use: they would only add arrows."""
 Room = str
 Edges = Mapping[Room, set[Room]]
 
@@ -29,7 +27,12 @@ def floors() -> list[list[Room]]:
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     layers = next(rule["layers"] for rule in rules if rule["type"] == "layers")
     named = [[room.strip() for room in layer.split("|")] for layer in layers]
-    return [level for level in named if not SMALL.issuperset(level)]
+    return [level for level in named if not _is_small(level)]
+
+
+def _is_small(level: Sequence[Room]) -> bool:
+    """Single modules that every room may use: they would only add arrows."""
+    return len(level) > 2 and all((ROOT / f"{room.replace('.', '/')}.py").exists() for room in level)
 
 
 def imports(rooms: Sequence[Room]) -> dict[Room, set[Room]]:

@@ -1,6 +1,3 @@
 #!/usr/bin/env bash
-# GRPO on DeepSeek-R1, 16 nodes of 8 H100 80 GB that trainer and engines share. Checks and plans the run, then starts it; further flags win over these.
-#   MODEL=/models/deepseek-r1 PROMPTS=/data/math.jsonl HELD_OUT=/data/aime.jsonl bash scripts/run-deepseek-r1-128gpus.sh [--flag value ...]
 source "$(dirname "${BASH_SOURCE[0]}")/lib/run.sh"
-
 run_model deepseek-r1-128gpus "$@"

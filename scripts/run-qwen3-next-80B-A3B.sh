@@ -1,6 +1,3 @@
 #!/usr/bin/env bash
-# GRPO on Qwen3-Next-80B-A3B, 6 nodes of 8 H100 80 GB. Checks and plans the run, then starts it; further flags win over these.
-#   MODEL=/models/qwen3-next-80B-A3B PROMPTS=/data/math.jsonl HELD_OUT=/data/aime.jsonl bash scripts/run-qwen3-next-80B-A3B.sh [--flag value ...]
 source "$(dirname "${BASH_SOURCE[0]}")/lib/run.sh"
-
 run_model qwen3-next-80B-A3B "$@"

@@ -11,5 +11,5 @@ from mslime.algorithms.advantages import GroupRewards, TurnAdvantages
 
 def advantages(rewards: GroupRewards) -> TurnAdvantages:
     """[K] the process reward of each turn."""
-    assert rewards.turns is not None, "a run knows the turns of its rollouts"
+    assert rewards.turns is not None, "rollouts of a run have turns"
     return TurnAdvantages(rewards.turns.rewards)

@@ -90,7 +90,7 @@ def other_metrics(names: tuple[str, ...], others: tuple[str, ...]) -> ConfigErro
     """That a loss of the user's reports other metrics for other tokens."""
     return ConfigError(
         LOSS_SETTING, f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
-        "return the same metrics in every call, 0 where there is nothing to say",
+        "return the same metrics in every call, 0 for none",
     )  # fmt: skip
 
 

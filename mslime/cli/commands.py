@@ -85,7 +85,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     else:
         parser = argparse.ArgumentParser(prog, description=command.describe(), epilog=command.epilog)
         command.add_arguments(parser)
-    parser.set_defaults(command=command, words=(*name.split(), *rest))
+    parser.set_defaults(command=command)
     return parser.parse_args(rest)
 
 
@@ -105,7 +105,7 @@ def _list_of_commands() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
-        epilog="`mslime COMMAND --help` says more, and lists the settings where a command takes them.",
+        epilog="`mslime COMMAND --help` explains a command and lists the settings that it takes.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -131,11 +131,6 @@ def _add_train(parser: Any) -> None:
         "--replay", type=Path, metavar="DIR",
         help="train on the groups in DIR (of mslime rollout, or of observe.save_groups), without engines; writes to "
         "output_dir/NAME-replay, saves no checkpoint",
-    )  # fmt: skip
-    parser.add_argument(
-        "--restarts", type=_whole, default=0, metavar="N",
-        help="when the run fails after it has made a step, start it again from its newest checkpoint, up to N times in "
-        "a row without a newer one (default: 0; docs/resuming.md)",
     )  # fmt: skip
 
 
@@ -180,25 +175,11 @@ def _add_models(parser: Any) -> None:
     parser.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
 
 
-def _whole(word: str) -> int:
-    """A number of times."""
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no whole number that is 0 or larger")
-    return int(word)
-
-
 def _train(args: argparse.Namespace) -> int:
     if args.replay is not None:
         from mslime.control.debug import replay
 
-        if args.restarts:
-            raise ConfigError("--restarts", args.restarts, "--replay saves no checkpoint to start again from",
-                              "leave one of the two out")  # fmt: skip
         return replay(config_of(args), args.replay)
-    if args.restarts:
-        from mslime.control.again import train_again
-
-        return train_again(args.words, config_of(args), args.restarts)
     from mslime.control.run import run
 
     return run(config_of(args))

@@ -24,7 +24,7 @@ def _add_kinds(parser: Any) -> None:
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
     to_megatron.add_argument(
         "--ignore-field", action="append", default=[], metavar="NAME",
-        help="setting of config.json that mslime does not know and that changes nothing; may be repeated",
+        help="unknown setting of config.json that changes nothing; may be repeated",
     )  # fmt: skip
     to_megatron.set_defaults(convert=_to_megatron)
     to_hf = _writing(kinds, "to-hf", "Megatron torch_dist, converted or of a run -> Hugging Face", "CKPT",
@@ -104,9 +104,7 @@ def _add_compare(kinds: Any) -> None:
     )  # fmt: skip
     parser.add_argument("a", metavar="A", type=Path)
     parser.add_argument("b", metavar="B", type=Path)
-    parser.add_argument(
-        "--source", type=Path, help="Hugging Face directory whose config.json says what a training checkpoint is of"
-    )
+    parser.add_argument("--source", type=Path, help="Hugging Face directory of a training checkpoint's model")
     parser.add_argument("--values", action="store_true", help="the same values in another dtype count as equal")
     parser.add_argument("--limit", type=int, default=20, help="differences to show (default: %(default)s)")
     _add_workers(parser)

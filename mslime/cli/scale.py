@@ -106,7 +106,7 @@ SCALE = Command(
     "show, add or remove the engines of a run that is training",
     _add_arguments,
     run_scale,
-    description="Shows the engines of a running run. With an option, changes them: at its next weight sync the run "
-    "takes who is new and lets go who is to leave; nothing that was generated is lost. Call it on the machine of "
+    description="Shows the engines of a running run. With an option, changes them at the run's "
+    "next weight sync; nothing that was generated is lost. Call it on the machine of "
     "the run's driver.",
 )

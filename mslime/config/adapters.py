@@ -25,7 +25,7 @@ SHARED = {
     "lora.sync": "engines are given adapters alone",
     "lora.experts": "engines read the adapters of all in one form",
     "lora.together": "it is about the trainer, which all adapters share",
-    "rollout.concurrency": "engines are shared; `weight` says which part of them an adapter has",
+    "rollout.concurrency": "engines are shared; `weight` sets an adapter's part of them",
     "rollout.managers": "one rollout service has the engines",
     "rollout.top_p": "engines return the sampling masks of all adapters",
     "rollout.top_k": "engines return the sampling masks of all adapters",
@@ -104,7 +104,7 @@ def check_names(names: Sequence[str]) -> None:
     """Refuse names of adapters that flags cannot tell apart. Raises ConfigError."""
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError("adapters.name", name, "two adapters have it", "give each a name of its own")
+            raise ConfigError("adapters.name", name, "two adapters have it", "give each another name")
         if "." in name or name.startswith("-"):
             raise ConfigError(
                 "adapters.name", name, "must have no dot, and not begin with -, so that flags can name it",

@@ -32,7 +32,7 @@ class AtroposConfig(Section):
         description="Address to listen on, and under which environments find the run. Another one than loopback needs "
         "a token.",
     )
-    port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, which the log tells.")
+    port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
     token: Token | None = Field(
         default=None,
         description="First part of the path of every URL, since Atropos' environments show the trainer no key: "

@@ -22,8 +22,8 @@ _OWN_VARIABLES: dict[str, str] = {
     "MKL_NUM_THREADS": "use cluster.trainer_threads",
     "RANK": "mslime numbers the ranks",
     "WORLD_SIZE": "mslime counts the ranks",
-    "MASTER_ADDR": "mslime tells the ranks where they meet",
-    "MASTER_PORT": "mslime tells the ranks where they meet",
+    "MASTER_ADDR": "mslime sets the address of the rendezvous",
+    "MASTER_PORT": "mslime sets the address of the rendezvous",
 }
 RAY_START = "`ray start --head` on one machine and `ray start --address=THAT_MACHINE:6379` on the others"
 
@@ -149,7 +149,7 @@ def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
         for name in ("asleep_in", "asleep_directory"):
             value = getattr(cluster, name)
             if value != ClusterConfig.model_fields[name].default:
-                raise ConfigError(f"cluster.{name}", str(value), "a trainer with GPUs of its own never sleeps",
+                raise ConfigError(f"cluster.{name}", str(value), "a trainer with separate GPUs is never offloaded",
                                "remove it, or set cluster.placement: colocated")  # fmt: skip
         return
     if cluster.asleep_directory is not None and cluster.asleep_in == "memory":

@@ -33,7 +33,7 @@ def refuse_empty(name: str, value: SecretStr) -> SecretStr:
     if text == REDACTED:
         raise ConfigError(
             name, text, "is what a written configuration shows instead of a key",
-            "write env:NAME or file:PATH, which say where the key is",
+            "write env:NAME or file:PATH",
         )  # fmt: skip
     if not text.strip():
         raise ConfigError(name, text, "a key is not empty", "remove it, or give the server's key")

@@ -78,7 +78,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not _is_file(path):
         several = [part.strip() for part in str(path).split(",")]
         if len(several) > 1 and all(_is_file(Path(part)) for part in several):
-            raise ConfigError("config file", str(path), "a run has one file", "write what they say into one; flags win")
+            raise ConfigError("config file", str(path), "a run has one file", "merge them into one; flags override it")
         raise ConfigError("config file", str(path), "no such file", "check the path; examples/ holds complete ones")
     try:
         text = path.read_text(encoding="utf-8")

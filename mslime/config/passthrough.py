@@ -246,7 +246,7 @@ def collect_extra(
                 hint or f"see `mslime check --fields {engine}` for the {len(known)} known names",
             )
         if isinstance(value, str) and not value.strip():
-            raise ConfigError(path, value, "an empty text says nothing", "remove it, or write null")
+            raise ConfigError(path, value, "the text is empty", "remove it, or write null")
         if not known[key].accepts(value):
             raise ConfigError(
                 path, value, f"{known[key].owner}.{key} takes {known[key].expected()}", "correct the value"

@@ -73,7 +73,7 @@ class JudgeConfig(RewardServersConfig):
         default=None, description="In place of pattern: the reply is a JSON object, and this is the number's key."
     )
     range: tuple[float, float] | None = Field(
-        default=None, description="Lowest and highest number that it may say; another one is an error of the sample."
+        default=None, description="Lowest and highest number that it may answer; another one is an error of the sample."
     )
     options: dict[str, Any] = Field(
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 512},
@@ -223,7 +223,7 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
     if scoring.parts and (scoring.function is not None or scoring.kind != "exact"):
         field = "function" if scoring.function is not None else "kind"
         raise ConfigError(
-            f"{place}.{field}", getattr(scoring, field), "parts say how to score", "move it into one of the parts"
+            f"{place}.{field}", getattr(scoring, field), "parts define the score", "move it into one of the parts"
         )
 
 

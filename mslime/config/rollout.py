@@ -62,7 +62,7 @@ class RolloutConfig(Section):
     )
     on_error: OnError = Field(
         default="fail",
-        description="What it means when a rollout function raises, or says that its rollout failed. fail: the run "
+        description="When a rollout function raises, or returns a failed rollout. fail: the run "
         "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
         "its group (rollout/failed_rollouts); in an evaluation it counts as wrong.",
     )
@@ -75,8 +75,8 @@ class RolloutConfig(Section):
     )
     thinking: Literal["template", "keep"] = Field(
         default="template",
-        description="Earlier reasoning in chats. template: as the chat template says; where it drops reasoning at a "
-        "new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
+        description="Earlier reasoning in chats. template: as the chat template renders it; if it drops "
+        "reasoning at a new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
     )
     read_special_tokens: bool = Field(
         default=False,
@@ -323,8 +323,8 @@ def _check_atropos(
                               f"set rollout.function: {FUNCTION}, or another advantage")  # fmt: skip
         return
     for setting, value, rule, way_out in (
-        ("data.prompts", data.prompts, "Atropos' environments bring prompts of their own", "leave it out"),
-        ("data.source", data.source, "Atropos' environments bring prompts of their own", "leave it out"),
+        ("data.prompts", data.prompts, "Atropos' environments bring their prompts", "leave it out"),
+        ("data.source", data.source, "Atropos' environments bring their prompts", "leave it out"),
         ("data.eval_sets", [s.name for s in data.eval_sets], "Atropos' environments evaluate by themselves, and cannot "
          "play rows of a run", "leave them out; see steps_per_eval of the environment"),
         ("rollout.managers", rollout.managers - 1 and rollout.managers, "environments find one manager: groups are "

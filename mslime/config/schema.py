@@ -73,7 +73,7 @@ class ModelConfig(Section):
         description="Teacher of on-policy distillation, of the same architecture, held by the trainer; see `teacher`.",
     )
     ignored_config_fields: tuple[str, ...] = Field(
-        default=(), description="Settings of config.json that mslime does not know and that change nothing."
+        default=(), description="Unknown settings of config.json that change nothing."
     )
 
     @property
@@ -94,7 +94,7 @@ class DeadlineConfig(Section):
     engine_control_s: Seconds = Field(
         default=120, description="An engine answers a control call: abort, pause, resume."
     )
-    trainer_start_s: Seconds = Field(default=1200, description="All trainer ranks meet and build the model.")
+    trainer_start_s: Seconds = Field(default=1200, description="All trainer ranks connect and build the model.")
     train_step_s: Seconds = Field(default=3600, description="All optimizer steps of one rollout.")
     weight_sync_s: Seconds = Field(default=600, description="One phase of a weight update.")
     rollout_step_s: Seconds = Field(default=7200, description="The groups of one step are complete.")
@@ -442,7 +442,7 @@ class RunConfig(Section):
         """What a run of several adapters is not made for. Raises ConfigError."""
         refused: tuple[tuple[bool, str, object, str, str], ...] = (
             (self.train.task != "rl", "train.task", self.train.task, "supervised training has one adapter",
-             "train each adapter in a run of its own"),
+             "train each adapter in a separate run"),
             (self.lora.sync != "adapter", "lora.sync", self.lora.sync,
              "engines hold several adapters beside the base only where they are given adapters alone",
              "set lora.sync: adapter"),
@@ -454,9 +454,9 @@ class RunConfig(Section):
              "one rollout service has the engines for all adapters", "remove it"),
             (self.teacher.path is not None or bool(self.teacher.urls), "teacher", "a served teacher",
              "several adapters were never run with one",
-             "remove the section, or train this adapter in a run of its own"),
+             "remove the section, or train this adapter in a separate run"),
             (self.model.teacher_path is not None, "model.teacher_path", str(self.model.teacher_path),
-             "several adapters were never run with a teacher", "remove it, or train this adapter in a run of its own"),
+             "several adapters were never run with a teacher", "remove it, or train this adapter in a separate run"),
             (self.model.reference_path is not None, "model.reference_path", str(self.model.reference_path),
              "the reference of several adapters is the base without them", "remove it"),
             (self.observe.wandb_project is not None, "observe.wandb_project", self.observe.wandb_project,
@@ -470,14 +470,14 @@ class RunConfig(Section):
         """What one of several adapters cannot have. Raises ConfigError."""
         at = f"adapters.{run.name}"
         if run.has_critic:
-            raise ConfigError(f"{at}.algorithm.advantage", "gae", "a critic is trained in a run of its own",
+            raise ConfigError(f"{at}.algorithm.advantage", "gae", "a critic needs a separate run",
                               "choose another advantage")  # fmt: skip
         if run.rollout.function == "atropos":
             raise ConfigError(f"{at}.rollout.function", "atropos", "Atropos' environments were never run with several "
-                              "adapters", "train this adapter in a run of its own")  # fmt: skip
+                              "adapters", "train this adapter in a separate run")  # fmt: skip
         if run.rollout.server.port and len(self.adapters) > 1:
-            raise ConfigError(f"{at}: rollout.server.port", run.rollout.server.port, "every adapter has a server of "
-                              "its own, on a port of its own", "remove it: free ports are found")  # fmt: skip
+            raise ConfigError(f"{at}: rollout.server.port", run.rollout.server.port, "every adapter has another "
+                              "server on another port", "remove it: free ports are found")  # fmt: skip
         if run.observe.wandb_project is not None:
             raise ConfigError(f"{at}.observe.wandb_project", run.observe.wandb_project, "one process logs one run to "
                               "Weights & Biases", "remove it, and set observe.tensorboard: true")  # fmt: skip

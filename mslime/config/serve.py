@@ -95,5 +95,7 @@ class ServeConfig(Section):
         "another loss under that name, with its own settings and inputs. null: the client is refused.",
     )
     max_requests: int = Field(
-        default=4096, ge=1, description="Unfinished requests of all clients; more are told to come again (HTTP 429)."
+        default=4096,
+        ge=1,
+        description="Unfinished requests of all clients; further ones get HTTP 429 and are repeated.",
     )

@@ -74,8 +74,9 @@ def as_markdown() -> str:
     """The page docs/settings.md."""
     lines = [
         "# Settings", "",
-        "Written by `mslime check --fields --markdown`; a test holds it equal to the schema. Each is a line of the "
-        "YAML file or a flag: `rollout.max_staleness` is `rollout: {max_staleness: 1}` or `--rollout.max-staleness 1`. "
+        "Written by `mslime check --fields --markdown`. A setting is a line of the YAML file or a flag: "
+        "`rollout.max_staleness` is `rollout: {max_staleness: 1}` or `--rollout.max-staleness 1`. In brackets: values, "
+        "default. "
         "`megatron`, `sglang` and `teacher` also take any field of the engine's own "
         "(`mslime check --fields megatron`). "
         "For completion in an editor, begin the YAML file with "
@@ -86,8 +87,8 @@ def as_markdown() -> str:
         own = [s for s in all_settings() if s.section == path]
         if not own:
             continue
-        lines += ["", f"## {path or 'The run'}", "", text, "", "| setting | takes | default | |", "|---|---|---|---|"]
-        lines += [f"| `{s.path}` | {_cell(s.expected)} | {_code(s.default)} | {_cell(s.description)} |" for s in own]
+        lines += ["", f"## {path or 'The run'}", "", text, ""]
+        lines += [f"- `{s.path}` ({s.expected}, {_shown_default(s)}): {' '.join(s.description.split())}" for s in own]
     return "\n".join(lines) + "\n"
 
 
@@ -99,12 +100,8 @@ def as_json_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text else "required"
+def _shown_default(setting: Setting) -> str:
+    return f"`{setting.default}`" if setting.default else "required"
 
 
 def _first_paragraph(model: type[BaseModel]) -> str:

@@ -39,7 +39,7 @@ class TrainConfig(Section):
         default=True,
         description="With expert parallelism and routes of the rollout (replay r3): exchange sequences of about the "
         "same length between micro-batches, so that ranks wait less for each other's experts. Changes which sequences "
-        "meet in a micro-batch, and no token's weight.",
+        "share a micro-batch, and no token's weight.",
     )
     lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
     min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
@@ -87,7 +87,7 @@ class TrainConfig(Section):
     sft_loss_on: SftLossOn = Field(
         default="all",
         description="sft with data.messages_key: all assistant turns of a conversation, its last one alone, or each as "
-        "a sequence of its own, rendered as if it were the last: for templates that drop earlier thinking.",
+        "a separate sequence, rendered as if it were the last: for templates that drop earlier thinking.",
     )
     sft_too_long: Literal["refuse", "skip", "cut"] = Field(
         default="refuse",

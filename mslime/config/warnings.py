@@ -280,5 +280,5 @@ def _kept_engines(cluster: ClusterConfig, *, several: bool) -> Iterator[str]:
         why = "engines share the trainer's GPUs" if cluster.colocated else "several adapters are trained"
         yield (
             f"cluster.restarts {cluster.restarts} has no effect: {why}, and no engines are kept when a trainer rank is "
-            "lost. `mslime train --restarts N` starts all of the run again."
+            "lost. scripts/train_again.sh starts the whole run again."
         )

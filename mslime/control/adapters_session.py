@@ -104,7 +104,7 @@ class AdaptersSession(Started):
             _log.info("adapter %s ends: %s", adapter.name, error)
             if isinstance(error, Stopped):
                 self.progress.note(f"{adapter.name}: {error.outcome}")
-                error.outcome = "adapters were saved as the lines above say"
+                error.outcome = "the lines above list the saved adapters"
             self._ending.note(adapter.name, error)
         finally:
             self._ranks.turn.leave()

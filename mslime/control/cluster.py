@@ -131,7 +131,7 @@ class Cluster:
         if ray.is_initialized():
             raise ConfigError(
                 "cluster.ray_address", config.cluster.ray_address, "this process is connected to a Ray cluster already",
-                "call ray.shutdown() first, or start mslime as a process of its own",
+                "call ray.shutdown() first, or start mslime in a separate process",
             )  # fmt: skip
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
@@ -237,7 +237,7 @@ class Cluster:
             return ""
         log = Path(worker.worker._global_node.get_logs_dir_path()) / "raylet.err"
         lines = log.read_text(errors="replace").splitlines()[-_RAYLET_LINES:] if log.exists() else []
-        return "\n  ".join([f"no process of the run has come up yet; Ray says in {log}:", *(lines or ["(nothing)"])])
+        return "\n  ".join([f"no process of the run has started yet; last lines of {log}:", *(lines or ["(nothing)"])])
 
     def on_other_machines(self) -> list[str]:
         """One line for each other machine: which of the run's processes, by the names of their logs, are there."""

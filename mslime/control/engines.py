@@ -65,7 +65,7 @@ class PartActor:
 
     def launch(self, meeting: str) -> None:
         """See `ServerPart`, as for the next two."""
-        with phase(_log, f"starting the part that meets the first at {meeting}"):
+        with phase(_log, f"starting the part that connects to the first at {meeting}"):
             self._part.launch(meeting)
 
     def check(self) -> None:
@@ -401,7 +401,7 @@ class EngineGroup:
 
         if self._config.colocated:
             raise ConfigError("attach", url, "engines of this run share the trainer's GPUs (cluster.placement)",
-                              "let it have engines of its own: --engines N")  # fmt: skip
+                              "add engines with --engines N")  # fmt: skip
         address = attach(url, self._made, self.role, keys)
         self._made += 1
         return address

@@ -143,8 +143,8 @@ class WeightProbe:
             for url, each in wrong.items()
         )
         rule = (
-            f"an engine says something else of a fixed text than the trainer's weights of version {version}: in the "
-            f"median at most {self._tolerance:g} nats, and at least {SAME_ROUTES:.0%} of the experts, are to be right"
+            f"an engine scores a fixed text differently from the trainer's weights of version {version}. Allowed are a "
+            f"median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
         )
         raise sync_error("probe", told, rule, WAY_OUT)
 

@@ -100,7 +100,7 @@ class Publisher:
         if (compared := delivered.compared) is not None:
             self._verified += 1
             equal = f"{compared} tensors in the engines equal the trainer's, bit for bit"
-            self._progress.note(f"version {version}: {equal if compared else 'no engine can say what it holds'}")
+            self._progress.note(f"version {version}: {equal if compared else 'no engine can report its tensors'}")
         self._timeline.record_lanes("send weights", delivered.spans, step)
         for rank, spent in delivered.report.phases.items():
             for start, end in spent.sent:

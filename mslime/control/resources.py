@@ -71,7 +71,7 @@ class Attempts:
     """How often a run goes on with another session.
 
     A run that has not made a step ends: what is wrong from the start is no accident. Failures are in a row while no
-    checkpoint is newer than the one that the session began with (as with `again.keep_running`).
+    checkpoint is newer than the one that the session began with.
 
     Args:
         most: failures in a row that are borne.

@@ -53,7 +53,7 @@ def only_run(name: str) -> Iterator[None]:
     """Raise ConfigError while this process runs something else than run `name`."""
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         raise ConfigError("name", name, "another run is going on in this process",
-                          "wait for its end, or start this one as a process of its own")  # fmt: skip
+                          "wait for its end, or start this one in a separate process")  # fmt: skip
     try:
         yield
     finally:

@@ -102,7 +102,7 @@ class RunCheckpoints:
         step = self.extra.get("next_step")
         if type(step) is not int or step < 0:
             raise CheckpointError(
-                str(self.loaded), f"next_step {step!r}", "a run's checkpoint says at which step it continues",
+                str(self.loaded), f"next_step {step!r}", "a run's checkpoint must hold the step at which it continues",
                 "name it as checkpoint.load of another run, or move it away",
             )  # fmt: skip
         return step

@@ -70,7 +70,7 @@ class ScoringSide:
     async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
         """Let the teacher's servers, on shared GPUs, hold these parts of their memory; names of those that are dead.
         Raises EngineError where none is left."""
-        assert self.teacher is not None and self._teachers is not None, "there is one where GPUs are shared with it"
+        assert self.teacher is not None and self._teachers is not None, "a teacher shares the GPUs"
         await self.teacher.hold_memory(tags)
         return [*self._teachers.dead]
 

@@ -401,7 +401,7 @@ class Session(Started):
             if not rescue or next_step not in self._outlines:
                 raise
             self.progress.note(
-                f"the rollout service cannot say what it holds ({error.rule.splitlines()[0]}): unfinished groups will "
+                f"the rollout service cannot report its groups ({error.rule.splitlines()[0]}): unfinished groups will "
                 "begin again from their prompts"
             )
             return {OUTLINE: write_summed(saving / OUTLINE, self._outlines[next_step])}

@@ -21,8 +21,8 @@ from typing import Any, Self, TextIO, cast
 _log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TOGETHER_S = 0.5
-"""Who ends a tree of processes (`ray job stop`, systemd) sends SIGTERM to `mslime train --restarts` and to its child,
-to which the first hands it on."""
+"""Seconds. `ray job stop`, `timeout` and systemd send SIGTERM to scripts/train_again.sh, which passes it on, and to its
+child."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -175,7 +175,7 @@ class _Lasting:
 
     def _lose(self, error: OSError) -> None:
         _to_nowhere(self._stream.fileno())
-        _log.warning("%s cannot be written: %s; the run goes on, and says here what it does", self._stream.name, error)
+        _log.warning("%s cannot be written: %s; the run continues and logs here", self._stream.name, error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

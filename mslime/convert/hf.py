@@ -149,7 +149,7 @@ class HFCheckpoint:
         if not same:
             raise CheckpointError(
                 f"{self.directory / head.file}: {TIED[0]}", None,
-                f"config.json says tie_word_embeddings: true, and this tensor is not equal to {TIED[1]}; transformers "
+                f"config.json has tie_word_embeddings: true, and this tensor is not equal to {TIED[1]}; transformers "
                 "uses both, mslime would drop it",
                 "set tie_word_embeddings to false in config.json, or delete the tensor",
             )  # fmt: skip
@@ -178,7 +178,7 @@ class HFCheckpoint:
                 raise CheckpointError(
                     f"{self.directory / file}: {name}",
                     None,
-                    f"{INDEX_NAME} says that this file holds the tensor",
+                    f"{INDEX_NAME} lists the tensor in this file",
                     AGAIN,
                 )
             found[name] = headers[file][name]

@@ -212,7 +212,7 @@ def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:
     """FP8 numbers without a scale mean nothing. Raises CheckpointError."""
     if dtype.startswith(("F8_E4", "F8_E5")):
         raise CheckpointError(
-            f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config that says where its scale is",
+            f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config with the place of its scale",
             "use the config.json that belongs to these weights",
         )  # fmt: skip
 

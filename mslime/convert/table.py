@@ -304,7 +304,7 @@ class RuleTable:
             if name not in known and not name.endswith(".rotary_emb.inv_freq"):
                 raise CheckpointError(
                     f"{where}: {name}", tuple(shapes[name]), "no conversion rule reads this tensor",
-                    "the checkpoint is of another architecture than config.json says, or carries an adapter",
+                    "the checkpoint and config.json have different architectures, or it carries an adapter",
                 )  # fmt: skip
 
     def check_layout(self, layout: ParallelLayout) -> None:

@@ -149,7 +149,7 @@ class DistCheckpoint:
                 if size < chunk.start + chunk.length:
                     raise CheckpointError(
                         f"{path}: {key}", "missing" if size < 0 else f"{size} bytes",
-                        f"{METADATA} says that this tensor ends at byte {chunk.start + chunk.length}", _AGAIN,
+                        f"{METADATA}: the tensor ends at byte {chunk.start + chunk.length}", _AGAIN,
                     )  # fmt: skip
 
     def view(self, key: str) -> DistView:
@@ -237,7 +237,7 @@ class DistView:
         if any(o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, self.shape, strict=True)):
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {self.key}", self.shape, f"must hold {sizes} at {offsets}",
-                "the checkpoint is of another model than config.json says",
+                "the checkpoint and config.json are of different models",
             )  # fmt: skip
         touched = [
             (chunk, overlap)

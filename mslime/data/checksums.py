@@ -136,7 +136,7 @@ def check_sizes(directory: Path, files: Mapping[str, FileSum]) -> None:
         if found != expected.size:
             raise CheckpointError(
                 str(path), "missing" if found is None else f"{found} bytes",
-                f"the manifest says {expected.size} bytes", WAY_OUT,
+                f"the manifest has {expected.size} bytes", WAY_OUT,
             )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def _damage(path: Path, expected: FileSum) -> CheckpointError | None:
         return None
     return CheckpointError(
         str(path), f"sha256 {str(found.sha256)[:16]}...",
-        f"the manifest says {expected.sha256[:16]}...: the file is not what was written", WAY_OUT,
+        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", WAY_OUT,
     )  # fmt: skip
 
 

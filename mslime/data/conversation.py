@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 _THINKS = ("<think>\n", "<think>")
 _OTHERWISE = (
-    "set train.sft_loss_on to each (every assistant turn as a sequence of its own, rendered as the last one) or to "
+    "set train.sft_loss_on to each (every assistant turn as a separate sequence) or to "
     "last, or give a template with {% generation %} marks"
 )
 
@@ -137,8 +137,8 @@ def _sequence(
             if tokens[last - 1] not in tokenizer.special_ids:
                 raise DataError(
                     where, text[start:end][-40:], "the chat template ends the assistant's turn without a special "
-                    "token, so the model would not learn to stop", "give a template that ends turns with a token of "
-                    "their own, or one with {% generation %} marks",
+                    "token, so the model would not learn to stop", "give a template that ends turns with a special "
+                    "token, or one with {% generation %} marks",
                 )  # fmt: skip
     return Supervised(text, tuple(characters), tokens, spans)
 

@@ -123,7 +123,7 @@ def _parsed(path: Path, content: Mapping[str, Any], version: int) -> Manifest:
         if not isinstance(content[key], kind) or (kind is int and isinstance(content[key], bool)):
             raise CheckpointError(f"{path}: {key}", content[key], f"must be a {kind.__name__}", WAY_OUT)
     if content["complete"] is not True:
-        raise CheckpointError(f"{path}: complete", False, "a complete checkpoint says so", WAY_OUT)
+        raise CheckpointError(f"{path}: complete", False, "the checkpoint is not marked as complete", WAY_OUT)
     files = {name: _file_sum(path, name, entry, version) for name, entry in content["files"].items()}
     return Manifest(
         content["layout"], content["world_size"], content["extra"], files, version,

@@ -291,7 +291,7 @@ class Sample:
         """Let tokens [start, end) enter the loss, all of which a policy sampled."""
         parts = [part for s in self.segments for part in _split(s, start, end)]
         inside = [start <= s.start and s.end <= end for s in parts]
-        assert all(s.version is not None for s, i in zip(parts, inside, strict=True) if i), "a token nobody sampled"
+        assert all(s.version is not None for s, i in zip(parts, inside, strict=True) if i), "a token without a sampler"
         self.segments = [replace(s, trainable=True) if i else s for s, i in zip(parts, inside, strict=True)]
         self._set_mask(start, end, True)
 

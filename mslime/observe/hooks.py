@@ -53,6 +53,6 @@ def call_step_hook(config: RunConfig, step: int, metrics: Mapping[str, float]) -
     named = {f"user/{name}": number for name, number in found.items()}
     taken = next((name for name in named if name in metrics), None)
     if taken is not None:
-        raise ConfigError(SETTING, spec, f"returned {taken}, which a reward or the loss told already",
+        raise ConfigError(SETTING, spec, f"returned {taken}, which a reward or the loss also returned",
                           "give it another name")  # fmt: skip
     return named

@@ -48,7 +48,9 @@ METRICS: dict[str, Metric] = {
     "reward/source/{source}/rollouts": Metric("rollouts", "of one data source"),
     "reward/errors": Metric("responses", "rewards that raised, hung or were not finite; answers not graded in time"),
     "reward/{part}/mean": Metric("", "mean of one of several rewards, or of a penalty", "rollouts that have it"),
-    "user/{name}": Metric("", "a number of yours, told by a reward, a loss or a hook", "what it was told of"),
+    "user/{name}": Metric(
+        "", "a number of yours, returned by a reward, a loss or a hook", "rollouts, tokens or steps that have it"
+    ),
     "advantage/mean": Metric("", "mean, as the loss sees it", "trained tokens of the rollout"),
     "advantage/std": Metric("", "standard deviation", "trained tokens of the rollout"),
     "advantage/min": Metric("", "lowest of a trained token"),
@@ -243,25 +245,25 @@ def is_known(name: str) -> bool:
 
 HEAD = """# Metrics
 
-What `metrics.jsonl` holds: one JSON object a step, and one more where scores on held-out sets come later than the rest
-of the step's numbers (`rollout.max_staleness` above 0). Values that are not finite are null.
+Written by `python -m mslime.observe.names`. `metrics.jsonl` holds one JSON object a step, and another one if
+evaluations end later (`rollout.max_staleness` above 0). Values that are not finite are null.
 
-The last column is what a mean or a share is over: the metric that counts it, or words. Those of the loss are sums over
-all ranks, divided once, so they do not depend on the layout. When a rollout is trained in several optimizer steps, what
-each of them reports is joined: counts and seconds are added, `mismatch/abs_max` is the largest, `lr` the last, and
-everything else the mean, weighted by its denominator where that is in this list.
+Units are in square brackets, denominators of means and shares after "per". Metrics of the loss are sums over all ranks,
+divided once, so they do not depend on the layout. With several optimizer steps a rollout, counts and seconds are added,
+`mismatch/abs_max` is the largest, `lr` the last, and all others the mean, weighted by their denominators.
 
 """
 
 
 def markdown() -> str:
     """The list as the text of docs/metrics.md."""
-    rows = [f"| `{name}` | {m.unit} | {_cell(m.meaning)} | {_denominator(m.per)} |" for name, m in METRICS.items()]
-    return HEAD + "\n".join(["| name | unit | meaning | per |", "|---|---|---|---|", *rows]) + "\n"
+    return HEAD + "".join(f"- {_line(name, metric)}\n" for name, metric in METRICS.items())
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _line(name: str, metric: Metric) -> str:
+    unit = f" [{metric.unit}]" if metric.unit else ""
+    per = f"; per {_denominator(metric.per)}" if metric.per else ""
+    return f"`{name}`{unit}: {metric.meaning}{per}"
 
 
 def _denominator(per: str) -> str:

@@ -135,6 +135,6 @@ def side_files(checkpoint: Path, source: Path | None) -> Path:
     if (checkpoint / HF_FILES / "config.json").exists():
         return checkpoint / HF_FILES
     raise CheckpointError(
-        str(checkpoint), None, "a training checkpoint does not say which Hugging Face model it is of",
+        str(checkpoint), None, "a training checkpoint does not name its Hugging Face model",
         "name that model's directory with --source",
     )  # fmt: skip

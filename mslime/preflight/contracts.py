@@ -360,7 +360,7 @@ def check_sample_hook(function: str, prompt: Prompt) -> list[str]:
     group = _group(prompt, [0.0, 1.0])
     load_sample_hook(function)(group)
     names = ", ".join(f"{name} {value:.4g}" for name, value in group.samples[-1].scores.items()) or "nothing"
-    return [f"told of one of two responses: {names}"]
+    return [f"returned for one of two responses: {names}"]
 
 
 # All that a run names

@@ -248,7 +248,7 @@ def _distillation(teacher: TeacherConfig, coefficient: float, held: Path | None)
         return "off"
     where = f"held by the trainer, {held}"
     if teacher.urls:
-        where = f"served at {', '.join(teacher.urls)}; its vocabulary is compared when the run meets it"
+        where = f"served at {', '.join(teacher.urls)}; its vocabulary is compared when the run connects"
     elif teacher.path is not None:
         where = f"{teacher.num_engines} server(s) x TP{teacher.tp_size} of {teacher.path}"
     return f"{coefficient:g} x (log pi_old - log teacher); teacher {where}"

@@ -43,7 +43,7 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
     except EnvironmentFailedError as error:
         told = str(error).removeprefix(f"{job.function}: ")
         raise ConfigError(SETTING, job.function, told,
-                          "mend that method; step has to answer whatever a model says") from error  # fmt: skip
+                          "correct that method; step must answer any text of a model") from error  # fmt: skip
     finally:
         await pool.close()
     same = "the same" if first == again else "another one (rollouts of a prompt are compared: draw by task.group_id)"

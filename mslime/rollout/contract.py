@@ -199,7 +199,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
         raise RolloutError(where, f"{blocked:.1f} s", "held up the event loop that all rollouts share",
                            "await what takes long, or run it with asyncio.to_thread")  # fmt: skip
     trained = [token for s in group.samples for token in s.tokens[s.loss_mask].tolist()]
-    assert not Counter(trained) - Counter(script.said), "trained tokens are those that the engine said, each once"
+    assert not Counter(trained) - Counter(script.said), "trained tokens are the engine's, each once"
     return group.samples
 
 

@@ -40,8 +40,8 @@ def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, 
     """What a function told that returned this, from the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
-        way_out = "look at the environment; rollout.on_error: drop goes on without such rollouts"
-        raise error(f"says that its rollout failed: {episode.failed}", way_out)
+        way_out = "look at the environment; or set rollout.on_error: drop to leave such rollouts out"
+        raise error(f"reported a failed rollout: {episode.failed}", way_out)
     chosen = _chosen(episode.samples, grown, error)
     for one in chosen:
         _check_sample(one.sample, error)

@@ -45,7 +45,7 @@ def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]
     named = {f"user/{name}": number for name, number in found.items()}
     taken = next((name for name in named if name in sample.scores and name not in own), None)
     if taken is not None:
-        raise ConfigError(SETTING, spec, f"returned {taken}, which the reward or the rollout told already ({about})",
+        raise ConfigError(SETTING, spec, f"returned {taken}, which the reward or the rollout also returned ({about})",
                           "give it another name")  # fmt: skip
     own.update(named)
     sample.scores |= named

@@ -261,7 +261,7 @@ class InMemory:
         self._at[name] = start + count
         piece = self._columns[name][start : start + count]
         if len(piece) != count:
-            raise ValueError(f"{name} ends before its header says")
+            raise ValueError(f"{name} is shorter than its header states")
         return piece.copy()
 
 
@@ -290,7 +290,7 @@ class _Archive:
         """See `Stored`."""
         stream, dtype, left = self._streams[name]
         if not 0 <= count <= left:
-            raise ValueError(f"{name} ends before its header says")
+            raise ValueError(f"{name} is shorter than its header states")
         piece = np.empty(count, dtype)
         target: Any = piece.view(np.uint8).data if count else b""
         done = 0
@@ -306,7 +306,7 @@ class _Archive:
         """Every column was used up. Raises ValueError when one holds more than the samples say."""
         for name, (stream, _, left) in self._streams.items():
             if left or stream.read(1):
-                raise ValueError(f"{name} holds {left} elements more than its header says")
+                raise ValueError(f"{name} holds {left} elements more than its header states")
 
 
 def _header(s: Sample) -> dict[str, Any]:

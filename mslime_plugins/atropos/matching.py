@@ -100,16 +100,16 @@ def _longest(
     if whole:
         return max(whole, key=lambda turn: (turn.end, sum(t not in taken for t in turn.path())))
     if nearest is None:
-        rule = f"the model was asked nothing that begins as its {len(tokens)} tokens do, {_shown(tokens, 0, text)}"
+        rule = f"no recorded request begins with its {len(tokens)} tokens, {_shown(tokens, 0, text)}"
         raise RefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", WAY_OUT)
     theirs = _shown(tokens, common, text) if common < len(tokens) else "its end"
     ours = _shown(nearest.sample.tokens[: nearest.end], common, text)
-    raise RefusedError("unknown_sequence", f"sequence {number}: it is not what the model saw and said: at token "
+    raise RefusedError("unknown_sequence", f"sequence {number}: it differs from the recorded tokens: at token "
                        f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", WAY_OUT)  # fmt: skip
 
 
 WAY_OUT = (
-    "hand in the tokens that the server told (server_type: sglang or vllm with managed_server), not a text that was "
+    "send the tokens that the server returned (server_type: sglang or vllm with managed_server), not a text that was "
     "tokenised again; or raise rollout.atropos.keep_s"
 )
 
@@ -128,9 +128,9 @@ def _check_unsampled(
     for start, stop in _runs(pushed.wanted & ~sampled, 0):
         ids = pushed.tokens[start:stop].tolist()
         if len(ids) > WHITE or text(ids).strip():
-            raise RefusedError("not_sampled", f"sequence {number}: tokens {start} to {stop} are to be trained, and the "
-                               f"model did not say {text(ids)!r:.60}", "mask with -100 what the model did not "
-                               "say")  # fmt: skip
+            raise RefusedError("not_sampled", f"sequence {number}: tokens {start} to {stop} are unmasked, and the "
+                               f"model did not sample {text(ids)!r:.60}", "mask with -100 the tokens that the model "
+                               "did not sample")  # fmt: skip
 
 
 def _one_advantage(number: int, pushed: PushedSequence, turn: Turn) -> float:

@@ -61,7 +61,7 @@ class VLLMGenerate(OpenAIErrors):
         given = body.get("prompt")
         ids = cast("dict[str, Any]", given).get("prompt_token_ids") if isinstance(given, dict) else given
         if integer(body, "prompt_logprobs", 0) is not None:
-            raise ChatError("prompt_logprobs", body["prompt_logprobs"], "log-probabilities of prompts are not told",
+            raise ChatError("prompt_logprobs", body["prompt_logprobs"], "log-probs of prompts are not supported",
                             "leave it out; see teacher for distillation")  # fmt: skip
         return asked(
             body,
@@ -112,4 +112,4 @@ def _of_sglang(told: Told) -> dict[str, Any]:
 
 
 def _no_stream() -> ChatError:
-    return ChatError("stream", True, "is not told token by token here", "leave it out")
+    return ChatError("stream", True, "streams are not supported here", "leave it out")

@@ -168,7 +168,7 @@ class AtroposRollouts(HostedRollouts):
     def _check_advantages(self, pushed: Pushed) -> None:
         with_some = sum(s.advantages is not None for s in pushed.sequences)
         if with_some and not self._own_advantages:
-            raise RefusedError("advantages", "the environment gives advantages of its own, which "
+            raise RefusedError("advantages", "the environment sends advantages, which "
                                f"algorithm.advantage {self._config.algorithm.advantage} does not use",
                                f"set algorithm.advantage: {GIVEN}, or give scores alone")  # fmt: skip
         if self._own_advantages and with_some < len(pushed.sequences):

@@ -101,8 +101,8 @@ def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     many: list[Any] = data.get("overrides") if isinstance(data.get("overrides"), list) else []  # type: ignore[assignment]
     for given in (data.get("group_overrides"), *many):
         if isinstance(given, Mapping) and given.get("sft"):
-            raise RefusedError("unsupported", "sft: what the model did not say is no rollout of it",
-                               "train it in a run of its own (train.task: sft)")  # fmt: skip
+            raise RefusedError("unsupported", "sft: tokens that the model did not sample are no rollout",
+                               "train them in a separate run (train.task: sft)")  # fmt: skip
 
 
 def _sequence(

@@ -82,7 +82,7 @@ class Recorded:
         self._all[found] = None
         self._by_key[found.key][found] = None
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep(), name="conversations that nobody hands in")
+            self._sweeping = asyncio.create_task(self._sweep(), name="remove unused conversations")
         return found
 
     def continued(self, request: Request) -> Conversation | None:
@@ -172,7 +172,7 @@ class Recorded:
             try:
                 self.let_go(time.monotonic() - self._keep_s)
             except Exception:  # without it, all later conversations would be kept for ever
-                log.exception("conversations that nobody hands in are not let go of")
+                log.exception("unused conversations are not removed")
 
     def let_go(self, before: float) -> None:
         """Let go of conversations whose last request ended before that (`time.monotonic`)."""

@@ -39,7 +39,7 @@ def episode_of(answer: dict[str, Any] | str) -> Episode:
         return Episode(failed=str(answer["error"])[:MOST_FAILURE])
     reward = answer.get("reward")
     if not is_number(reward):
-        return Episode(failed=f"the server told the reward {reward!r:.40}")
+        return Episode(failed=f"the server returned the reward {reward!r:.40}")
     metrics = {name: float(number) for name, number in dict(answer.get("metrics") or {}).items() if is_number(number)}
     return Episode(reward=float(cast("float", reward)), metrics=metrics)
 

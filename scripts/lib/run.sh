@@ -3,7 +3,7 @@
 # Environment: MODEL (checkpoint directory) and PROMPTS (.jsonl or .parquet with prompt and label) are required;
 # HELD_OUT is an evaluation file, ENGINE_URLS the addresses of servers that you started yourself, NAME names the run.
 # RAY_ADDRESS (HOST:6379) names the Ray cluster that a model on several machines needs: docs/clusters.md.
-# RESTARTS is how often in a row a run that fails is started again (3; docs/resuming.md).
+# RESTARTS is how often in a row a run that fails is started again (3; scripts/train_again.sh).
 # CHECK_ONLY=1 stops after `mslime check`, PLAN_ONLY=1 after `mslime plan`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,6 +15,21 @@ find_mslime() {
   [ -x .venv/bin/mslime ] || fail "the command mslime was not found, neither on PATH nor in $PWD/.venv" \
     "bash scripts/install.sh, then source .venv/bin/activate"
   export PATH="$PWD/.venv/bin:$PATH"
+}
+
+# run_directory FLAGS...: where `mslime train` with these flags writes.
+run_directory() {
+  local output=outputs name=
+  while [ $# -gt 0 ]; do
+    case "$1" in
+      --output-dir | --output_dir) output="${2:-}" ;;
+      --output-dir=* | --output_dir=*) output="${1#*=}" ;;
+      --name) name="${2:-}" ;;
+      --name=*) name="${1#*=}" ;;
+    esac
+    shift
+  done
+  printf '%s\n' "$output/$name"
 }
 
 # run_model MODEL FLAGS...: checks the run, plans it (a run that does not fit is not begun) and starts it. The layout comes
@@ -54,5 +69,5 @@ run_model() {
   if [ "${CHECK_ONLY:-0}" = 1 ]; then return; fi
   mslime plan "${settings[@]}" "$@" || [ $? = 3 ]  # 3: it fits, tightly
   if [ "${PLAN_ONLY:-0}" = 1 ]; then return; fi
-  exec mslime train --restarts "${RESTARTS:-3}" "${settings[@]}" "$@"
+  exec bash scripts/train_again.sh "$(run_directory "${settings[@]}" "$@")" mslime train "${settings[@]}" "$@"
 }

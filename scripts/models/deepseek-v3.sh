@@ -1,34 +1,17 @@
-# DeepSeek-V3 on 24 nodes of 8 H200 141 GB: parallel layout and performance only.
-# The architecture comes from the checkpoint's config.json. Source this file, then pass "${MODEL_ARGS[@]}" to mslime.
-#
-# Trainer: 128 GPUs, TP8 x PP4 x EP32 (61 layers in stages of 16, 16, 16 and 13, 256 experts over 32; data parallel 4).
-# Engines: 4 servers of TP16 over two nodes each, launched by the run: bfloat16 weights do not fit one.
-#
-# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
+# DeepSeek-V3 on 24 nodes of 8 H200 141 GB.
+# Trainer: 128 GPUs, TP8 x PP4 x EP32, data parallel 4. 61 layers in stages of 16, 16, 16 and 13; 256 experts over 32 GPUs.
+# Engines: 4 servers of TP16 over two nodes each; bfloat16 weights do not fit one.
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/layouts.sh"
 MODEL_ARGS=(
-  --cluster.device cuda
-  --cluster.gpus-per-node 8
-  --cluster.gpu-memory-gb 141
+  "${H200[@]}" "${TRAINER[@]}" "${RECOMPUTE[@]}" "${EXPERTS[@]}" "${PLAIN_COPY[@]}"
   --cluster.trainer-ranks 128
   --megatron.tensor-model-parallel-size 8
   --megatron.pipeline-model-parallel-size 4
   --megatron.num-layers-in-last-pipeline-stage 13
   --megatron.expert-model-parallel-size 32
-  --megatron.expert-tensor-parallel-size 1
-  --megatron.use-distributed-optimizer
-  --megatron.overlap-grad-reduce
-  --megatron.overlap-param-gather
-  --megatron.moe-grouped-gemm
-  --megatron.moe-permute-fusion
-  --megatron.recompute-granularity full
-  --megatron.recompute-method uniform
-  --megatron.recompute-num-layers 1
   --sglang.num-engines 4
   --sglang.tp-size 16
   --sglang.nnodes 2
   --sglang.ep-size 16
-  --sglang.dtype bfloat16
   --sglang.mem-fraction-static 0.85
-  --train.max-tokens-per-micro-batch 9216
-  --weights.bucket-mib 1024
 )

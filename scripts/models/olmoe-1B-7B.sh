@@ -1,26 +1,15 @@
-# OLMoE-1B-7B on one node of 8 H100 80 GB: parallel layout and performance only.
-# The architecture comes from the checkpoint's config.json. Source this file, then pass "${MODEL_ARGS[@]}" to mslime.
-#
-# Trainer: 4 GPUs, EP4 (64 experts over 4, data parallel 4).
-# Engines: 4 servers of one GPU.
+# OLMoE-1B-7B on one node of 8 H100 80 GB.
+# Trainer: 4 GPUs, EP4, data parallel 4. 64 experts over 4 GPUs. Engines: 4 servers of one GPU.
+# The model's context is 4,096 tokens.
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/layouts.sh"
 MODEL_ARGS=(
-  --cluster.device cuda
-  --cluster.gpus-per-node 8
-  --cluster.gpu-memory-gb 80
+  "${H100[@]}" "${TRAINER[@]}" "${RECOMPUTE[@]}" "${EXPERTS[@]}"
   --cluster.trainer-ranks 4
   --megatron.expert-model-parallel-size 4
-  --megatron.expert-tensor-parallel-size 1
-  --megatron.use-distributed-optimizer
-  --megatron.overlap-grad-reduce
-  --megatron.overlap-param-gather
-  --megatron.moe-grouped-gemm
-  --megatron.moe-permute-fusion
-  --megatron.recompute-granularity full
-  --megatron.recompute-method uniform
-  --megatron.recompute-num-layers 1
   --sglang.num-engines 4
   --sglang.tp-size 1
   --sglang.mem-fraction-static 0.8
   --train.max-tokens-per-micro-batch 8192
-  --weights.bucket-mib 1024
+  --data.max-prompt-tokens 512
+  --rollout.max-response-tokens 3072
 )

@@ -1,28 +1,13 @@
-# Qwen3-Next-80B-A3B on 6 nodes of 8 H100 80 GB: parallel layout and performance only.
-# The architecture comes from the checkpoint's config.json. Source this file, then pass "${MODEL_ARGS[@]}" to mslime.
-#
-# Trainer: 32 GPUs, TP2 x PP2 x EP16 (512 experts over 16; data parallel 8).
-# Engines: 4 servers of TP4 on two nodes.
+# Qwen3-Next-80B-A3B on 6 nodes of 8 H100 80 GB.
+# Trainer: 32 GPUs, TP2 x PP2 x EP16, data parallel 8. 512 experts over 16 GPUs. Engines: 4 servers of TP4 on two nodes.
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/layouts.sh"
 MODEL_ARGS=(
-  --cluster.device cuda
-  --cluster.gpus-per-node 8
-  --cluster.gpu-memory-gb 80
+  "${H100[@]}" "${TRAINER[@]}" "${RECOMPUTE[@]}" "${EXPERTS[@]}"
   --cluster.trainer-ranks 32
   --megatron.tensor-model-parallel-size 2
   --megatron.pipeline-model-parallel-size 2
   --megatron.expert-model-parallel-size 16
-  --megatron.expert-tensor-parallel-size 1
-  --megatron.use-distributed-optimizer
-  --megatron.overlap-grad-reduce
-  --megatron.overlap-param-gather
-  --megatron.moe-grouped-gemm
-  --megatron.moe-permute-fusion
-  --megatron.recompute-granularity full
-  --megatron.recompute-method uniform
-  --megatron.recompute-num-layers 1
   --sglang.num-engines 4
   --sglang.tp-size 4
   --sglang.mem-fraction-static 0.8
-  --train.max-tokens-per-micro-batch 9216
-  --weights.bucket-mib 1024
 )

@@ -378,11 +378,13 @@ def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_
 ) -> None:
     """In the sync after the second step, when the first is saved: the engine waits for a bucket that never comes."""
     values = settings(tiny_qwen3_moe, prompts, cluster={"trainer_ranks": 2, "restarts": 0})
-    run = start_run(with_a_killed_sender(values, tmp_path, monkeypatch), tmp_path, "--restarts", "1")
+    command = ["bash", str(ROOT / "scripts/train_again.sh"), "run", sys.executable, "-m", "mslime.cli"]
+    source = f"import os; os.execvp('bash', {[*command, 'train', 'run.yaml']!r})"
+    run = start_program(source, with_a_killed_sender(values, tmp_path, monkeypatch), tmp_path)
     runs.append(run)
     assert run.finish(2 * START_S + 5 * STEP_S) == 0, run.text()
     assert "trainer rank" in run.text() and "trainer_rank" in run.text() and (tmp_path / "version_2").exists()
-    assert "the run ended with status 2 after step 1: it is started again from step 1 in 1 s (1 of 1" in run.text()
+    assert "the run failed with status 2; starting it again in 1 s (1 of 3 in a row)" in run.text()
     rows = by_step(run.rows())
     assert [row["step"] for row in rows] == [1, 2, 3] and saved_step(run) == 3
     assert_balanced(rows)

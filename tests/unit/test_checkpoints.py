@@ -308,7 +308,7 @@ def _same_json(a: bytes, b: bytes) -> bool:
 def test_a_truncated_file_is_named_with_both_sizes(tmp_path: Path) -> None:
     directory = save(tmp_path, 1)
     os.truncate(directory / "part" / "data", 3)
-    with pytest.raises(CheckpointError, match=r"part/data = '3 bytes': the manifest says 7 bytes"):
+    with pytest.raises(CheckpointError, match=r"part/data = '3 bytes': .*7 bytes"):
         read_manifest(directory)
 
 

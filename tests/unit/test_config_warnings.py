@@ -204,7 +204,8 @@ def test_engine_fields_that_nothing_of_ours_sets_are_named_in_one_warning(task: 
 
 def test_an_engine_field_is_tested_where_a_launch_script_or_a_test_with_a_real_engine_sets_it() -> None:
     root = Path(__file__).parents[2]
-    scripts = "".join(path.read_text() for path in (root / "scripts/models").glob("*.sh"))
+    layouts = [*(root / "scripts/models").glob("*.sh"), root / "scripts/lib/layouts.sh"]
+    scripts = "".join(path.read_text() for path in layouts)
     given = {
         (section, name.replace("-", "_")) for section, name in re.findall(r"--(megatron|sglang)\.([\w-]+)", scripts)
     }

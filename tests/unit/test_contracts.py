@@ -160,7 +160,7 @@ def test_the_examples_keep_their_contracts() -> None:
     ]
     assert check_filter(f"{EXAMPLES}.filter:some_right") == ["mixed rewards: kept", "all 1: dropped", "all 0: dropped"]
     told = check_sample_hook(f"{EXAMPLES}.sample_hook:spread", Prompt([1], None, {}, "p:1"))
-    assert told == ["told of one of two responses: user/versions 1, user/least_log_prob -1"]
+    assert told == ["returned for one of two responses: user/versions 1, user/least_log_prob -1"]
     assert check_hook(f"{EXAMPLES}.hook:tell") == ["told: user/tokens_per_response 1", "wrote progress.jsonl"]
 
 

@@ -160,8 +160,8 @@ def test_an_episode_of_verifiers_is_recorded_by_the_rollouts_endpoint_and_scored
 @pytest.mark.parametrize(
     ("function", "told", "said_of_it"),
     [
-        ("by_verifiers", {"told": {"error": "HarnessError: it broke"}}, "its rollout failed: HarnessError: it broke"),
-        ("by_verifiers", {"told": {"reward": None}}, "told the reward None"),
+        ("by_verifiers", {"told": {"error": "HarnessError: it broke"}}, "HarnessError: it broke"),
+        ("by_verifiers", {"told": {"reward": None}}, "reward None"),
         ("by_verifiers", {"status": 500}, "answered 500"),
         ("by_a_server_that_is_gone", {}, "ClientConnector"),
     ],
@@ -213,7 +213,7 @@ def test_an_episode_of_a_gym_finds_its_rollout_by_its_metadata_and_brings_back_t
 
 @pytest.mark.parametrize("reward", [True, float("nan"), "1", None])
 def test_a_reward_is_a_finite_number(reward: object) -> None:
-    assert "told the reward" in episode_of({"reward": reward}).failed
+    assert repr(reward) in episode_of({"reward": reward}).failed
 
 
 @pytest.mark.parametrize(("body", "headers", "status"), [

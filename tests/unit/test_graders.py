@@ -442,7 +442,7 @@ def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = Non
         ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
         ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
         ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
-        ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts say how to score"),
+        ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
         ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
         ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
         ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),

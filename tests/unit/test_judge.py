@@ -127,8 +127,8 @@ def test_the_number_may_be_a_field_of_a_json_object(reply: str, number: object):
     [
         ("no idea", "answered without Score: "),
         ("Score: high", "answered 'high', which is no number"),
-        ("Score: 11", "said 11, outside of 0 to 10"),
-        ("Score: nan", "said nan, outside of 0 to 10"),
+        ("Score: 11", "11, outside of 0 to 10"),
+        ("Score: nan", "nan, outside of 0 to 10"),
         (None, "answered no text (finish_reason 'stop')"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The launch scripts: each passes check and plan on its model at full size, and says what is missing."""
+"""The launch scripts: each passes check and plan on its model at full size, and reports a missing variable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from mslime.config.cluster import check_machines
 from mslime.config.errors import ConfigError
 from mslime.config.loader import load_config
 from mslime.config.warnings import warnings
-from tests.fixtures.launch_scripts import MODELS, ROOT, SNAPSHOTS, Launch, calls, launch, make_fake_mslime, run_script
-from tests.fixtures.launch_scripts import snapshot as snapshot_of
+from tests.fixtures.launch_scripts import (
+    MODELS,
+    ROOT,
+    Launch,
+    calls,
+    flatten,
+    launch,
+    make_fake_mslime,
+    resolved,
+    run_script,
+    snapshot,
+)
 from tests.fixtures.marks import MODELS as CHOSEN
 from tests.fixtures.marks import nightly_except
 
@@ -68,8 +78,9 @@ def test_a_launch_script_takes_mslimes_own_advice(model: str, root: Path, launch
 def test_the_resolved_configuration_is_the_one_of_the_snapshot(
     model: str, root: Path, launched: dict[str, Launch]
 ) -> None:
-    found = snapshot_of(launch_once(launched, model, root), root)
-    assert found == (SNAPSHOTS / f"{model}.yaml").read_text(), "renew: python -m tests.fixtures.launch_scripts"
+    found = flatten(resolved(launch_once(launched, model, root), root))
+    found = {key: value for key, value in found.items() if value is not None}
+    assert found == snapshot(model), "renew: python -m tests.fixtures.launch_scripts"
 
 
 @pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
@@ -98,13 +109,17 @@ def test_a_run_is_checked_then_planned_then_started(tmp_path: Path) -> None:
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl"}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), "--train.lr", "2e-6", **variables)
     check, plan, train = calls(done)
-    assert (check[0], plan[0], train[:3]) == ("check", "plan", ["train", "--restarts", "3"])
-    assert check[1:] == plan[1:] == train[3:] and check[-2:] == ["--train.lr", "2e-6"]
+    assert (check[0], plan[0], train[0]) == ("check", "plan", "train")
+    assert check[1:] == plan[1:] == train[1:] and check[-2:] == ["--train.lr", "2e-6"]
 
 
-def test_the_environment_says_how_often_a_run_is_started_again(tmp_path: Path) -> None:
-    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), MODEL="m", PROMPTS="p.jsonl", RESTARTS="0")
-    assert calls(done)[-1][:3] == ["train", "--restarts", "0"]
+@pytest.mark.parametrize(("restarts", "starts"), [("1", 2), ("0", 1)])
+def test_a_run_that_fails_after_a_step_is_started_again(tmp_path: Path, restarts: str, starts: int) -> None:
+    """The run's directory is found in flags of either form."""
+    flags = ("--output-dir=elsewhere", "--name", "a", "--output_dir", str(tmp_path))
+    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_METRICS": str(tmp_path / "a" / "metrics.jsonl")}
+    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), *flags, **variables, RESTARTS=restarts)
+    assert done.returncode == 2 and [call[0] for call in calls(done)] == ["check", "plan", *["train"] * starts]
 
 
 def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:

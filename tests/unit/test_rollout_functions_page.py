@@ -101,7 +101,7 @@ def test_the_tables_name_all_that_there_is_with_its_arguments() -> None:
 
 MISTAKES = {
     "raised KeyError: 'no such tool' (FILE:LINE)": "user_rollouts:raises",
-    "says that its rollout failed: REASON": "user_mistakes:says_it_failed",
+    "reported a failed rollout: REASON": "user_mistakes:says_it_failed",
     "was cancelled from within": "user_rollouts:cancels_itself",
     "sent the model what cannot be answered: ...": "user_agents:asks_nonsense",
     "changed tokens, loss mask or log-probs of its sample": "user_rollouts:changes_tokens",

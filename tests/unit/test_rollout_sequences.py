@@ -301,7 +301,7 @@ def test_groups_of_several_sequences_are_read_as_they_were_written(tmp_path: Pat
 @pytest.mark.parametrize(
     ("function", "told", "deadlines"),
     [
-        ("fails_for_one", "says that its rollout failed: the environment is gone", {}),
+        ("fails_for_one", "the environment is gone", {}),
         ("hangs_for_one", "did something else than to generate for 0.2 s", {"rollout_function_s": 0.2}),
     ],
 )
@@ -312,7 +312,7 @@ def test_a_failed_rollout_ends_the_run_or_does_not_count(
         limits = {"rollout_step_s": 20, "engine_control_s": 5, **deadlines}
         settings = {"function": named(function), "group_size": 3, "deadlines": limits}
         service = make_service(run_config(tmp_path, **settings), engine())
-        with pytest.raises(RolloutError, match=f"'group 1, response 0': {told}"):
+        with pytest.raises(RolloutError, match=f"'group 1, response 0': .*{told}"):
             await service.take(0)
         await service.close()
         service = make_service(run_config(tmp_path, on_error="drop", **settings), engine())

@@ -216,7 +216,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "plain_rope",
         "sglang.srt.layers.rotary_embedding.factory",
-        "the CPU branch knows deepseek_yarn alone; DeepSeek models without rope scaling need the plain rope",
+        "the CPU branch supports deepseek_yarn only; DeepSeek models without rope scaling need the plain rope",
         _plain_rope,
     ),
     Patch(

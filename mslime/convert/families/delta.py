@@ -49,7 +49,7 @@ def linear_layers(config: HFConfig) -> tuple[int, ...]:
     if not known or (given and types != regular):
         raise CheckpointError(
             "config.json: layer_types", types,
-            f"names {layers} layers, each linear_attention or full_attention, as full_attention_interval says",
+            f"names {layers} layers, each linear_attention or full_attention, by full_attention_interval",
             "use the config.json of the checkpoint",
         )  # fmt: skip
     return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")

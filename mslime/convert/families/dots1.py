@@ -18,7 +18,7 @@ class Dots1(Decoder):
     """The family."""
 
     architecture = "Dots1ForCausalLM"
-    support = Support(("dots.llm1",), not_served="SGLang 0.5.23 does not know the architecture")
+    support = Support(("dots.llm1",), not_served="SGLang 0.5.23 does not support the architecture")
     harmless = frozenset({"max_window_layers"})
 
     def attention(self, hf_config: HFConfig) -> Attention:

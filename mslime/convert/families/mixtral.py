@@ -27,7 +27,7 @@ class Mixtral(Decoder):
         if attention.head_dim * attention.heads != attention.hidden:
             raise CheckpointError(
                 "config.json: head_dim", attention.head_dim,
-                "SGLang 0.5.23 divides hidden_size by num_attention_heads whatever this says",
+                "SGLang 0.5.23 ignores it and divides hidden_size by num_attention_heads",
                 "train it with train.task: sft, or use a checkpoint with that head size",
             )  # fmt: skip
 

@@ -112,7 +112,7 @@ def _text_config(config: HFConfig) -> HFConfig:
     section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
     if flag(section, "tie_word_embeddings", tied) != tied:
         raise CheckpointError(
-            "config.json: tie_word_embeddings", tied, "text_config says otherwise", "make the two agree"
+            "config.json: tie_word_embeddings", tied, "text_config has another value", "make the two agree"
         )
     quantised = {name: config[name] for name in ("quantization_config",) if name in config}
     return section | {"tie_word_embeddings": tied} | quantised

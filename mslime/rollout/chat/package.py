@@ -21,7 +21,7 @@ SETTING = "rollout.renderer"
 LEFT_OUT = {
     "default": "its extension of a conversation is always refused",
     "auto": "it chooses by the tokenizer's path",
-    "gpt-oss": "it downloads a vocabulary; mslime has a renderer of its own for gpt-oss, called harmony",
+    "gpt-oss": "it downloads a vocabulary; use mslime's own renderer, harmony",
     "qwen3-vl": "mslime generates from text alone",
     "custom": "name your own renderer as module:function",
 }

@@ -151,8 +151,8 @@ class ChatSession:
         """One turn, in a task of its own. Whoever brings it to a client sets `turn.delivered`. Raises like `chat`."""
         if not messages or messages[-1].role == "assistant":
             last = messages[-1].role if messages else None
-            raise ChatError("messages", last, "must end with a message to the model: what it did not say cannot be "
-                            "continued as its own", "end with a user's or a tool's message")  # fmt: skip
+            raise ChatError("messages", last, "must end with a message to the model: a reply that it did not sample "
+                            "cannot be continued", "end with a user's or a tool's message")  # fmt: skip
         return await self._tracked(self._reply(messages, tools, max_tokens, tuple(stop)))
 
     async def complete(

@@ -78,7 +78,7 @@ class JudgeGrader:
         said = number_in(reply, self._config.pattern, self._config.field)
         if isinstance(said, float) and self._config.range is not None:
             low, high = self._config.range
-            said = said if low <= said <= high else f"said {said:g}, outside of {low:g} to {high:g}"
+            said = said if low <= said <= high else f"answered {said:g}, outside of {low:g} to {high:g}"
         if isinstance(said, str):
             sampled = self._config.options.get("temperature", 1.0) != 0
             raise (AgainError if sampled else RefusedError)(f"{said}: {reply[-200:]!r}")

@@ -185,7 +185,7 @@ async def deliver(
     try:
         return await _deliver(http, dialect, session, request, raw, patience)
     except ConnectionError:  # the client has gone: nothing is wrong here, and its turn is not trained
-        log.debug("a client left before its reply was told")
+        log.debug("a client disconnected before its reply was sent")
         return web.Response(status=499)
 
 

@@ -42,7 +42,7 @@ class Responses(OpenAIErrors):
         """See `Dialect`. `previous_response_id` stands for that conversation, with its instructions unless there are
         new ones."""
         refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
-               background="a reply is told to the request that asks for it")  # fmt: skip
+               background="a reply is only sent in answer to its request")  # fmt: skip
         said = body.get("input")
         items = [{"role": "user", "content": said}] if isinstance(said, str) else as_list(said, "input")
         messages = [*_before(body.get("previous_response_id"), recorded), *_merged(items, recorded)]

@@ -70,7 +70,7 @@ def row_ages(shard: TrainShard) -> NDArray[np.int32]:
     A row is computed to sample the token after it. Versions never fall along a sequence, so the age of the next token
     that was sampled is the largest of all later ones; 0 where none is sampled after the row.
     """
-    assert shard.segment_ages is not None, "rows have ages where the shard knows the version that is trained"
+    assert shard.segment_ages is not None, "rows have ages if the shard has the trained version"
     ages = np.zeros(len(shard.tokens), np.int32)
     for start, stop in shard.spans():
         ages[start : stop - 1] = np.maximum.accumulate(shard.segment_ages[start + 1 : stop][::-1])[::-1]

@@ -55,7 +55,7 @@ class AdapterTrainers:
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
         if name in self._trainers:
-            raise ConfigError("adapters.name", name, "another adapter has it", "give each adapter a name of its own")
+            raise ConfigError("adapters.name", name, "another adapter has it", "give each adapter another name")
         self._check(name, spec)
         trainer = MegatronTrainer.on(self.base, spec)
         trainer.take_out()
