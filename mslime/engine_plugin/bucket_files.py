@@ -35,7 +35,7 @@ import torch
 from mslime.config.choices import FileKind
 from mslime.config.handles import HandleFields, take_handle
 from mslime.engine_plugin import delta
-from mslime.engine_plugin.copy_plan import Bucket, Named, Received, buckets_of
+from mslime.engine_plugin.copy_plan import Named, Received, RecordedBucket, buckets_of
 from mslime.engine_plugin.engine_ranks import RankGroup, all_ranks
 from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import (
@@ -250,7 +250,9 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
     return load.kind == "changes"
 
 
-def take(files: Files, load: FromFile, bucket: Bucket, model: torch.nn.Module, near: RankGroup = ALONE) -> Received:
+def take(
+    files: Files, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: RankGroup = ALONE
+) -> Received:
     """A bucket that comes in a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)

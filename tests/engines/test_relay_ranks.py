@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.choices import NOT_ARRIVED
-from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received
+from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket
 from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
@@ -45,7 +45,7 @@ def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any
     return RankGroup(members.index(rank), len(members), groups[members], groups[members], first)
 
 
-def nothing_recorded(buckets: Sequence[Bucket]) -> list[None]:
+def nothing_recorded(buckets: Sequence[RecordedBucket]) -> list[None]:
     return [None] * len(buckets)
 
 

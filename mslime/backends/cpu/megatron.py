@@ -38,7 +38,7 @@ class _Overrides:
 
 
 @dataclass(frozen=True)
-class Patch:
+class MegatronPatch:
     """One patch. `before` ones run ahead of the first megatron.core import, the others after it."""
 
     name: str
@@ -47,12 +47,12 @@ class Patch:
     apply: Callable[[_Overrides], None]
 
 
-PATCHES: list[Patch] = []
+PATCHES: list[MegatronPatch] = []
 
 
 def _patch(name: str, reason: str, *, before: bool = False) -> Callable[[Callable[[_Overrides], None]], None]:
     def register(apply: Callable[[_Overrides], None]) -> None:
-        PATCHES.append(Patch(name, reason, before, apply))
+        PATCHES.append(MegatronPatch(name, reason, before, apply))
 
     return register
 

@@ -44,7 +44,7 @@ class Sequences:
 
         A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
         """
-        if isinstance(packed, Packed):
+        if isinstance(packed, HostPackedSeqParams):
             return packed.sequences
         return cls(padded(packed), tuple(padded(packed).diff().tolist()))
 
@@ -69,7 +69,7 @@ class Sequences:
 
 
 @dataclass
-class Packed(PackedSeqParams):
+class HostPackedSeqParams(PackedSeqParams):
     """Packed sequences whose padded lengths the host knows."""
 
     lengths: tuple[int, ...] = ()
