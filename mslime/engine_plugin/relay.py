@@ -35,7 +35,7 @@ from mslime.engine_plugin.copy_plan import (
     buckets_of,
     fitting,
 )
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks, ranks
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
 from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slices_of
 from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
 from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
@@ -252,7 +252,7 @@ class Relay:
             raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: RankGroup) -> str:
+    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: EngineRankGroup) -> str:
         """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
 
         Args:
@@ -296,7 +296,7 @@ class Relay:
         step: ExchangeStep,
         plan: Sequence[Sent],
         route: Route,
-        beside: RankGroup,
+        beside: EngineRankGroup,
         load: Callable[[Received], None],
     ) -> None:
         """Load the buckets of a step, when this rank has them, or its shares."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from mslime.config.errors import CheckpointError, ConfigError
-from mslime.convert.files import Advance, Span, Written, verify
+from mslime.convert.files import Advance, ByteRange, Written, verify
 from mslime.convert.hf import publish, staging_directory
 from mslime.offline.workers import Workers
 
@@ -266,7 +266,7 @@ def _to_json(written: Written) -> dict[str, Any]:
 
 
 def _from_json(line: Mapping[str, Any]) -> Written:
-    spans = {name: Span(*span) for name, span in line["spans"].items()}
+    spans = {name: ByteRange(*span) for name, span in line["spans"].items()}
     return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
 
 

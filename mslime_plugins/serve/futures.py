@@ -54,7 +54,7 @@ class Future:
     fetched: float | None = None
 
 
-class Turns:
+class RequestOrder:
     """Numbers in order: who has one waits until those before it are done."""
 
     def __init__(self, first: int) -> None:
@@ -85,7 +85,7 @@ class Futures:
     _all: dict[str, Future] = field(default_factory=dict[str, Future])
     _running: set[asyncio.Task[FutureResult]] = field(default_factory=set[asyncio.Task[FutureResult]])
 
-    def take(self, request_id: str, owner: str, work: Work, turn: tuple[Turns, int] | None = None) -> str:
+    def take(self, request_id: str, owner: str, work: Work, turn: tuple[RequestOrder, int] | None = None) -> str:
         """Begin a request, unless it was begun before; its id.
 
         Args:
@@ -145,7 +145,7 @@ class Futures:
             del self._all[rid]
 
 
-async def _answered(request_id: str, work: Work, turn: tuple[Turns, int] | None) -> FutureResult:
+async def _answered(request_id: str, work: Work, turn: tuple[RequestOrder, int] | None) -> FutureResult:
     begin = time.monotonic()
     try:
         if turn is not None:

@@ -22,8 +22,8 @@ from mslime_plugins.serve.errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
 from mslime_plugins.serve.passes import GradientPasses
 from mslime_plugins.serve.sampling import sample_ask
-from mslime_plugins.serve.sessions import Model, Sampler, Session, Sessions
-from mslime_plugins.serve.states import Saved, States
+from mslime_plugins.serve.sessions import Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.states import States, StoredState
 
 T = TypeVar("T")
 EXPIRED_S = 60.0
@@ -78,7 +78,7 @@ class Service:
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
-    def open_session(self, body: bodies.CreateSession) -> Session:
+    def open_session(self, body: bodies.CreateSession) -> ServeClient:
         """A client has come."""
         session = self.sessions.open(body.user_metadata, body.display_name)
         named = f" ({body.display_name})" if body.display_name else ""
@@ -337,7 +337,7 @@ class Service:
         sampler = Sampler(sampler_id, session_id, base_model, adapter, path, own)
         return session.samplers.setdefault(sampler_id, sampler)
 
-    def sample(self, body: bodies.Sample) -> tuple[str, list[str]]:
+    def sample(self, body: bodies.SampleBody) -> tuple[str, list[str]]:
         """(id of the request, ids of the sequences that it will have)."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ServeError("sampling_session_id", body.sampling_session_id, "is needed, with seq_id",
@@ -359,7 +359,7 @@ class Service:
     def _keep(self, model: Model, path: str, body: bodies.SaveWeights) -> None:
         now = time.time()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        self.states.keep(Saved(path, model.base_model, model.ask, now, expires, body.user_metadata))
+        self.states.keep(StoredState(path, model.base_model, model.ask, now, expires, body.user_metadata))
 
     def _check_base(self, name: str) -> None:
         if name.split(":")[0] not in self.served.names:

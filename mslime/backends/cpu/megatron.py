@@ -85,8 +85,8 @@ def install(skip: Iterable[str] = ()) -> tuple[str, ...]:
     for patch in chosen:
         if patch.before:
             patch.apply(overrides)
-    cuda = _StandIn(torch.cuda, overrides.cuda)
-    sys.meta_path.insert(0, _ImportHook(_StandIn(torch, {**overrides.torch, "cuda": cuda}), overrides.modules))
+    cuda = _ModuleProxy(torch.cuda, overrides.cuda)
+    sys.meta_path.insert(0, _ImportHook(_ModuleProxy(torch, {**overrides.torch, "cuda": cuda}), overrides.modules))
     for patch in chosen:
         if not patch.before:
             patch.apply(overrides)
@@ -104,7 +104,7 @@ def _refuse_other_versions(version: str) -> None:
         )
 
 
-class _StandIn(types.ModuleType):
+class _ModuleProxy(types.ModuleType):
     """A module that answers like `real` except for the given names."""
 
     def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:

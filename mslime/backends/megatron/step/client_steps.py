@@ -20,7 +20,7 @@ from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.batches import MicroBatch, on_device
 from mslime.backends.megatron.step.metrics import over_all_ranks
 from mslime.backends.megatron.step.optimizer import parts_of
-from mslime.backends.megatron.step.together import Share, gradients_in_one_pass
+from mslime.backends.megatron.step.together import AdapterShare, gradients_in_one_pass
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.config.serve import AdamParams
@@ -65,13 +65,13 @@ class ClientTrainers(AdapterTrainers):
         Returns:
             By name what was found, or the error that every rank found alike.
         """
-        shares: list[Share] = []
+        shares: list[AdapterShare] = []
         asides: list[list[Tensor]] = []
         outs: list[Tensor] = []
         for name, part in parts.items():
             trainer = self._of(name)
             out = _column(trainer, part)
-            shares.append(Share(trainer, part.shard, partial(_loss, trainer, part, out=out)))
+            shares.append(AdapterShare(trainer, part.shard, partial(_loss, trainer, part, out=out)))
             asides.append(trainer.gradients_aside())
             outs.append(out)
         statistics = gradients_in_one_pass(shares)
