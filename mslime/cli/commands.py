@@ -95,8 +95,10 @@ def _command(name: str) -> Command:
         return own
     names = [*(known for known in COMMANDS if " " not in known), *found("mslime.commands")]
     if name not in names:
-        raise ConfigError("command line", name, "there is no such command",
-                          nearest(name, names) or f"one of {', '.join(names)}")  # fmt: skip
+        hint = nearest(name, names) or f"one of {', '.join(names)}"
+        if not found("mslime.commands"):
+            hint += "; plan, doctor, serve, report, samples and inspect are there after bash scripts/install.sh"
+        raise ConfigError("command line", name, "there is no such command", hint)
     return load("mslime.commands", name, "command line")
 
 

@@ -26,8 +26,8 @@ class AgentLimits(Section):
     sequences: int = Field(
         default=32,
         ge=1,
-        description="Training samples that the rollout may become. The error counts the reasons: a client that edits "
-        "its history, or a template that drops reasoning, begins a sequence each time (docs/agents.md).",
+        description="Training samples of a rollout. An edited history, or a template that drops reasoning, begins "
+        "another one; the error counts the reasons (docs/agents.md).",
     )
     tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
     idle_s: Seconds = Field(
@@ -37,8 +37,8 @@ class AgentLimits(Section):
     )
     wall_s: Seconds = Field(
         default=4 * 3600,
-        description="Seconds after the first request. A later one is refused, and what was said is kept; where none is "
-        "under way then, the rollout ends like one of a dead agent.",
+        description="Seconds from the first request to the last accepted one. The tokens are kept; without a running "
+        "request the rollout ends as with a dead agent.",
     )
 
 

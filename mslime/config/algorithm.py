@@ -57,23 +57,21 @@ class AdvantageConfig(Section):
     )
     credit: Credit = Field(
         default="sequences",
-        description="Along what time runs where a rollout became several sequences, for rewards of steps, discounts, "
-        "values and a KL in the reward. sequences: each is a time of its own, which the rollout's reward ends. turns: "
-        "the rollout's turns in the order in which they were generated, whichever sequence they are in; its reward "
-        "ends the last one.",
+        description="Order of time in rollouts of several sequences, for rewards of steps, discounts, values and a KL "
+        "in the reward. sequences: each has its own time. turns: all turns as generated, as one sequence "
+        "(docs/algorithms.md#advantages).",
     )
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: 1 is the return minus the value.")
     opd_coef: float = Field(
         default=0.0,
         ge=0,
-        description="On-policy distillation: takes this times (log pi_old - log teacher) from each token's advantage; "
-        "the teacher is served (see `teacher`) or held by the trainer (model.teacher_path).",
+        description="On-policy distillation: subtract this times (log pi_old - log teacher) from each token's "
+        "advantage. The teacher is `teacher` or model.teacher_path.",
     )
     loss_aggregation: LossAggregation = Field(
         default="token",
-        description="token: mean over all trained tokens of the step. sequence: mean of per-sequence means. rollout: "
-        "the same, with all sequences of a rollout as one. group: mean of per-group token means. constant: sum over "
-        "tokens / (rollouts x rollout.max_response_tokens) (Dr. GRPO).",
+        description="token: mean over the step's trained tokens. sequence, rollout, group: mean of the token means of "
+        "each. constant: sum over tokens / (rollouts x rollout.max_response_tokens) (Dr. GRPO).",
     )
 
     @property
@@ -254,23 +252,23 @@ class CorrectionConfig(Section):
     )
     level: Literal["token", "segment", "sequence", "geometric"] = Field(
         default="token",
-        description="What one ratio (or divergence) is computed over: a token, the product (sum) over a "
-        "weight-version segment or over a sequence, or the geometric (arithmetic) mean over a sequence.",
+        description="What one ratio or divergence is over: a token, the product (sum) over a weight-version segment "
+        "or a sequence, or the geometric (arithmetic) mean over a sequence.",
     )
     reference: Literal["recompute", "rollout"] = Field(
         default="recompute",
-        description="The old policy of the clipped ratio: recomputed by the trainer, or the rollout's own "
-        "log-probs (then the ratio itself corrects, no weight is applied, and only mask and drop have an effect).",
+        description="Old policy of the clipped ratio. recompute: the trainer's log-probs. rollout: the engine's; the "
+        "ratio itself corrects, no weight applies, and only mask and drop act.",
     )
     action: Literal["truncate", "mask", "clip", "drop", "none"] = Field(
         default="truncate",
-        description="truncate: min(rho, high). clip: rho into [low, high]. mask: what is outside the band "
-        "leaves the loss. drop: a sequence with anything outside the band leaves the loss.",
+        description="truncate: min(rho, high). clip: rho into [low, high]. mask: a token outside the band leaves the "
+        "loss. drop: its whole sequence leaves.",
     )
     metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv"] = Field(
         default="ratio",
-        description="What is compared with the bounds: rho, an estimate of KL(mu || pi), the larger binary KL "
-        "of the sampled token, or its absolute difference of probabilities.",
+        description="Compared with the bounds: rho, an estimate of KL(mu || pi), the larger binary KL of the sampled "
+        "token, or its difference of probabilities.",
     )
     policy: Literal["old", "current"] = Field(
         default="old",
@@ -410,9 +408,8 @@ class AlgorithmConfig(AdvantageConfig):
     clip_low: float = Field(
         default=0.2,
         ge=0,
-        description="Trust region below. What it bounds follows `loss`: the ratio from 1 - clip_low (ppo, cispo, and "
-        "gspo of a response's mean), the log-ratio (gmpo), the probability (dppo_tv, ipo). The default is ppo's; "
-        "under another loss it is that loss's own.",
+        description="Lower trust region of the ratio (ppo, cispo, gspo), log-ratio (gmpo) or probability (dppo_tv, "
+        "ipo): 1 - clip_low for a ratio. The default is ppo's; each loss has its own.",
     )
     clip_high: float = Field(
         default=0.28, ge=0, description="Trust region above; ppo's default is clip-higher (DAPO, arXiv 2503.14476)."

@@ -35,13 +35,13 @@ class AtroposConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
     token: Token | None = Field(
         default=None,
-        description="First part of the path of every URL, since Atropos' environments show the trainer no key: "
-        "env:NAME, file:PATH, or the token itself. null: a random one, in atropos.json of the run's directory.",
+        description="First part of every URL's path, because Atropos' environments send no key: env:NAME, file:PATH, "
+        "or the token itself. null: random, in RUN/atropos.json.",
     )
     silent_s: Seconds = Field(
         default=600,
-        description="Seconds in which no environment asks for anything while groups are waited for. The rollout has "
-        "then failed (rollout.on_error). Environments ask every second or so.",
+        description="Seconds without a request of any environment, while groups are needed, after which the rollout "
+        "fails (rollout.on_error).",
     )
     keep_s: Seconds = Field(
         default=900,

@@ -26,8 +26,8 @@ class CheckpointConfig(Section):
     )
     keep_best: str | None = Field(
         default=None,
-        description="A metric, such as eval/NAME/accuracy: the checkpoint with its best value is kept too. Only steps "
-        "that were evaluated take part, so let save_every be a multiple of observe.eval_every.",
+        description="A metric, such as eval/NAME/accuracy: also keep the checkpoint with its best value. Only "
+        "evaluated steps count: make save_every a multiple of observe.eval_every.",
     )
     keep_best_is: Literal["max", "min"] = Field(default="max", description="Which value of keep_best is the best.")
     hf_every: int = Field(
@@ -37,8 +37,8 @@ class CheckpointConfig(Section):
     )
     resume: Resume = Field(
         default="auto",
-        description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest that "
-        "is undamaged, and the damaged ones after it are set aside. never: refuse to start where there is one.",
+        description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest "
+        "undamaged one; damaged ones are set aside. never: refuse if there is one.",
     )
     load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")

@@ -41,18 +41,18 @@ class ClusterConfig(Section):
     )
     placement: Placement = Field(
         default="separate",
-        description="separate: engines have GPUs of their own. colocated: they are on the trainer's GPUs, and each "
-        "side gives its memory back while the other works (docs/colocated.md).",
+        description="separate: engines have their own GPUs. colocated: they share the trainer's, in turn "
+        "(docs/colocated.md).",
     )
     asleep_in: AsleepIn = Field(
         default="auto",
-        description="colocated: where weights and optimizer are while engines generate. memory: in the machine's, "
-        "pinned. disk: in files. auto: memory where the device is a GPU, disk where it is a CPU.",
+        description="colocated: where weights and optimizer are during generation. memory: pinned host memory. disk: "
+        "files. auto: memory on a GPU, disk on a CPU.",
     )
     asleep_directory: Path | None = Field(
         default=None,
-        description="colocated, disk: a directory on a fast local disk of each trainer machine. The files have no "
-        "names, and go with their process. None: the run's.",
+        description="colocated, disk: a directory on a fast local disk of each trainer host, for files that end with "
+        "their process. null: the run's.",
     )
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
     gpu_memory_gb: float = Field(
@@ -61,8 +61,8 @@ class ClusterConfig(Section):
     host_memory_gb: float | None = Field(
         default=None,
         gt=0,
-        description="Memory of one machine. A run that by `mslime plan` needs more than 90% of it is "
-        "refused, by plan, check and train; null: it is not compared.",
+        description="Memory of one host. plan, check and train refuse a run that needs more than 90% of it by `mslime "
+        "plan`; null: no check.",
     )
     gpu_network_gbits: float = Field(
         default=400,
@@ -77,20 +77,19 @@ class ClusterConfig(Section):
     gpu_host_gb_per_s: float = Field(
         default=25,
         gt=0,
-        description="Between one GPU and its host's memory, in GB/s, while all GPUs of a machine copy: for `mslime "
-        "plan`'s least time of a weight sync by shm, disk or delta, and its search. The default is half of PCIe 5's.",
+        description="Rate between a GPU and its host, in GB/s, while all GPUs of a host copy, for `mslime plan`. "
+        "Default: half of PCIe 5's.",
     )
     directory_gb_per_s: float = Field(
         default=10,
         gt=0,
-        description="What a directory that machines share takes or gives, in GB/s of all that use it: for `mslime "
-        "plan`'s least time of a weight sync by disk or delta and of a checkpoint, and its search. The default is "
-        "assumed.",
+        description="Rate of a shared directory, in GB/s of all hosts together, for `mslime plan`. The default is an "
+        "assumption.",
     )
     ray_address: str | None = Field(
         default_factory=_ray_address,
-        description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "
-        "environment's RAY_ADDRESS, else a Ray of our own on this machine.",
+        description="Address of a Ray cluster (HOST:6379, or auto on one of its hosts). Default: RAY_ADDRESS, else a "
+        "Ray of the run's own on this host.",
     )
     join_s: float = Field(
         default=0,
@@ -102,14 +101,14 @@ class ClusterConfig(Section):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="How often in a row the trainer and the rollout service are started again from the newest "
-        "checkpoint when one of their processes is lost, while the engines stay; a new checkpoint begins the count "
-        "anew. 0, with placement colocated, and with several adapters: the run ends.",
+        description="Restarts in a row of trainer and rollout service from the newest checkpoint after a lost "
+        "process; engines stay, and a new checkpoint resets the count. 0, and always with placement colocated or "
+        "several adapters: the run ends.",
     )
     env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,
-        description="Environment variables of every process of the run, engines included, such as NCCL_DEBUG or "
-        "NCCL_SOCKET_IFNAME. They are written to the run's config.yaml: no secrets here.",
+        description="Environment variables of all processes of the run, for example NCCL_DEBUG. config.yaml of the "
+        "run shows them: no secrets.",
     )
     trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 

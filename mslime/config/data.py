@@ -44,8 +44,8 @@ class DataConfig(Section):
     label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
     messages_key: str | None = Field(
         default=None,
-        description="sft: key of a list of {role, content} messages, rendered with the chat template; the assistant's "
-        "turns are trained. Stands in for prompt_key and label_key.",
+        description="sft: key of a list of {role, content} messages for the chat template, in place of prompt_key and "
+        "label_key. The assistant's turns are trained.",
     )
     tools_key: str | None = Field(
         default=None,

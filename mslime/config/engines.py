@@ -83,14 +83,14 @@ class SGLangConfig(EngineSection):
     num_engines: int = Field(default=1, ge=1, le=65536, description="Servers to launch (ignored when `urls` is given).")
     restarts: int = Field(
         default=3, ge=0,
-        description="How often in a row a launched engine that died is started again, beside the run; it takes part "
-        "from the next weight sync on, and after ten syncs is counted anew. Without another one, the run waits.",
+        description="Restarts in a row of a launched engine that died. It takes part from the next weight sync on; "
+        "ten syncs reset the count. If no engine is left, the run waits.",
     )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
         default=None,
-        description="Key of the servers: env:NAME, file:PATH, or the key itself. Servers that mslime launches get a "
-        "random one for each run unless it is given; attached ones are asked with this one.",
+        description="Key of the servers: env:NAME, file:PATH, or the key itself. Default: launched servers get a "
+        "random key for each run.",
     )
     admin_api_key: Secret | None = Field(
         default=None,
@@ -100,19 +100,19 @@ class SGLangConfig(EngineSection):
     nnodes: int = Field(
         default=1,
         ge=1,
-        description="Machines that one launched engine spans, each with an equal share of its GPUs. More than one "
-        "where an engine is larger than a machine.",
+        description="Hosts of one launched engine, each with an equal share of its GPUs; more than 1 only if it needs "
+        "more than one host's GPUs.",
     )
     pairs: KVTransfer | None = Field(
         default=None,
-        description="Launch each engine as a pair of servers, one that prefills and one that decodes, of tp_size GPUs "
-        "each; and by what SGLang moves a request's cache from one to the other. null: one server does both.",
+        description="Launch each engine as a pair of servers, one for prefill and one for decoding, of tp_size GPUs "
+        "each, and move caches by this transfer backend. null: one server does both.",
     )
     ep_size: int = Field(default=1, ge=1, description="GPUs of an engine that its experts are divided over.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Of the engines' weights. auto: float32 on a CPU; on a GPU the checkpoint's bfloat16, and for a "
-        "float32 checkpoint megatron.params_dtype (bfloat16 by default). Never float16.",
+        description="Of the engines' weights. auto: float32 on a CPU; on a GPU the checkpoint's bfloat16, or "
+        "megatron.params_dtype (default bfloat16) for a float32 checkpoint. Never float16.",
     )
     mem_fraction_static: float | None = Field(
         default=None, gt=0, lt=1, description="Share of a GPU's memory for weights and cache; null: SGLang decides."
@@ -216,9 +216,8 @@ class TeacherConfig(SGLangConfig):
     concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
     placement: Placement = Field(
         default="separate",
-        description="separate: servers that mslime launches have GPUs of their own. colocated: the last of the "
-        "trainer's GPUs, where no engine is (with cluster.placement: colocated); while the trainer works the teacher's "
-        "weights are in the machine's memory.",
+        description="separate: launched servers have their own GPUs. colocated (with cluster.placement: colocated): "
+        "the last trainer GPUs without an engine; weights are in host memory while the trainer works.",
     )
 
     @property

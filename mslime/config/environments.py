@@ -29,8 +29,8 @@ class EnvironmentLimitsConfig(Section):
     )
     episode_s: Seconds | None = Field(
         default=None,
-        description="Seconds of an episode in its environment, all calls together; the episode then ends as it stands. "
-        "The time that the model takes does not count. null: as many as it likes.",
+        description="Seconds of all calls of an episode to its environment, without the model's time; then the "
+        "episode ends as it is. null: no limit.",
     )
     workers: int = Field(
         default=2, ge=1, le=65536, description="Processes that environments live in, each with as many as are needed."

@@ -32,32 +32,31 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         default=LORA_GROUPS,
         min_length=1,
-        description="Which linear layers: attention, mlp, shared_experts, experts; or the Hugging Face name of a "
-        "module, its end, or a pattern of it (q_proj, `model.layers.[0-3].*.o_proj`). Experts of a layer go together.",
+        description="Linear layers: attention, mlp, shared_experts, experts; or a Hugging Face module name, its end, "
+        "or a pattern (q_proj, `model.layers.[0-3].*.o_proj`). Experts of a layer go together.",
     )
     experts: LoraExperts = Field(
         default="per_expert",
-        description="Of adapters on routed experts. per_expert: each has an A and a B of its own. shared_outer: all "
-        "experts of a layer share the factor that reads or writes the hidden state, A of gate and up and B of down.",
+        description="Routed experts. per_expert: each has its own A and B. shared_outer: experts of a layer share the "
+        "factor of the hidden state, A of gate and up and B of down.",
     )
     dropout: float = Field(default=0.0, description="Must be 0: the engine samples without dropout.")
     use_dora: bool = Field(default=False, description="Must be false: DoRA is not built.")
     init: Path | None = Field(
         default=None,
-        description="Directory of an adapter in peft's format to start from, of this rank, alpha and targets. None: A "
-        "is drawn as peft draws it, B is 0.",
+        description="Directory of an adapter in peft's format to start from, with this rank, alpha and targets. null: "
+        "A as peft draws it, B 0.",
     )
 
     sync: LoraSync = Field(
         default="merged",
-        description="What engines are given after a step. merged: weights with adapters in them, all of them, while "
-        "generation rests. adapter: adapters alone, beside those that requests still use; nothing rests.",
+        description="What engines get after a step. merged: whole weights with the adapters in them, while generation "
+        "pauses. adapter: adapters alone, without a pause.",
     )
     together: bool | None = Field(
         default=None,
-        description="Several adapters, of a run or of clients of `mslime serve`: those whose batches are ready when "
-        "the trainer becomes free share one pass through the model, micro-batch by micro-batch. None: with pipeline "
-        "stages, which fill and drain once then.",
+        description="Several adapters of a run or of `mslime serve`: ready batches share one pass through the model, "
+        "micro-batch by micro-batch. null: with pipeline stages.",
     )
 
     @property

@@ -42,23 +42,22 @@ class ObserveConfig(Section):
     eval_every: int = Field(
         default=10,
         ge=0,
-        description="Steps between evaluations; there is also one after the last step. 0: none, not even that one. "
-        "With rollout.max_staleness above 0, and GPUs of its own, the trainer goes on meanwhile.",
+        description="Steps between evaluations; another one follows the last step. 0: none at all. With "
+        "rollout.max_staleness above 0 and separate GPUs, the trainer continues meanwhile.",
     )
     eval_at_start: bool = Field(
         default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
     )
     save_rollouts: Kept = Field(
         default="some",
-        description="Responses to keep in rollouts/, to be read by people. some: a few of each step and evaluation "
-        "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "
-        "all, and false none.",
+        description="Responses to keep in rollouts/. some: a few of each step and evaluation (best, worst, longest "
+        "...), at most 1 MiB each. all (or true): every one, whole. none (or false).",
     )
     sample_routes: int = Field(
         default=4,
         ge=0,
-        description="MoE layers, evenly spread, whose routes are kept with the few responses of a step, for the "
-        "report and `mslime inspect`: of the first tokens, 16 KiB a response. 0: none.",
+        description="MoE layers, evenly spread, whose routes are kept with the saved responses of a step, for the "
+        "report and `mslime inspect`: 16 KiB a response. 0: none.",
     )
     save_groups: bool = Field(
         default=False,

@@ -25,8 +25,8 @@ class RewardServersConfig(Section):
 
     url: str | list[str] | None = Field(
         default=None,
-        description="Where it is served. Several URLs are a pool: each request goes to the one with the fewest under "
-        "way, and a further attempt to another one.",
+        description="URL, or several: a request goes to the one with the fewest open requests, and a retry to another "
+        "one.",
     )
     concurrency: int = Field(default=16, ge=1, description="Requests on their way at once, to all URLs together.")
     retries: int = Field(
@@ -86,10 +86,9 @@ class GraderConfig(Section):
 
     kind: str = Field(
         default="exact",
-        description="exact: equals the label. math: equals it as mathematics. answer_line: as math, read from the last "
-        "`Answer:` line (DAPO). letters: the letter of a multiple choice (GPQA). f1: overlap of words with the label "
-        "(SQuAD). http: a served reward model. judge: a language model that is asked for a number. custom: a function "
-        "of yours. An installed package may add kinds (docs/plugins.md).",
+        description="exact: equals the label. math: equals it as mathematics. answer_line: math on the last `Answer:` "
+        "line. letters: multiple choice. f1: overlap of words. http: a served reward model. judge: a language model. "
+        "custom: your function. More by plug-ins (docs/plugins.md).",
     )
     function: str | None = Field(
         default=None,
@@ -98,8 +97,8 @@ class GraderConfig(Section):
     )
     per: Literal["sample", "group"] = Field(
         default="sample",
-        description="custom: group calls the function once a prompt, with the list of its finished samples; it returns "
-        "a list of what it would return for each.",
+        description="custom: group calls the function once a prompt with all its finished samples; it returns a list "
+        "of rewards.",
     )
     http: HttpRewardConfig = Field(default_factory=HttpRewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
@@ -134,8 +133,8 @@ class ScoringConfig(GraderConfig):
 
     on_error: Literal["fail", "zero", "drop"] = Field(
         default="fail",
-        description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample. An "
-        "answer that kind math cannot grade in time always counts 0.",
+        description="If a reward raises, hangs or is not finite: stop the run, count 0, or drop the sample. With kind "
+        "math, a time-out always counts 0.",
     )
     parts: list[RewardPartConfig] = Field(
         default_factory=list[RewardPartConfig],

@@ -32,9 +32,8 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
     function: str = Field(
         default="single_turn",
-        description="What a rollout does: one response to its prompt, an episode in `environment`, what Atropos' "
-        "environments hand in (docs/environments.md#atropos), or an async `module:function`(task, engine) of several "
-        "turns, for training and evaluation (docs/rollout_functions.md).",
+        description="single_turn, environment, atropos (docs/environments.md#atropos), or an async "
+        "`module:function`(task, engine) of several turns, for training and evaluation (docs/rollout_functions.md).",
     )
     environment: str | None = Field(
         default=None,
@@ -46,42 +45,40 @@ class RolloutConfig(Section):
     )
     environment_turns: TurnsOf = Field(
         default="text",
-        description="How an episode goes on from turn to turn. text: one sequence, to which observations are added, in "
-        "the chat template with data.apply_chat_template. chat: messages, as with engine.chat; where the family's "
-        "template drops earlier thinking another sequence begins (not with rollout.thinking: keep).",
+        description="text: one sequence, to which observations are added (in the chat template with "
+        "data.apply_chat_template). chat: messages; a template that drops earlier thinking begins a new sequence, "
+        "unless rollout.thinking is keep.",
     )
     environment_limits: EnvironmentLimitsConfig = Field(default_factory=EnvironmentLimitsConfig)
     environment_credit: Credit = Field(
         default="auto",
-        description="Where an environment's rewards count. episode: the episode's reward alone. steps: each step's "
-        "where it ended, too (grpo: as process rewards beside the episode's; reinforce_pp and gae: in its place). "
-        "auto: steps for reinforce_pp and gae, else episode.",
+        description="Which rewards of an environment count. episode: the episode's alone. steps: also each step's, "
+        "where it ended (grpo: beside the episode's; reinforce_pp, gae: in its place). auto: steps for reinforce_pp "
+        "and gae.",
     )
     atropos: AtroposConfig = Field(
         default_factory=AtroposConfig, description="Where environments find the run, for function: atropos."
     )
     on_error: OnError = Field(
         default="fail",
-        description="When a rollout function raises, or returns a failed rollout. fail: the run "
-        "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
-        "its group (rollout/failed_rollouts); in an evaluation it counts as wrong.",
+        description="If a rollout function raises or returns a failed rollout. fail: the run ends; after a resume, a "
+        "second failure drops the group. drop: the rollout leaves its group (in an evaluation it counts as wrong).",
     )
     renderer: str | None = Field(
         default=None,
-        description="How rollout functions that chat turn messages into tokens and back: a renderer of the package "
-        "`renderers` by name, template (the checkpoint's chat template), harmony (gpt-oss), or "
-        "`module:function`(tokenizer, thinking). Default: the first of the model family's that writes as the "
-        "checkpoint's template does, else template (docs/agents.md).",
+        description="Converts chat messages to tokens and back: a renderer of the package `renderers`, template, "
+        "harmony (gpt-oss), or `module:function`(tokenizer, thinking). Default: the family's if it equals the "
+        "checkpoint's template, else template (docs/agents.md).",
     )
     thinking: Literal["template", "keep"] = Field(
         default="template",
-        description="Earlier reasoning in chats. template: as the chat template renders it; if it drops "
-        "reasoning at a new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
+        description="Earlier reasoning in chats. template: as the chat template renders it; if it drops reasoning, "
+        "each query begins a sequence. keep: it stays, in one sequence.",
     )
     read_special_tokens: bool = Field(
         default=False,
-        description="Whether special tokens are read where users, tools and environments write them out. false: a "
-        "blank breaks them up, so that no tool can end the model's turn.",
+        description="Read special tokens that users, tools and environments write. false: a blank splits them, so no "
+        "tool can end the model's turn.",
     )
     limits: AgentLimits = Field(default_factory=AgentLimits, description="What one rollout that chats may take.")
     server: AgentServer = Field(
@@ -97,16 +94,15 @@ class RolloutConfig(Section):
         default=1.0,
         le=1000,
         ge=1,
-        description="Spare groups: 1.5 begins half a step more than is needed. Only where groups can be refused "
-        "(dynamic_filter) or max_staleness is 0, where those that finish last wait for the next step.",
+        description="Spare groups: 1.5 starts half a step more than needed. Only if a filter can refuse groups "
+        "(dynamic_filter) or max_staleness is 0.",
     )
     partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
     on_stale: Literal["auto", "keep", "mask", "reroll", "drop"] = Field(
         default="auto",
-        description="What happens to tokens older than max_staleness, which only responses have that take longer than "
-        "that many steps: they are trained under the off-policy correction (keep; `correction.max_age` still bounds "
-        "them), masked, their response generated again, or their group dropped. auto: keep with max_staleness > 0 and "
-        "a correction, else mask.",
+        description="Tokens older than max_staleness. keep: train them under the correction, up to "
+        "correction.max_age. mask: do not train them. reroll: generate the response again. drop: drop its group. "
+        "auto: keep if max_staleness > 0 with a correction, else mask.",
     )
     dynamic_filter: DynamicFilter | str = Field(
         default="none",
@@ -133,8 +129,8 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Tokens are drawn from the likeliest ones that together have this probability, and trained under "
-        "the distribution over those alone. Below 1 it needs top_k.",
+        description="Draw from the likeliest tokens with this total probability, and train the distribution over "
+        "them. Below 1 it needs top_k.",
     )
     top_k: int = Field(
         default=-1,
@@ -146,8 +142,8 @@ class RolloutConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Tokens are drawn from those that have at least this share of the likeliest one's probability, and "
-        "trained likewise. 0: off; else it needs top_k.",
+        description="Draw from tokens with at least this share of the likeliest one's probability, and train "
+        "likewise. Above 0 it needs top_k; 0: off.",
     )
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
@@ -158,15 +154,14 @@ class RolloutConfig(Section):
         default=1,
         le=1024,
         ge=1,
-        description="Processes among which the engines are divided; each speaks to its own and scores their responses. "
-        "A core reads 200,000 tokens/s or more: set more where that is not enough (docs/clusters.md). Each has its own "
-        "`reward.workers` and environments, and the next port after `rollout.server.port`.",
+        description="Rollout processes; each has a share of the engines, its own `reward.workers`, environments and "
+        "the next port after `rollout.server.port`. A core reads 200,000 tokens/s or more (docs/clusters.md).",
     )
     pause_mode: PauseMode = Field(
         default="abort",
-        description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
-        "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
-        "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
+        description="Running requests in a weight update with max_staleness > 0. abort: return partial results and "
+        "continue as new requests. retract: prefill again, old tokens get new routes. in_place: continue on the cache "
+        "of old weights.",
     )
 
     @field_validator("temperature", mode="before")

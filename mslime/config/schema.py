@@ -196,8 +196,8 @@ class RunConfig(Section):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     adapters: tuple[AdapterConfig, ...] = Field(
         default=(),
-        description="Several adapters on one base, each a mapping of these: sections hold what differs from the run's "
-        "(docs/lora.md#several-adapters-in-one-run). On the command line --adapters.NAME.SECTION.SETTING changes one.",
+        description="Several adapters on one base; a section holds what differs from the run's "
+        "(docs/lora.md#several-adapters-in-one-run). Flag: --adapters.NAME.SECTION.SETTING.",
     )
     _adapter_runs: tuple[RunConfig, ...] = PrivateAttr(default=())
 

@@ -86,13 +86,13 @@ class ServeConfig(Section):
         default=120.0,
         le=1e9,
         ge=1,
-        description="A client that has sent no sign of life for so long is gone: its adapters are freed. The SDK sends "
-        "one every 10 s.",
+        description="Seconds without a sign of life after which a client's adapters are freed. The SDK sends one "
+        "every 10 s.",
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
-        description="The loss that stands in for a client's stable_reinforce, whose definition is not public. It is "
-        "another loss under that name, with its own settings and inputs. null: the client is refused.",
+        description="Loss in place of a client's stable_reinforce, whose definition is not public; it has its own "
+        "settings and inputs. null: the client is refused.",
     )
     max_requests: int = Field(
         default=4096,

@@ -28,18 +28,16 @@ class TrainConfig(Section):
     )
     quadratic_tokens: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         default="auto",
-        description="Sequence length n at which attention costs as much as everything else; micro-batches are balanced "
-        "by n + n^2 / this. auto: counted from config.json, about 12 x hidden size for a dense model. null: by tokens "
-        "alone.",
+        description="Sequence length n at which attention costs as much as the rest; micro-batches balance n + n^2 / "
+        "this. auto: from config.json. null: by tokens alone.",
     )
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
     )
     balance_experts: bool = Field(
         default=True,
-        description="With expert parallelism and routes of the rollout (replay r3): exchange sequences of about the "
-        "same length between micro-batches, so that ranks wait less for each other's experts. Changes which sequences "
-        "share a micro-batch, and no token's weight.",
+        description="With expert parallelism and replay r3: exchange sequences of similar length between "
+        "micro-batches, so that ranks wait less for each other's experts. No token's weight changes.",
     )
     lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
     min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
@@ -63,8 +61,7 @@ class TrainConfig(Section):
     replay_max_age: int | None = Field(
         default=None,
         ge=0,
-        description="r3: rows whose routes are of weights that are more versions old are left to the trainer's own "
-        "routers. None: all routes are replayed, whatever their age.",
+        description="r3: routes of weights more than this many versions old are not replayed. null: all are replayed.",
     )
     log_prob_chunk_tokens: int = Field(
         default=1024,
@@ -74,20 +71,19 @@ class TrainConfig(Section):
     logits_mib: float = Field(
         default=1024,
         gt=0,
-        description="Most memory for the logits of a micro-batch on a GPU. Larger ones are made a block of the "
-        "vocabulary at a time, and all blocks but one again in the backward pass: up to a third more work in the "
-        "output layer. A block is at least 128 ids wide, so that a limit that is too small is as good as that.",
+        description="Maximum logits of a micro-batch on a GPU. Larger ones are computed in blocks of the vocabulary "
+        "(at least 128 ids): up to a third more work in the output layer.",
     )
     fp8: Fp8Recipe | None = Field(
         default=None,
-        description="On GPUs: linear layers multiply in FP8 by Transformer Engine, with a scale for each block of 128 "
-        "(blockwise) or each tensor (tensorwise). Parameters stay bfloat16. No run of mslime has used it yet.",
+        description="On GPUs: FP8 products in linear layers by Transformer Engine, with a scale for each block of 128 "
+        "(blockwise) or each tensor (tensorwise). Parameters stay bfloat16.",
     )
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
     sft_loss_on: SftLossOn = Field(
         default="all",
-        description="sft with data.messages_key: all assistant turns of a conversation, its last one alone, or each as "
-        "a separate sequence, rendered as if it were the last: for templates that drop earlier thinking.",
+        description="sft with data.messages_key: all assistant turns, the last one, or each as its own sequence, "
+        "rendered as the last (for templates that drop earlier thinking).",
     )
     sft_too_long: Literal["refuse", "skip", "cut"] = Field(
         default="refuse",

@@ -70,29 +70,29 @@ class Traits:
 
 BUILT_IN: Mapping[str, Traits] = {
     "broadcast": Traits(
-        "mslime.weights.broadcast:BroadcastTransport", "one after the other to all engine GPUs",
+        "mslime.weights.broadcast:BroadcastTransport", "to all engine GPUs, bucket by bucket",
         joins_engines=True, way="network",
     ),
     "relay": Traits(
         "mslime.weights.relay:RelayTransport",
-        "to one GPU of each engine from each sender, all at once, which passes them on",
+        "to one GPU of each engine, which passes buckets on",
         needs_plugin=True, joins_engines=True, passes_on=True,
     ),
     "shm": Traits(
-        "mslime.weights.memory:MemoryTransport", "through memory that a sender shares with engines on its machine",
+        "mslime.weights.memory:MemoryTransport", "shared memory of a host",
         needs_plugin=True, one_host=True, host_buckets=1, way="host",
     ),
     "handles": Traits(
-        "mslime.weights.memory:device_memory", "likewise, but through the GPUs' own memory, by CUDA's handles",
+        "mslime.weights.memory:device_memory", "GPU memory, by CUDA's handles",
         needs_plugin=True, one_host=True, gpu_bucket=True, way="gpus",
     ),
     "disk": Traits(
-        "mslime.weights.files:DiskTransport", "through files in weights.directory",
+        "mslime.weights.files:DiskTransport", "files in weights.directory",
         needs_plugin=True, uses_directory=True, way="directory",
     ),
     "delta": Traits(
         "mslime.weights.delta:DeltaTransport",
-        "only what changed, through such files or by broadcasts (weights.delta_over)",
+        "changed elements only (weights.delta_over)",
         settings=("delta_over",), needs_plugin=True, sends_changes=True, pinned_copies=1,
     ),
 }  # fmt: skip

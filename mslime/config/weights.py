@@ -26,51 +26,47 @@ class WeightsConfig(Section):
         default=8,
         ge=1,
         le=65536,
-        description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
-        "and at least one. Every engine GPU holds a connection to each.",
+        description="Maximum trainer ranks that send. A stage has one for every expert-parallel rank or block of "
+        "them. Every engine GPU holds a connection to each.",
     )
     verify: Verify = Field(
         default="probe",
-        description="What is checked after a sync. first: every bit of what engines hold in the first sync, and in "
-        "the second, which is the first to use what weights.loader recorded. probe: the same, where an engine can say "
-        "what it holds, and after each sync what engines and trainer say of a fixed text: log-probs, and routes with "
-        "train.replay r3. always: bits and text in each.",
+        description="Checks after a sync. first: all bits, in the first two syncs. probe: the same, and log-probs "
+        "(with r3 also routes) of a fixed text after each sync. always: both after each. never: none "
+        "(docs/weight_sync.md#what-is-checked).",
     )
     probe_tolerance: float | None = Field(
         default=None,
         gt=0,
-        description="Nats by which the log-probs of half of the fixed text's tokens may be off. Default: 0.0005 where "
-        "trainer and engines hold float32, 0.5 where engines hold quantised weights, else 0.25.",
+        description="Maximum median difference of the probe's log-probs, in nats. Default: 0.0005 if trainer and "
+        "engines hold float32, 0.5 for quantised engines, else 0.25.",
     )
     loader: Literal["recorded", "model"] = Field(
         default="recorded",
-        description="How engines that mslime starts load a bucket. recorded: by the copies that the model's own loader "
-        "made of it the first time, wherever it made copies only. model: by that loader each time.",
+        description="How launched engines load a bucket. recorded: by the copies that the model's loader made the "
+        "first time. model: by that loader each time.",
     )
     transport: str = Field(
         default=AUTO,
-        description=f"How buckets reach the engines: {AUTO}, by relay where each engine has one GPU, no draft model, "
-        "and mslime's plug-in (those that it starts have it), else by broadcast, and by shm where trainer and engines "
-        "take turns on the CPUs of one machine; "
-        + "; ".join(f"{name}, {traits.about}" for name, traits in BUILT_IN.items())
-        + "; mooncake, out of a sender's memory by Mooncake's transfer engine (the extra mooncake); checkpoint_engine, "
-        "for engines on the trainer's GPUs, from rank to rank of the trainer and then within each GPU (the extra "
-        "checkpoint-engine); or your own as module:function.",
+        description=f"How buckets reach the engines (docs/weight_sync.md#which-transport). {AUTO}: relay if all "
+        "engines have one GPU, mslime's plug-in and no draft model, else broadcast; on shared CPUs shm. "
+        + " ".join(f"{name}: {traits.about}." for name, traits in BUILT_IN.items())
+        + " mooncake: by RDMA. checkpoint_engine: for shared GPUs over several hosts. Or your own `module:function`.",
     )
     delta_over: DeltaOver = Field(
         default="disk",
-        description="delta: how changes reach the engines. disk: through files in weights.directory. broadcast: over "
-        "the network, to engines that share no file system with the trainer.",
+        description="delta: how changes reach the engines. disk: files in weights.directory. broadcast: the network, "
+        "without a shared file system.",
     )
     mooncake_over: MooncakeOver = Field(
         default="rdma",
-        description="mooncake: what memory is read over. rdma: adapters that Mooncake finds, or TCP where it finds "
-        "none. tcp: TCP in any case, between whose ends nothing is checked: for a network that nobody else is on.",
+        description="mooncake: rdma: the adapters that Mooncake finds, else TCP. tcp: always TCP, without any checks "
+        "of the peer: only in a private network.",
     )
     directory: Path | None = Field(
         default=None,
-        description="disk and delta: senders write weights to DIRECTORY/NAME of the run, on a file system that trainer "
-        "and engines share, and that holds all weights twice. None: to RUN/weights.",
+        description="disk and delta: weights go to DIRECTORY/NAME of the run, on a file system that trainer and "
+        "engines share, with room for all weights twice. null: RUN/weights.",
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from mslime.cli import main
-from mslime.config.errors import ConfigError
+from mslime.config.errors import ConfigError, RewardError
 from mslime.config.plugins import found, load
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Sample
+from mslime.rollout.rewards.scorer import RewardScorer
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 GREETS = """
@@ -28,6 +32,13 @@ GREET = Command("greet somebody", lambda parser: parser.add_argument("whom"), gr
 
 def refuse(config):
     raise ConfigError("train.lr", config.train.lr, "is above the limit of this site", "lower it")
+"""
+REWARDS = """
+from mslime.rollout.rewards.kinds import RewardKind, text_problem
+
+HALF = RewardKind(lambda response, label: 0.5, text_problem)
+RAISES = RewardKind(lambda response, label: 1 / 0, text_problem)
+TEXT = RewardKind(lambda response, label: "good", text_problem)
 """
 BLOCKED = """
 import sys
@@ -83,6 +94,29 @@ def test_an_installed_package_adds_a_command_and_a_check(
     assert "above the limit of this site" in capsys.readouterr().err
 
 
+def test_an_installed_package_adds_a_reward_and_its_mistakes_are_what_on_error_makes_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = "[mslime.rewards]\nhalf = scores:HALF\nraises = scores:RAISES\ntext = scores:TEXT\n"
+    install(tmp_path, "scores", entries, REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    sample = Sample.from_prompt(0, 0, [1], "label")
+    sample.response = "answer"
+
+    def score(kind: str, on_error: str = "fail") -> float | None:
+        reward = RunConfig.model_validate(
+            {"model": {"path": "m"}, "data": {"prompts": ["p"]}, "reward": {"kind": kind, "on_error": on_error}}
+        ).reward
+        return asyncio.run(RewardScorer(reward).score(sample))
+
+    assert score("half") == 0.5
+    for kind, said in (("raises", "ZeroDivisionError"), ("text", "good")):
+        with pytest.raises(RewardError) as error:
+            score(kind)
+        assert said in error.value.rule
+        assert score(kind, "zero") == 0.0 and score(kind, "drop") is None
+
+
 def test_a_broken_package_is_named_and_takes_only_its_own_command_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +157,8 @@ def test_mslime_works_without_its_second_package(run_file: str) -> None:
     assert run(absent, "check", run_file).returncode == 0
     without = run(absent, "--help")
     assert without.returncode == 0 and "train" in without.stdout and "doctor" not in without.stdout
-    assert "there is no such command" in run(absent, "plan", run_file).stderr
+    told = run(absent, "plan", run_file).stderr
+    assert "there is no such command" in told and "scripts/install.sh" in told
     damaged = run("", "--help")
     assert damaged.returncode == 0 and "cannot be imported" in damaged.stdout
     assert "repair or uninstall" in run("", "plan", run_file).stderr

@@ -16,12 +16,12 @@ from mslime.config.errors import ConfigError, RewardError
 from mslime.config.reward import GraderConfig, RewardPartConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.extensions import MOST_METRICS
+from mslime.extensions import MOST_METRICS, raised
 from mslime.rollout.rewards.http import HttpGrader
 from mslime.rollout.rewards.judge import JudgeGrader
 from mslime.rollout.rewards.kinds import RewardKind, reward_kind
 from mslime.rollout.rewards.pool import WorkerPool
-from mslime.rollout.rewards.result import RewardJob, RewardResult
+from mslime.rollout.rewards.result import RewardJob, RewardResult, checked
 
 
 class Grader(Protocol):
@@ -50,8 +50,11 @@ class TextGrader:
         """Nothing to do."""
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample."""
-        return RewardResult(self._function(sample.response, sample.label))
+        """The result of a sample; a package's function may raise, or return what is no number."""
+        try:
+            return checked(self._function(sample.response, sample.label), len(sample))
+        except Exception as error:
+            return RewardResult(0.0, raised(error))
 
     async def close(self) -> None:
         """Nothing to do."""
