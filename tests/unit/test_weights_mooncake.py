@@ -23,9 +23,10 @@ from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
-from mslime.weights import contract, mooncake
+from mslime.weights import contract
 from mslime.weights.contract import check_transport
 from mslime.weights.transport import Link
+from mslime_plugins.transports import mooncake
 from mslime_plugins.transports.mooncake import MooncakeTransport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, link, obedient
