@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.engine_plugin.copy_plan import Buckets, Received
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 
@@ -113,7 +113,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
 
     # No recorded copies: whole buckets are passed on.
     relay = Relay(Buckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
-    told = RankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else RankGroup()
+    told = EngineRankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else EngineRankGroup()
     for number in range(rounds + 1):
         dist.barrier()
         begin = time.monotonic()

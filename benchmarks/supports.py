@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
 from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.generating import GenerateRequest, parse_generation
@@ -100,7 +100,7 @@ def reading(rows: list[list[int]] | None, drawn: list[int], vocab: int, args: ar
     return cpu_seconds(lambda: parse_generation(request, load_answer(content), "engine", model))
 
 
-def training(support: Support | None, labels: torch.Tensor, logits: torch.Tensor) -> float:
+def training(support: LabelSupport | None, labels: torch.Tensor, logits: torch.Tensor) -> float:
     """CPU seconds of log-probs and entropy, forward and backward."""
 
     def step() -> None:
@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     vocab, n = model.config.vocab_size, len(rows)
     some = supports.first(min(n, 256))
     logits, labels = torch.randn(len(some), vocab), torch.as_tensor(drawn[: len(some)])
-    support = Support(torch.from_numpy(some.ids), torch.from_numpy(some.offsets))
+    support = LabelSupport(torch.from_numpy(some.ids), torch.from_numpy(some.offsets))
     with_masks, without = reading(rows, drawn, vocab, args), reading(None, drawn, vocab, args)
     supported, plain = training(support, labels, logits), training(None, labels, logits)
     quantiles = {f"ids_p{q}": float(np.percentile(sizes, q)) for q in (50, 90, 99)}

@@ -12,7 +12,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from mslime.offline.compare import Side
-    from mslime.offline.jobs import Job
+    from mslime.offline.jobs import ConversionJob
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -171,7 +171,7 @@ def _bytes(args: argparse.Namespace) -> int:
     return int(args.max_shard_gib * (1 << 30))
 
 
-def _run(job: Job, args: argparse.Namespace) -> int:
+def _run(job: ConversionJob, args: argparse.Namespace) -> int:
     """Do, or only describe, a conversion."""
     from rich.console import Console
 

@@ -24,7 +24,7 @@ from mslime.control.results import Beginning
 from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_engines import RunEngines
 from mslime.control.run_rollouts import RunRollouts
-from mslime.control.session import Session, Shards
+from mslime.control.session import Shards, TrainingRun
 from mslime.control.stop import Stopped, StopSignals
 from mslime.observe.progress import NamedProgress, Progress
 from mslime.preflight.resolve import ResolvedRun
@@ -92,7 +92,7 @@ class Common:
     progress: Progress
 
 
-class AdapterSession(Session):
+class AdapterSession(TrainingRun):
     """One adapter of a running run. A context manager, inside that of the run.
 
     Attributes:
@@ -145,9 +145,9 @@ class AdapterSession(Session):
                 other._publisher.doubt()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
-        """See `Session.train`; waits for the trainer's turn first, and keeps it for the delivery that follows, unless
-        an evaluation has to end before that. Another adapter's step may take this one along (`AdapterTrainer`): its
-        delivery waits for a turn of its own then, before all steps that wait."""
+        """See `TrainingRun.train`; waits for the trainer's turn first, and keeps it for the delivery that follows,
+        unless an evaluation has to end before that. Another adapter's step may take this one along (`AdapterTrainer`):
+        its delivery waits for a turn of its own then, before all steps that wait."""
         begin = self._timeline.now()
         with self._adapter.turn_for(shards, self._records.step, watched, self._at_rest):
             waited = self._timeline.now() - begin

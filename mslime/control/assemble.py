@@ -30,7 +30,7 @@ from mslime.config.train import TrainConfig
 from mslime.data.expert_balance import loads_of
 from mslime.data.packing import build_shards, chunks_per_group, expert_metrics, packing_metrics
 from mslime.data.sample import Group, Sample, check_invariants
-from mslime.data.turns import SequenceTime, Turn, rollouts_in_time, sequence_times
+from mslime.data.turns import SequenceTime, TurnSpan, rollouts_in_time, sequence_times
 
 if TYPE_CHECKING:
     from mslime.config.layout import ParallelLayout
@@ -193,7 +193,7 @@ def _of_steps(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[NDA
     return result
 
 
-def _laid_end_to_end(samples: Sequence[Sample], turns: Sequence[Turn]) -> tuple[list[tuple[int, float]], int]:
+def _laid_end_to_end(samples: Sequence[Sample], turns: Sequence[TurnSpan]) -> tuple[list[tuple[int, float]], int]:
     """(Process rewards by position, length) of the sequence that the turns of a rollout would make in their order."""
     steps, length = list[tuple[int, float]](), 0
     for turn in turns:
@@ -202,16 +202,16 @@ def _laid_end_to_end(samples: Sequence[Sample], turns: Sequence[Turn]) -> tuple[
     return steps, length
 
 
-def _steps_of(samples: Sequence[Sample], turn: Turn) -> list[tuple[int, float]]:
+def _steps_of(samples: Sequence[Sample], turn: TurnSpan) -> list[tuple[int, float]]:
     return [step for step in samples[turn.sample].process_rewards if turn.start <= step[0] < turn.stop]
 
 
-def _as_grouped(rollouts: Sequence[list[Turn]], grouped: GroupRewards) -> list[list[Turn]]:
+def _as_grouped(rollouts: Sequence[list[TurnSpan]], grouped: GroupRewards) -> list[list[TurnSpan]]:
     """The rollouts in the order in which `GroupRewards` has them."""
     return sorted(rollouts, key=lambda turns: int(grouped.of_sample[turns[0].sample]))
 
 
-def _turn_rewards(samples: Sequence[Sample], rollouts: Sequence[list[Turn]], grouped: GroupRewards) -> TurnRewards:
+def _turn_rewards(samples: Sequence[Sample], rollouts: Sequence[list[TurnSpan]], grouped: GroupRewards) -> TurnRewards:
     counts = [len(turns) for turns in rollouts]
     rewards = [sum(reward for _, reward in _steps_of(samples, turn)) for turns in rollouts for turn in turns]
     return TurnRewards(

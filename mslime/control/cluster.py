@@ -36,7 +36,7 @@ from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role
 from mslime.control.placement import (
-    Place,
+    ActorPlacement,
     Spot,
     check_tensor_groups,
     gpus_of,
@@ -262,7 +262,7 @@ class Cluster:
         assert self._critics is not None
         return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
-    def engine_places(self, index: int, role: Role = "engine") -> list[Place]:
+    def engine_places(self, index: int, role: Role = "engine") -> list[ActorPlacement]:
         """Where engine or teacher `index` goes: one place for each of its machines, or for each half of a pair."""
         teaches = role == "teacher"
         if teaches and self._taught_here:  # from the last GPU on, so that more engines have room before them
@@ -273,9 +273,9 @@ class Cluster:
         group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
         assert group is not None
         bundles = range(index * section.parts, (index + 1) * section.parts)
-        return [Place(self._options(group, bundle, gpus=section.gpus_a_machine)) for bundle in bundles]
+        return [ActorPlacement(self._options(group, bundle, gpus=section.gpus_a_machine)) for bundle in bundles]
 
-    def _beside_trainer(self) -> list[Place]:
+    def _beside_trainer(self) -> list[ActorPlacement]:
         """Places for the next engine on the trainer's GPUs."""
         engine, number = self._config.sglang, self._placed
         free = len(self._spots) - (self._config.teacher.gpus if self._taught_here else 0)
@@ -288,28 +288,28 @@ class Cluster:
         self._placed += 1
         return self._on_trainer_gpus(engine, number * engine.tp_size)
 
-    def _on_trainer_gpus(self, server: SGLangConfig, begin: int) -> list[Place]:
+    def _on_trainer_gpus(self, server: SGLangConfig, begin: int) -> list[ActorPlacement]:
         """Places for a server: neighbouring GPUs of the trainer, beside its ranks, from rank `begin`'s on."""
         assert self._trainers is not None
-        places: list[Place] = []
+        places: list[ActorPlacement] = []
         for part in range(server.nnodes):
             first = begin + part * server.gpus_a_machine
             gpus = gpus_of(self._spots[first : first + server.gpus_a_machine])
             bundle = self._order["cluster.trainer_ranks"][first]
-            places.append(Place(self._options(self._trainers, bundle, gpus=0), gpus if self._cuda else None))
+            places.append(ActorPlacement(self._options(self._trainers, bundle, gpus=0), gpus if self._cuda else None))
         return places
 
-    def one_more_engine(self) -> list[Place]:
+    def one_more_engine(self) -> list[ActorPlacement]:
         """Places for an engine beyond those that the run began with. Raises ConfigError without room for it."""
         engine = self._config.sglang
         if self._shared:
             return self._beside_trainer()
         if not self._cuda and self._config.cluster.ray_address is None:
             # Its cores are logical, and counted without it.
-            return [Place(beside_the_driver() | {"max_restarts": 0})] * engine.parts
+            return [ActorPlacement(beside_the_driver() | {"max_restarts": 0})] * engine.parts
         gpus, machines = engine.gpus_a_machine, range(engine.parts)
         group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
-        return [Place(self._options(group, bundle, gpus)) for bundle in machines]
+        return [ActorPlacement(self._options(group, bundle, gpus)) for bundle in machines]
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

@@ -32,7 +32,7 @@ from mslime.control.rollouts import RolloutProcess
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved
 from mslime.control.run_rollouts import RunRollouts
-from mslime.control.session import Session
+from mslime.control.session import TrainingRun
 from mslime.control.started import Started
 from mslime.control.stop import StopSignals
 from mslime.data.checkpoints import newest, step_directory, steps
@@ -163,7 +163,7 @@ def _table(first: str, rows: dict[str, dict[str, float]], columns: Sequence[tupl
 # ------------------------------------------------------------------------------------------------ trainer without
 
 
-class Replay(Session):
+class Replay(TrainingRun):
     """A session without engines: it trains on groups of files, publishes no weights and saves no checkpoint."""
 
     parts: ClassVar[Parts] = Parts(engines=False)

@@ -21,7 +21,7 @@ from mslime.control.trainers import TrainerGroup
 from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.pool import Serving
+    from mslime.backends.sglang.pool import UpdateMembers
     from mslime.weights.sync import SendReport
 
 
@@ -137,7 +137,7 @@ class Delivery:
                 serving = self._again(tried, tried == failed, error)
                 failed = tried
 
-    def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> Serving:
+    def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> UpdateMembers:
         """After a failure: who is to be tried with next. Raises `error` when trying again is of no use."""
         try:
             self._leave()
@@ -169,7 +169,7 @@ class Delivery:
             if any(names_engine(error, server.url) for server in address.endpoints)
         }
 
-    def _meet(self, serving: Serving) -> None:
+    def _meet(self, serving: UpdateMembers) -> None:
         """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
         self._fleet.lost(serving.gone)
         if self._met == (there := frozenset(serving.urls)):

@@ -24,7 +24,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.control.calls import POLL_SECONDS, call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
-from mslime.control.placement import Place
+from mslime.control.placement import ActorPlacement
 from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
@@ -216,8 +216,8 @@ class EngineGroup:
         self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
         self._actors: dict[str, Any] = {}
         self._parts: dict[str, list[Any]] = {}  # on the other machines of a server, or of the other half of a pair
-        self._places: dict[str, list[Place]] = {}
-        self._free_places: list[list[Place]] = []
+        self._places: dict[str, list[ActorPlacement]] = {}
+        self._free_places: list[list[ActorPlacement]] = []
         self._waiting: list[str] = []
         self._may_start = True
         self._starting: dict[str, ray.ObjectRef] = {}
@@ -228,7 +228,7 @@ class EngineGroup:
         for _ in range(0 if self._urls else count):
             self._make(cluster.engine_places(self._made, role))
 
-    def _make(self, places: list[Place]) -> str:
+    def _make(self, places: list[ActorPlacement]) -> str:
         """Processes for one more engine, one on each of its machines, or for each half of a pair; its name."""
         name, index = f"{self.role}{self._made}", self._made
         self._made += 1

@@ -22,7 +22,7 @@ from mslime.convert.placement import ModelPlacement
 from mslime.data.checkpoints import check_checkpoint, newest
 from mslime.data.manifest import NAME, read_manifest
 from mslime.observe.progress import ConversionBars
-from mslime.offline.jobs import Job, refuse_existing, run_job
+from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
 from mslime.offline.to_adapter import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
 
@@ -55,7 +55,7 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
 
 def export_job(
     checkpoint: Path, source: Path | None, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30
-) -> Job:
+) -> ConversionJob:
     """Megatron -> Hugging Face, for `run_job`.
 
     Args:

@@ -7,10 +7,10 @@ what is generated meanwhile and what is too old to train on. What each line does
 from __future__ import annotations
 
 from mslime.config.schema import RunConfig
-from mslime.control.session import Session
+from mslime.control.session import TrainingRun
 
 
-def train_rl(session: Session) -> None:
+def train_rl(session: TrainingRun) -> None:
     """Reinforcement learning from `session.first_step` to `train.num_steps`."""
     config = session.config
     with session.rescuing():
@@ -30,7 +30,7 @@ def train_rl(session: Session) -> None:
         session.finish()
 
 
-def train_sft(session: Session) -> None:
+def train_sft(session: TrainingRun) -> None:
     """Supervised training on the same trainer; no engine is started."""
     config = session.config
     with session.rescuing():
@@ -46,7 +46,7 @@ def train_sft(session: Session) -> None:
         session.finish()
 
 
-def _keep(session: Session, step: int) -> None:
+def _keep(session: TrainingRun, step: int) -> None:
     """What is written after a step: a checkpoint, and a Hugging Face checkpoint beside the run."""
     if save_due(session.config, step):
         session.save(next_step=step + 1)
@@ -65,7 +65,7 @@ def evaluation_due(config: RunConfig, step: int) -> bool:
     return every > 0 and (_is_last(config, step) or _multiple(every, step))
 
 
-def _evaluation_owed(session: Session) -> bool:
+def _evaluation_owed(session: TrainingRun) -> bool:
     """Whether the weights that the session begins with are to be evaluated: those of a new run, or those that an
     earlier session was stopped with before their scores were there."""
     config, done = session.config, session.first_step

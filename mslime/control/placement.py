@@ -47,7 +47,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlacement:
     """Where a process goes.
 
     Attributes:

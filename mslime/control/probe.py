@@ -23,7 +23,7 @@ from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_rollouts import RunRollouts
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
-from mslime.data.probe import SAME_ROUTES, Differences, Probed, routes_of
+from mslime.data.probe import SAME_ROUTES, Probed, ProbeDifferences, routes_of
 
 WAY_OUT = (
     "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
@@ -46,7 +46,7 @@ class Answered:
         spans: when each rank was busy with it.
     """
 
-    worst: Differences
+    worst: ProbeDifferences
     seconds: float
     spans: Mapping[str, Span]
 
@@ -63,7 +63,7 @@ class WeightProbe:
     """Asks engines, which are paused before and after, and trainer.
 
     Args:
-        tolerance: nats, see `data.probe.Differences`.
+        tolerance: nats, see `data.probe.ProbeDifferences`.
         memory: whose turn it is on shared GPUs.
         follows: whether the trainer's routers can be given the engines' routes (`train.replay: r3`).
     """
@@ -95,12 +95,14 @@ class WeightProbe:
             known |= _by_text(missing, scored)
         self._expected = [each.tokens for each in texts.values()]
         expected = {key: Probed(each.tokens, each.given, *known[key]) for key, each in texts.items()}
-        apart = {url: Differences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
+        apart = {url: ProbeDifferences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
         apart |= self._by_their_routes(
             {url: found[url] for url, each in apart.items() if self._is_doubtful(each)}, apart
         )
         self._check(version, {url: each for url, each in apart.items() if each.too_large(self._tolerance)})
-        worst = Differences(max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values()))
+        worst = ProbeDifferences(
+            max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values())
+        )
         return Answered(worst, time.monotonic() - begin, spans)
 
     def _answers(self, version: int) -> tuple[Mapping[str, Probed], Scores, Mapping[str, Span]]:
@@ -114,13 +116,13 @@ class WeightProbe:
             scored, spans = scoring.result()
         return found, _by_text(self._expected, scored), spans
 
-    def _is_doubtful(self, apart: Differences) -> bool:
+    def _is_doubtful(self, apart: ProbeDifferences) -> bool:
         """Whether the log-probs may differ because rounding chose other experts for some tokens."""
         return self._follows and apart.too_large(self._tolerance) and SAME_ROUTES <= apart.routes < 1
 
     def _by_their_routes(
-        self, doubtful: Mapping[str, Probed], apart: Mapping[str, Differences]
-    ) -> dict[str, Differences]:
+        self, doubtful: Mapping[str, Probed], apart: Mapping[str, ProbeDifferences]
+    ) -> dict[str, ProbeDifferences]:
         """Differences to what the trainer says where its routers follow each engine's own.
 
         One other expert of an early token reaches all tokens after it, and so the median.
@@ -131,11 +133,13 @@ class WeightProbe:
         routes = routes_of(list(found.values()), self._model.moe_layer_ids, self._model.num_experts)
         scored, _ = self._trainers.probe([each.tokens for each in found.values()], routes)
         return {
-            url: replace(apart[url], log_probs=Differences.between(each, replace(each, log_probs=log_probs)).log_probs)
+            url: replace(
+                apart[url], log_probs=ProbeDifferences.between(each, replace(each, log_probs=log_probs)).log_probs
+            )
             for (url, each), (log_probs, _) in zip(found.items(), scored, strict=True)
         }
 
-    def _check(self, version: int, wrong: Mapping[str, Differences]) -> None:
+    def _check(self, version: int, wrong: Mapping[str, ProbeDifferences]) -> None:
         if not wrong:
             return
         told = "; ".join(

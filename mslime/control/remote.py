@@ -70,7 +70,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Pending(Generic[R]):
+class PendingCall(Generic[R]):
     """A call that is under way.
 
     Attributes:
@@ -115,13 +115,13 @@ class Remote(Generic[T]):
 
     def begin(
         self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs
-    ) -> Pending[R]:
+    ) -> PendingCall[R]:
         """Call the method, which is a `verb`, and wait for nothing."""
         ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
         found = _VERBS[method]
-        return Pending(ref, found, found.what.format(*args))
+        return PendingCall(ref, found, found.what.format(*args))
 
-    def wait(self, pending: Pending[R], on_wait: Callable[[], None] | None = None) -> R:
+    def wait(self, pending: PendingCall[R], on_wait: Callable[[], None] | None = None) -> R:
         """What a call that was begun returns.
 
         Args:

@@ -11,7 +11,7 @@ import ray
 from mslime.data.checksums import FileSum
 
 if TYPE_CHECKING:
-    from mslime.control.remote import Pending
+    from mslime.control.remote import PendingCall
     from mslime.preflight.resolve import ResolvedRun
 
 Spans = list[tuple[str, str, float, float, int]]
@@ -97,4 +97,4 @@ class Evaluation:
     """An evaluation that is running, of the weights after `step` steps."""
 
     step: int
-    answer: Pending[Evaluated]
+    answer: PendingCall[Evaluated]

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.control.garbage import search_seldom
-from mslime.control.remote import Host, Pending, Remote, verb
+from mslime.control.remote import Host, PendingCall, Remote, verb
 from mslime.control.results import Beginning, Evaluation, OfAdapter, SavedState
 from mslime.control.run_engines import RunEngines
 from mslime.control.run_rollouts import RunRollouts
@@ -214,9 +214,9 @@ class RolloutProcess:
         """See `RolloutActor.start`."""
         self._process.call(RolloutActor.start, addresses, layers, begins, teachers)
 
-    def groups(self, pending: Pending[T], on_counts: Callable[[RolloutCounts], None]) -> T:
+    def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
         """What a call that waits for a step's groups returns; reports their counts while it waits."""
-        asked: list[Pending[RolloutCounts]] = []
+        asked: list[PendingCall[RolloutCounts]] = []
 
         def poll() -> None:
             self.service.check()

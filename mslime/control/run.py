@@ -20,7 +20,7 @@ from mslime.control.cluster import resolved_device
 from mslime.control.loop import train_rl, train_sft
 from mslime.control.resources import Attempts, Resources, can_go_on
 from mslime.control.run_directory import changed_settings, owned, write_resolved
-from mslime.control.session import Session
+from mslime.control.session import TrainingRun
 from mslime.control.stop import StopSignals
 from mslime.data.checkpoints import newest_step
 from mslime.logs import log_file
@@ -79,14 +79,14 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
         if config.adapters:
             return _run_adapters(AdaptersSession(resolved, stop, quiet), say)
         with Resources() as resources:
-            session = Session(resolved, stop, quiet, resources)
+            session = TrainingRun(resolved, stop, quiet, resources)
             if session.first_step >= config.train.num_steps:
                 say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
                 return 0
             for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
                 say(f"changed since {session.checkpoints.loaded}: {change}")
             write_resolved(config, config.run_dir / "config.yaml")
-            _train(session, lambda: Session(_continued(resolved), stop, quiet, resources), resources, say)
+            _train(session, lambda: TrainingRun(_continued(resolved), stop, quiet, resources), resources, say)
         say(f"done: {config.run_dir}")
     return 0
 
@@ -110,7 +110,7 @@ def _run_adapters(session: AdaptersSession, say: Callable[[str], None]) -> int:
 
 
 def _train(
-    session: Session, make_session: Callable[[], Session], resources: Resources, say: Callable[[str], None]
+    session: TrainingRun, make_session: Callable[[], TrainingRun], resources: Resources, say: Callable[[str], None]
 ) -> None:
     """Train to the end; with another session where a process is lost and the engines can go on (`resources`)."""
     config, attempts = session.config, Attempts(session.config.cluster.restarts)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from mslime.backends.sglang.pool import EnginePool, Serving, all_or_first_failure
+from mslime.backends.sglang.pool import EnginePool, UpdateMembers, all_or_first_failure
 from mslime.config.errors import ConfigError
 from mslime.control.engine_side import EngineSide
 from mslime.control.remote import verb
@@ -103,18 +103,18 @@ class RunEngines:
     # ------------------------------------------------------------------------------------------- a weight update
 
     @verb("weight sync: begin", SYNC)
-    async def begin_update(self) -> Serving:
+    async def begin_update(self) -> UpdateMembers:
         """Let the paused engines take weights; see `EnginePool`, as for what follows: all managers at once. A manager
         whose engines are all gone raises: its groups have nowhere to go."""
         return await self._serving(EnginePool.begin_update)
 
     @verb("weight sync: begin again", SYNC)
-    async def begin_again(self) -> Serving:
+    async def begin_again(self) -> UpdateMembers:
         """The same after an update that broke off."""
         return await self._serving(EnginePool.begin_again)
 
     @verb("weight sync: load adapter", SYNC)
-    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
         """Let the engines have an adapter, while they generate."""
         with phase(_log, f"loading {adapter.name}"):
             return await self._serving(EnginePool.load_adapter, adapter, alive)
@@ -144,14 +144,14 @@ class RunEngines:
         return {url: found for each in await self._each(EnginePool.probe, request) for url, found in each.items()}
 
     async def _serving(
-        self, method: Callable[Concatenate[EnginePool, P], Awaitable[Serving]], *args: P.args, **options: P.kwargs
-    ) -> Serving:
+        self, method: Callable[Concatenate[EnginePool, P], Awaitable[UpdateMembers]], *args: P.args, **options: P.kwargs
+    ) -> UpdateMembers:
         found = await self._each(method, *args, **options)
         gone = {name: why for each in found for name, why in each.gone.items()}
         for name, why in gone.items():
             _log.warning("%s is gone: %s", name, why)
         urls = tuple(url for each in found for url in each.urls)
-        return Serving(urls, gone, frozenset().union(*(each.adapters for each in found)))
+        return UpdateMembers(urls, gone, frozenset().union(*(each.adapters for each in found)))
 
     async def _each(
         self, method: Callable[Concatenate[EnginePool, P], Awaitable[T]], *args: P.args, **options: P.kwargs

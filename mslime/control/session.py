@@ -51,7 +51,7 @@ REST_S = 30.0
 """How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
 
 
-class Session(Started):
+class TrainingRun(Started):
     """A running run. A context manager.
 
     Attributes:

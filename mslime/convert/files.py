@@ -29,7 +29,7 @@ _SYNC_BYTES = 256 << 20  # between two waits for the disk, so that dirty pages d
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """Where a tensor's bytes lie in a file, and their CRC-32."""
 
     start: int
@@ -50,7 +50,7 @@ class Written:
 
     file: str
     size: int
-    spans: Mapping[str, Span]
+    spans: Mapping[str, ByteRange]
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
 
@@ -71,7 +71,7 @@ class OutputFile:
         self._writing: deque[tuple[Future[None], int]] = deque()
         self._unsynced = 0
         self._latest = "header"
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, ByteRange] = {}
         self.records: dict[str, tuple[int, int]] = {}
         self.at = 0
 
@@ -131,10 +131,10 @@ class OutputFile:
             os.fdatasync(self._file.fileno())
             self._unsynced = 0
 
-    def write_tensor(self, name: str, tensor: Tensor) -> Span:
+    def write_tensor(self, name: str, tensor: Tensor) -> ByteRange:
         """Append the bytes of a contiguous CPU tensor and remember their checksum. Raises like `write`."""
         data = tensor_bytes(tensor)
-        span = Span(self.at, len(data), zlib.crc32(data))
+        span = ByteRange(self.at, len(data), zlib.crc32(data))
         self.write(data, name)
         self.spans[name] = span
         return span
@@ -190,7 +190,7 @@ def verify(directory: Path, written: Written, advance: Advance) -> None:
         raise _different(path, "file", error.strerror, "must be readable") from error
 
 
-def _crc_of(descriptor: int, span: Span, advance: Advance) -> int:
+def _crc_of(descriptor: int, span: ByteRange, advance: Advance) -> int:
     crc, at, end = 0, span.start, span.start + span.length
     while at < end:
         data = os.pread(descriptor, min(_READ_BYTES, end - at), at)

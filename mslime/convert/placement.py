@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterBox:
     """A view of one parameter, and the box of a stored tensor that holds it.
 
     Attributes:
@@ -54,7 +54,7 @@ class ModelPlacement:
         objects: keys of what megatron-core stores beside tensors (modules' extra state, `None` in a fresh model).
     """
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[ParameterBox, ...]]
     objects: Sequence[str]
 
     def check(self, table: RuleTable) -> None:
@@ -67,8 +67,8 @@ class ModelPlacement:
             assert covered == expected, f"{name}: pieces of {covered} elements, the rule says {expected}"
 
 
-def whole(rule: BoundRule) -> Piece:
+def whole(rule: BoundRule) -> ParameterBox:
     """The place of a parameter that megatron-core does not build: under its own name."""
     shape = rule.full_shape
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return Piece(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)
+    return ParameterBox(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

@@ -315,7 +315,7 @@ def _check_backend(directory: Path) -> None:
         )  # fmt: skip
 
 
-class _StandIn:
+class _PlaceholderClass:
     """Takes the place of a class of megatron-core whose content is of no use here."""
 
 
@@ -326,7 +326,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module_name, global_name) == ("builtins", "getattr"):
             return _enum_member
         if global_name in _MEGATRON_STAND_INS and module_name.startswith("megatron.core."):
-            return _StandIn
+            return _PlaceholderClass
         # A dotted name would lead out of the module, through what it imports, to any class there is.
         known = "." not in global_name and _is_known(module_name, global_name)
         found = super().find_class(module_name, global_name) if known else None

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mslime.convert.files import Advance, OutputFile, Span, Written, tensor_bytes
+from mslime.convert.files import Advance, ByteRange, OutputFile, Written, tensor_bytes
 from mslime.convert.kinds import Shape
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def write_record(file: OutputFile, name: str, tensor: Tensor) -> None:
         begin = file.at
         file.write(data, name)
         file.write(template.tail(crc), name)
-    file.spans[name] = Span(begin, len(data), crc)
+    file.spans[name] = ByteRange(begin, len(data), crc)
     file.records[name] = (start, file.at - start)
 
 

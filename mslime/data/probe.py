@@ -55,7 +55,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Differences:
+class ProbeDifferences:
     """Between what an engine and the trainer say.
 
     Attributes:
@@ -68,7 +68,7 @@ class Differences:
     routes: float = 1.0
 
     @classmethod
-    def between(cls, one: Probed, other: Probed) -> Differences:
+    def between(cls, one: Probed, other: Probed) -> ProbeDifferences:
         """Raises AssertionError when they are not of the same tokens, layers and top-k."""
         assert np.array_equal(one.tokens, other.tokens), "of other tokens"
         apart = np.abs(one.log_probs.astype(np.float64) - other.log_probs)

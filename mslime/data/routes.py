@@ -21,7 +21,7 @@ def narrowest_dtype(num_experts: int) -> np.dtype:
 
 
 @dataclass(eq=False)
-class _Room:
+class _RoutesBuffer:
     """Arrays with room behind what routes have of them: a rollout of many turns is not copied at each.
 
     Attributes:
@@ -50,7 +50,7 @@ class Routes:
         experts: NDArray[np.unsignedinteger] | tuple[NDArray[np.unsignedinteger], ...],
         mask: NDArray[np.bool_],
         layer_ids: tuple[int, ...],
-        _room: _Room | None = None,
+        _room: _RoutesBuffer | None = None,
     ) -> None:
         self.pieces: tuple[NDArray[np.unsignedinteger], ...] = experts if isinstance(experts, tuple) else (experts,)
         self.mask, self.layer_ids, self._room = mask, layer_ids, _room
@@ -114,12 +114,12 @@ class Routes:
         room.used = end
         return Routes((*before, room.experts[: end - room.start]), room.mask[:end], self.layer_ids, room)
 
-    def _further(self, rows: int) -> _Room:
+    def _further(self, rows: int) -> _RoutesBuffer:
         """Room for up to `rows` rows and half as many again, behind these, which stay where they are. Memory that is
         not touched is not taken."""
         start, size = len(self), rows + rows // 2
         shape = (size - start, *self.pieces[0].shape[1:])
-        room = _Room(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
+        room = _RoutesBuffer(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
         room.mask[:start] = self.mask
         return room
 

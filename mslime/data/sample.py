@@ -54,7 +54,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class _Room:
+class _SampleBuffer:
     """Columns of which a sample's are the beginning, with room behind them: a rollout of many turns is not copied at
     each.
 
@@ -120,7 +120,7 @@ class Sample:
     response: str = ""
     aborts: int = 0
     error: str = ""
-    _room: _Room | None = field(default=None, repr=False, compare=False)
+    _room: _SampleBuffer | None = field(default=None, repr=False, compare=False)
     _counted: tuple[list[Segment], int, int] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,13 +245,15 @@ class Sample:
         for version, start, end in spans:
             self._add_segment(Segment(old + start, old + end, version, engine, sampled))
 
-    def _grow(self, length: int) -> _Room:
+    def _grow(self, length: int) -> _SampleBuffer:
         """Columns with room for so many tokens, in which this sample's are the first, and for more where it has grown
         before: most responses come whole."""
         room = self._room
         if room is None or length > len(room.tokens) or not room.holds(self):
             size = length if len(self) == self.prompt_length else length + length // 2
-            self._room = room = _Room(np.empty(size, np.int32), np.empty(size, np.bool_), np.empty(size, np.float32))
+            self._room = room = _SampleBuffer(
+                np.empty(size, np.int32), np.empty(size, np.bool_), np.empty(size, np.float32)
+            )
             old = len(self)
             room.tokens[:old], room.loss_mask[:old], room.log_probs[:old] = self.tokens, self.loss_mask, self.log_probs
         return room

@@ -57,14 +57,14 @@ class Logged:
     advantages: Sequence[float | NDArray[np.floating]] | None = None
     set_name: str = ""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LoggedSample]:
         """The samples, groups one after the other."""
         owned = [(group.source, sample) for group in self.groups for sample in group.samples]
         advantages = self.advantages if self.advantages is not None else [None] * len(owned)
-        return [Entry(*one, advantage, len(owned)) for one, advantage in zip(owned, advantages, strict=True)]
+        return [LoggedSample(*one, advantage, len(owned)) for one, advantage in zip(owned, advantages, strict=True)]
 
 
-class Entry(NamedTuple):
+class LoggedSample(NamedTuple):
     """A sample among those that are logged together: where its prompt came from, its advantage, how many there are."""
 
     source: str
@@ -174,7 +174,7 @@ class SampleLog:
                 if index not in kinds:
                     yield self._line(step, part, entries[index], [])
 
-    def _line(self, step: int, part: Logged, entry: Entry, kinds: Sequence[str]) -> bytes:
+    def _line(self, step: int, part: Logged, entry: LoggedSample, kinds: Sequence[str]) -> bytes:
         told = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
         routes = routes_row(entry.sample, self._route_layers) if kinds else None
         row = {"step": step, "kinds": kinds, **told, **({"routes": routes} if routes else {})}
@@ -238,7 +238,7 @@ def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
 
 
 def sample_row(
-    part: Logged, entry: Entry, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
+    part: Logged, entry: LoggedSample, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
 ) -> dict[str, Any]:
     """What a line says of a sample; positions count from the first token of the response.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(eq=False)
-class _Room:
+class _SupportsBuffer:
     """Arrays with room behind what supports have of them: a rollout of many turns is not copied at each.
 
     Attributes:
@@ -39,7 +39,7 @@ class Supports:
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    _room: _Room | None = field(default=None, repr=False, compare=False)
+    _room: _SupportsBuffer | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.offsets.ndim == 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
@@ -89,7 +89,7 @@ class Supports:
         room = self._room
         if room is None or room.used != len(self) or rows >= len(room.offsets) or ids > len(room.ids):
             # Half as many again: memory that is not touched is not taken.
-            room = _Room(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
+            room = _SupportsBuffer(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
             room.ids[: len(self.ids)], room.offsets[: len(self) + 1] = self.ids, self.offsets
         room.ids[len(self.ids) : ids] = new.ids
         room.offsets[len(self) + 1 : rows + 1] = new.offsets[1:] + len(self.ids)

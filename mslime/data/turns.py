@@ -18,7 +18,7 @@ from mslime.data.sample import Sample
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnSpan:
     """Tokens [start, stop) of one sample, the prompt included where the turn is its first.
 
     Attributes:
@@ -33,7 +33,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TurnChunk:
     """Turns that follow each other both in a sequence and in their rollout's time.
 
     Attributes:
@@ -59,25 +59,25 @@ class SequenceTime:
     """
 
     rewards: NDArray[np.float32] | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TurnChunk, ...]
     num_pieces: int
 
 
-def rollouts_in_time(samples: Sequence[Sample]) -> list[list[Turn]]:
+def rollouts_in_time(samples: Sequence[Sample]) -> list[list[TurnSpan]]:
     """The turns of each rollout in the order in which they were generated; rollouts in the order of their samples."""
-    found: dict[tuple[int, int, bool], list[tuple[tuple[int, int], Turn]]] = {}
+    found: dict[tuple[int, int, bool], list[tuple[tuple[int, int], TurnSpan]]] = {}
     for index, sample in enumerate(samples):
         found.setdefault(sample.rollout, []).extend(_turns(index, sample))
     return [[turn for _, turn in sorted(turns, key=lambda t: t[0])] for turns in found.values()]
 
 
-def _turns(index: int, sample: Sample) -> list[tuple[tuple[int, int], Turn]]:
+def _turns(index: int, sample: Sample) -> list[tuple[tuple[int, int], TurnSpan]]:
     """(what it is ordered by, turn) of a sample. Turns without a number come first, in the order of their samples."""
     numbers = [number for _, number in sample.turns] or [0]
     edges = [0, *(start for start, _ in sample.turns[1:]), len(sample)]
     trained = np.flatnonzero(sample.loss_mask)
     return [
-        ((number, sample.index), Turn(index, start, stop, trained[(trained >= start) & (trained < stop)]))
+        ((number, sample.index), TurnSpan(index, start, stop, trained[(trained >= start) & (trained < stop)]))
         for number, (start, stop) in zip(numbers, pairwise(edges), strict=True)
     ]
 
@@ -90,7 +90,7 @@ def sequence_times(samples: Sequence[Sample]) -> list[SequenceTime]:
     first.
     """
     rewards: list[NDArray[np.float32] | None] = [None] * len(samples)
-    pieces: list[list[Piece]] = [[] for _ in samples]
+    pieces: list[list[TurnChunk]] = [[] for _ in samples]
     first = 0
     for turns in rollouts_in_time(samples):
         if len({turn.sample for turn in turns}) > 1:
@@ -100,7 +100,7 @@ def sequence_times(samples: Sequence[Sample]) -> list[SequenceTime]:
     return [SequenceTime(r, tuple(p), first) for r, p in zip(rewards, pieces, strict=True)]
 
 
-def _placed_rewards(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[int, NDArray[np.float32]]:
+def _placed_rewards(samples: Sequence[Sample], turns: Sequence[TurnSpan]) -> dict[int, NDArray[np.float32]]:
     """The rewards of a rollout on the tokens that earned them, by sample."""
     rewards = {turn.sample: np.zeros(len(samples[turn.sample]), np.float32) for turn in turns}
     newest: tuple[int, int] | None = None  # the last trained token before the turn
@@ -118,7 +118,7 @@ def _placed_rewards(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[in
     return rewards
 
 
-def _place_pieces(turns: Sequence[Turn], first: int, pieces: Sequence[list[Piece]]) -> int:
+def _place_pieces(turns: Sequence[TurnSpan], first: int, pieces: Sequence[list[TurnChunk]]) -> int:
     """Add the pieces of a rollout, numbered from `first`, to those of its samples, in place; return how many.
 
     Turns without a trained token are no time: they belong to a neighbour in their sequence.
@@ -135,5 +135,5 @@ def _place_pieces(turns: Sequence[Turn], first: int, pieces: Sequence[list[Piece
         start = sum(piece.length for piece in pieces[sample])
         stop = later[0] if later else ends[sample]
         following = first + index + 1 if index + 1 < len(runs) else -1
-        pieces[sample].append(Piece(stop - start, first + index, following))
+        pieces[sample].append(TurnChunk(stop - start, first + index, following))
     return len(runs)

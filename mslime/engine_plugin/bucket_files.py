@@ -35,8 +35,8 @@ import torch
 from mslime.config.choices import FileKind
 from mslime.config.handles import HandleFields, take_handle
 from mslime.engine_plugin import delta
-from mslime.engine_plugin.copy_plan import Bucket, Named, Received, buckets_of
-from mslime.engine_plugin.engine_ranks import RankGroup, all_ranks
+from mslime.engine_plugin.copy_plan import Named, Received, RecordedBucket, buckets_of
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, all_ranks
 from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import (
     REFUSED,
@@ -50,7 +50,7 @@ from mslime.engine_plugin.wire import (
 
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Of a bucket: names, dtypes and shapes."""
-ALONE = RankGroup()
+ALONE = EngineRankGroup()
 _HEADER_LIMIT = 1 << 30
 
 
@@ -95,7 +95,7 @@ class Files:
         for path in [path for path in self._mapped if path.parent == directory]:
             self._drop(path)
 
-    def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: RankGroup = ALONE) -> None:
+    def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: EngineRankGroup = ALONE) -> None:
         """Fill `flat` [bytes] uint8 from a file; returns when the file is not needed any more.
 
         Args:
@@ -250,7 +250,9 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
     return load.kind == "changes"
 
 
-def take(files: Files, load: FromFile, bucket: Bucket, model: torch.nn.Module, near: RankGroup = ALONE) -> Received:
+def take(
+    files: Files, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: EngineRankGroup = ALONE
+) -> Received:
     """A bucket that comes in a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mslime.engine_plugin.copy_plan import Bucket, Buckets, Copies
+from mslime.engine_plugin.copy_plan import Buckets, Copies, RecordedBucket
 from mslime.engine_plugin.wire import CANNOT, format_sum
 from mslime.tensor_sums import bits_of, place_sum
 
@@ -33,7 +33,7 @@ def held(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
     return sums
 
 
-def of_bucket(bucket: Bucket, copies: Copies) -> dict[str, str]:
+def of_bucket(bucket: RecordedBucket, copies: Copies) -> dict[str, str]:
     """Sum and places of each of its tensors. Writes over the bucket's buffer."""
     if copies.places is None:
         copies.places, copies.apart = _places(bucket, copies)
@@ -48,7 +48,7 @@ def of_bucket(bucket: Bucket, copies: Copies) -> dict[str, str]:
     return found
 
 
-def _places(bucket: Bucket, copies: Copies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+def _places(bucket: RecordedBucket, copies: Copies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The sum of the places that this rank holds of each tensor; and the copies that the buffer, filled backwards, does
     not tell of: those that come from a place of which there are several, or that change the dtype."""
     bucket.flat.zero_()

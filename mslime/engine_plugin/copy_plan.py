@@ -47,7 +47,7 @@ class Received(list[tuple[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, bucket: Bucket, then: Callable[[], None] | None = None, packed: list[torch.Tensor] | None = None
+        self, bucket: RecordedBucket, then: Callable[[], None] | None = None, packed: list[torch.Tensor] | None = None
     ) -> None:
         super().__init__(bucket.named)
         self.bucket, self.then, self.packed = bucket, then, packed
@@ -232,7 +232,7 @@ class Held:
 
 
 @dataclass
-class Bucket:
+class RecordedBucket:
     """A bucket that came before.
 
     Attributes:
@@ -285,11 +285,11 @@ class Buckets:
     """
 
     def __init__(self, device: Any) -> None:
-        self.behind, self.loaded = cast("Any", None), list[Bucket]()
+        self.behind, self.loaded = cast("Any", None), list[RecordedBucket]()
         self.buffer = Buffer(device)
-        self._known: dict[tuple[Any, ...], Bucket] = {}
+        self._known: dict[tuple[Any, ...], RecordedBucket] = {}
 
-    def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
+    def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> RecordedBucket:
         """The bucket with these tensors, and room for it."""
         key = (tuple(names), tuple(map(str, dtypes)), tuple(map(tuple, shapes)))
         if key not in self._known:
@@ -307,13 +307,13 @@ class Buckets:
                 model.post_load_weights()
         self.buffer.release()
 
-    def _new(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
+    def _new(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> RecordedBucket:
         """Tensors lie one after the other, as SGLang's `FlattenedTensorBucket` has them."""
         kinds = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
         flat = self.buffer.head(sum(sizes))
         parts = zip(names, flat.split(sizes), kinds, shapes, strict=True)
-        return Bucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
+        return RecordedBucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
 
 
 def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
@@ -346,7 +346,7 @@ def in_one_thread() -> Generator[None]:
         pools.submit = submit
 
 
-def fitting(model: torch.nn.Module, buckets: Iterable[Bucket]) -> list[Copies | None]:
+def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[Copies | None]:
     """Of each bucket, the recorded copies that can be repeated; None where there are none."""
     known = (bucket.copies.get(id(model)) for bucket in buckets)
     return [each if each is not None and each.fit(model) else None for each in known]

@@ -20,7 +20,7 @@ from safetensors.torch import load
 
 from mslime.config.choices import CHANGES, version_name
 from mslime.config.keys import BucketVersion
-from mslime.engine_plugin.copy_plan import Bucket, Copies, Held, Received
+from mslime.engine_plugin.copy_plan import Copies, Held, Received, RecordedBucket
 from mslime.tensor_sums import word_sum
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -44,7 +44,7 @@ class Delta:
 
 
 def receive(
-    version: BucketVersion, name: str, group: dist.ProcessGroup, bucket: Bucket, model: torch.nn.Module
+    version: BucketVersion, name: str, group: dist.ProcessGroup, bucket: RecordedBucket, model: torch.nn.Module
 ) -> Received:
     """The bucket that is broadcast, or that with the changes that are.
 
@@ -69,7 +69,7 @@ def receive(
     return changed(Delta(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
 
 
-def changed(changes: Delta, version: Path, bucket: Bucket, model: torch.nn.Module) -> Received:
+def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.nn.Module) -> Received:
     """The bucket with the changes in it.
 
     Args:
@@ -107,7 +107,7 @@ def read_delta(path: Path) -> Delta:
     return Delta(version, total, index, value)
 
 
-def put(changes: Delta, bucket: Bucket) -> None:
+def put(changes: Delta, bucket: RecordedBucket) -> None:
     """Write the changes into the bucket's buffer. Raises ValueError where they do not fit."""
     value, flat = changes.value, _flat_as_one(bucket)
     if value.dtype != flat.dtype:
@@ -118,13 +118,13 @@ def put(changes: Delta, bucket: Bucket) -> None:
     flat.view(bits)[changes.index.to(flat.device, torch.int64)] = value.view(bits).to(flat.device)
 
 
-def _flat_as_one(bucket: Bucket) -> torch.Tensor:
+def _flat_as_one(bucket: RecordedBucket) -> torch.Tensor:
     """The bucket's buffer in the dtype of its tensors; bytes where they have several."""
     dtypes = {tensor.dtype for _, tensor in bucket.named}
     return bucket.flat.view(dtypes.pop()) if len(dtypes) == 1 else bucket.flat
 
 
-def hold(bucket: Bucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
+def hold(bucket: RecordedBucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
     """Note that a model has loaded all of a bucket: changes of it may come.
 
     Args:
@@ -140,7 +140,7 @@ def hold(bucket: Bucket, model: torch.nn.Module, version: Path, total: int | Non
         bucket.held = Held(version, take_back(bucket, copies))
 
 
-def take_back(bucket: Bucket, copies: Copies) -> int:
+def take_back(bucket: RecordedBucket, copies: Copies) -> int:
     """Fill a bucket with what the model holds of it, and zeros for the rest; the word sum."""
     copies.make_backwards(bucket.flat)
     return word_sum(bucket.flat)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class EngineRankGroup:
     """Ranks of an engine, as one of them sees them. All take part in each call, in the same order.
 
     Attributes:
@@ -82,8 +82,8 @@ class Ranks:
         machine: number of that, among those of the engine.
     """
 
-    whole: RankGroup = RankGroup()
-    near: RankGroup = RankGroup()
+    whole: EngineRankGroup = EngineRankGroup()
+    near: EngineRankGroup = EngineRankGroup()
     machine: int = 0
 
     @property
@@ -92,12 +92,12 @@ class Ranks:
         return self.whole.count // self.near.count
 
 
-def all_ranks() -> RankGroup:
+def all_ranks() -> EngineRankGroup:
     """All ranks of this engine, in a server that runs."""
     group = _parallel().tp_group
     if group.world_size == 1:
-        return RankGroup()
-    return RankGroup(group.rank_in_group, group.world_size, group.device_group, group.cpu_group)
+        return EngineRankGroup()
+    return EngineRankGroup(group.rank_in_group, group.world_size, group.device_group, group.cpu_group)
 
 
 @cache
@@ -112,13 +112,13 @@ def ranks() -> Ranks:
         return Ranks(whole, whole)
     members, count = _parallel().tp_group.ranks, whole.count // machines
     own, backend = whole.rank // count, dist.get_backend(whole.tensors)
-    near = RankGroup(first=whole.rank)
+    near = EngineRankGroup(first=whole.rank)
     for machine in range(machines):
         first = machine * count
         # Every rank makes every group, in the same order.
         tensors, words = (_new_group(members[first : first + count], kind) for kind in (backend, "gloo"))
         if machine == own and count > 1:
-            near = RankGroup(whole.rank - first, count, tensors, words, first)
+            near = EngineRankGroup(whole.rank - first, count, tensors, words, first)
     return Ranks(whole, near, own)
 
 

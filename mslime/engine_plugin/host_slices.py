@@ -107,7 +107,7 @@ def host_slice_bytes(cut: HostSlice, itemsize: int) -> int:
     return itemsize * sum(piece.numel for piece in cut)
 
 
-class Packed:
+class PackedSlice:
     """A machine's cut of a bucket, as it arrives."""
 
     def __init__(self, cut: HostSlice) -> None:

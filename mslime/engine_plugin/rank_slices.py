@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Bucket, Buffer, Copies
-from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.copy_plan import Buffer, Copies, RecordedBucket
+from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.relay_groups import aligned
 from mslime.tensor_sums import BITS
 
@@ -62,7 +62,7 @@ class RankSlice:
         return self.itemsize * sum(part.numel for part in self.parts)
 
 
-def rank_slice_of(bucket: Bucket, copies: Copies) -> RankSlice | None:
+def rank_slice_of(bucket: RecordedBucket, copies: Copies) -> RankSlice | None:
     """What the recorded copies read of a bucket; None where its tensors have elements of several sizes."""
     sizes = {tensor.itemsize for _, tensor in bucket.named}
     if len(sizes) != 1:
@@ -153,7 +153,7 @@ class Exchange:
 
     def __init__(
         self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[Copies],
-        beside: RankGroup, room: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
+        beside: EngineRankGroup, room: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
         taken: Buffer,
     ) -> None:  # fmt: skip
         self._beside = beside
@@ -229,8 +229,8 @@ class Route:
     """
 
     def __init__(
-        self, sent: Sequence[Bucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[RankSlice | None]],
-        copies: Sequence[Copies | None], beside: RankGroup, given: Buffer, taken: Buffer,
+        self, sent: Sequence[RecordedBucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[RankSlice | None]],
+        copies: Sequence[Copies | None], beside: EngineRankGroup, given: Buffer, taken: Buffer,
     ) -> None:  # fmt: skip
         sizes, sources = [each.size for each in arrivals], [each.source for each in arrivals]
         self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))

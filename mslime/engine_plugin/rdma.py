@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mslime.config.transports import MooncakeOver
-from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.network import own_address
 from mslime.remote_memory import End, RemoteMemory
 
@@ -41,7 +41,7 @@ class RdmaReader:
         if bytes(into.tolist()) != said:
             raise ValueError(f"something else lies in the memory of {memory.session}")
 
-    def read(self, place: Path, flat: torch.Tensor, near: RankGroup) -> None:
+    def read(self, place: Path, flat: torch.Tensor, near: EngineRankGroup) -> None:
         """Fill `flat` [bytes] uint8; returns when the memory is not needed any more.
 
         Args:

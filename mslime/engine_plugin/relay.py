@@ -27,16 +27,16 @@ import torch.distributed as dist
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.slices import HostSlice, HostSlices, machine_lane
 from mslime.engine_plugin.copy_plan import (
-    Bucket,
     Buckets,
     Buffer,
     Copies,
     Received,
+    RecordedBucket,
     buckets_of,
     fitting,
 )
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks, ranks
-from mslime.engine_plugin.host_slices import Packed, host_slice_bytes, host_slices_of
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
+from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slices_of
 from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
 from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
 from mslime.engine_plugin.wire import RECORDED, Answer, JoinRelayGroup, Loaded, RelaySync, encode
@@ -63,7 +63,7 @@ class Sent:
     rank."""
 
     senders: tuple[int, ...]
-    bucket: Bucket
+    bucket: RecordedBucket
 
     @property
     def sender(self) -> int:
@@ -88,7 +88,7 @@ class Relay:
 
     def __init__(
         self, buckets: Buckets, load: Callable[[Received], tuple[bool, str]], device: Any,
-        copies: Callable[[Sequence[Bucket]], Sequence[Copies | None]],
+        copies: Callable[[Sequence[RecordedBucket]], Sequence[Copies | None]],
     ) -> None:  # fmt: skip
         self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
         self._plans: dict[str, list[Sent]] = {}
@@ -230,7 +230,7 @@ class Relay:
                 for sent, cut, at in zip(plan, cuts, ats, strict=True):
                     source = sent.sender % near.count
                     room = self._room.head(at.start + at.size)[at.start :] if source == near.rank else nothing
-                    arrivals.append(Arrival(source, at.size, room, None if cut is None else Packed(cut).within))
+                    arrivals.append(Arrival(source, at.size, room, None if cut is None else PackedSlice(cut).within))
                 shares = self._shares[near.first : near.first + near.count]
                 buckets, taken = [sent.bucket for sent in plan], self._buckets.buffer
                 self._route = Route(buckets, arrivals, shares, self._known, near, self._given, taken)
@@ -252,7 +252,7 @@ class Relay:
             raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: RankGroup) -> str:
+    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: EngineRankGroup) -> str:
         """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
 
         Args:
@@ -296,7 +296,7 @@ class Relay:
         step: ExchangeStep,
         plan: Sequence[Sent],
         route: Route,
-        beside: RankGroup,
+        beside: EngineRankGroup,
         load: Callable[[Received], None],
     ) -> None:
         """Load the buckets of a step, when this rank has them, or its shares."""

@@ -271,7 +271,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 class ConversionBars:
-    """A bar for each phase; `mslime.offline.jobs.Progress`. A context manager.
+    """A bar for each phase; `mslime.offline.jobs.ConversionProgress`. A context manager.
 
     Args:
         quiet: show nothing.

@@ -20,7 +20,7 @@ DIRECTORY = "rollouts"
 _NAME = re.compile(r"(eval_|trainer_)?step_(\d+)\.jsonl")
 
 
-class Segment(TypedDict):
+class SegmentLine(TypedDict):
     """Tokens [start, end) of a response; `version` is None when no policy sampled them."""
 
     start: int
@@ -31,7 +31,7 @@ class Segment(TypedDict):
     trained: bool
 
 
-class Routes(TypedDict):
+class RoutesLine(TypedDict):
     """Experts of the first tokens of a response in some MoE layers; `experts` is base64, see `routes_row`."""
 
     layers: list[int]
@@ -40,7 +40,7 @@ class Routes(TypedDict):
     experts: str
 
 
-class Sample(TypedDict):
+class SampleLine(TypedDict):
     """A line of a file; docs/report.md says what each key means."""
 
     step: int
@@ -65,14 +65,14 @@ class Sample(TypedDict):
     prompt_tokens: int
     response_tokens: int
     trained_tokens: int
-    segments: list[Segment]
+    segments: list[SegmentLine]
     left_out: tuple[int, int] | None
     ids: list[int]
     texts: NotRequired[list[str]]
     log_probs: list[float | None]
     support_sizes: NotRequired[list[int]]
     trainer_log_probs: NotRequired[list[float | None]]
-    routes: NotRequired[Routes]
+    routes: NotRequired[RoutesLine]
 
 
 class TrainerLine(TypedDict):
@@ -83,7 +83,7 @@ class TrainerLine(TypedDict):
     log_probs: list[float | None]
 
 
-_SAMPLE: TypeAdapter[Sample] = TypeAdapter(Sample)
+_SAMPLE: TypeAdapter[SampleLine] = TypeAdapter(SampleLine)
 _TRAINER: TypeAdapter[TrainerLine] = TypeAdapter(TrainerLine)
 Row = TypeVar("Row")
 
@@ -124,7 +124,7 @@ def _files(directory: Path) -> list[tuple[Path, str, int]]:
     return [(path, match[1] or "", int(match[2])) for path, match in found if match is not None]
 
 
-def read_samples(path: Path) -> Iterator[Sample]:
+def read_samples(path: Path) -> Iterator[SampleLine]:
     """The lines of a file, one after the other.
 
     Raises:

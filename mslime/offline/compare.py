@@ -16,7 +16,7 @@ from mslime.convert.kinds import Shape
 from mslime.convert.placement import ModelPlacement
 from mslime.convert.table import RuleTable
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype
-from mslime.offline.jobs import Progress, Silent
+from mslime.offline.jobs import ConversionProgress, Silent
 from mslime.offline.megatron_source import MegatronSource
 from mslime.offline.workers import Workers
 
@@ -131,7 +131,7 @@ def _read(side: Side, group: Group) -> Mapping[str, Tensor]:
     return side.read(tuple(name for name in group if name in side.shapes))
 
 
-def compare(a: Side, b: Side, *, workers: int = 1, progress: Progress | None = None) -> list[Difference]:
+def compare(a: Side, b: Side, *, workers: int = 1, progress: ConversionProgress | None = None) -> list[Difference]:
     """Every tensor that differs, by name; an empty list says that the two are equal.
 
     Two Megatron sides must be of one model.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mslime.convert.files import Advance, Written
 from mslime.convert.hf import copy_side_files, write_index
 from mslime.convert.writers import TensorPlan, write_safetensors
-from mslime.offline.jobs import Task
+from mslime.offline.jobs import FileTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Output:
 
 
 class HFJob(ABC):
-    """A job (see `jobs.Job`) whose output is a Hugging Face checkpoint.
+    """A job (see `jobs.ConversionJob`) whose output is a Hugging Face checkpoint.
 
     Args:
         outputs: everything that will be written, in order.
@@ -57,7 +57,7 @@ class HFJob(ABC):
         self._tasks = _shards(outputs, max_shard_bytes)
 
     @property
-    def tasks(self) -> Sequence[Task]:
+    def tasks(self) -> Sequence[FileTask]:
         """One shard each."""
         return self._tasks
 
@@ -68,14 +68,14 @@ class HFJob(ABC):
 
     @abstractmethod
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.Job`."""
+        """See `jobs.ConversionJob`."""
 
     @abstractmethod
     def make(self, output: Output) -> Sequence[Tensor]:
         """The tensors of one output, in the order of its plans, in any process."""
 
-    def write(self, task: Task, path: Path, advance: Advance) -> Written:
-        """See `jobs.Job`."""
+    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+        """See `jobs.ConversionJob`."""
         outputs = [self._outputs[key] for key in task.names]
         plans = [plan for output in outputs for plan in output.plans]
         return write_safetensors(path, plans, (tensor for output in outputs for tensor in self.make(output)), advance)
@@ -90,7 +90,7 @@ class HFJob(ABC):
         return self.__dict__ | {"_opened": None}
 
 
-def _shards(outputs: Sequence[Output], limit: int) -> list[Task]:
+def _shards(outputs: Sequence[Output], limit: int) -> list[FileTask]:
     """Files of at most `limit` bytes, under the names that the Hugging Face libraries give them."""
     runs: list[list[Output]] = []
     total = limit + 1
@@ -101,7 +101,7 @@ def _shards(outputs: Sequence[Output], limit: int) -> list[Task]:
         runs[-1].append(output)
         total += output.nbytes
     return [
-        Task(
+        FileTask(
             f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors",
             sum(output.nbytes for output in run),
             tuple(output.key for output in run),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSummary:
     """One stored tensor: its name, dtype as torch names it, shape and file (the first, when it lies in several)."""
 
     name: str
@@ -48,7 +48,7 @@ class Summary:
     """
 
     kind: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorSummary, ...]
     facts: tuple[tuple[str, str], ...]
 
     def by_dtype(self) -> list[tuple[str, int, int]]:
@@ -71,7 +71,9 @@ def inspect(directory: Path) -> Summary:
 
 def _hugging_face(directory: Path) -> Summary:
     checkpoint = HFCheckpoint(directory)
-    entries = [Entry(n, TORCH_DTYPES.get(i.dtype, i.dtype), i.shape, i.file) for n, i in checkpoint.stored.items()]
+    entries = [
+        TensorSummary(n, TORCH_DTYPES.get(i.dtype, i.dtype), i.shape, i.file) for n, i in checkpoint.stored.items()
+    ]
     facts = [
         ("family", _family(directory)),
         ("quantised", checkpoint.quantisation or "no"),
@@ -83,7 +85,7 @@ def _hugging_face(directory: Path) -> Summary:
 def _megatron(directory: Path) -> Summary:
     checkpoint = DistCheckpoint(directory)
     entries = [
-        Entry(key, tensor.dtype, tensor.shape, tensor.chunks[0].file if tensor.chunks else "")
+        TensorSummary(key, tensor.dtype, tensor.shape, tensor.chunks[0].file if tensor.chunks else "")
         for key, tensor in checkpoint.tensors.items()
     ]
     facts: list[tuple[str, str]] = []
@@ -109,7 +111,7 @@ def _of_run(manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def _counted(entries: Iterable[Entry], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def _counted(entries: Iterable[TensorSummary], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     entries = list(entries)
     files = len({entry.file for entry in entries})
     total = sum(entry.nbytes for entry in entries)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from mslime.config.errors import CheckpointError, ConfigError
-from mslime.convert.files import Advance, Span, Written, verify
+from mslime.convert.files import Advance, ByteRange, Written, verify
 from mslime.convert.hf import publish, staging_directory
 from mslime.offline.workers import Workers
 
@@ -30,7 +30,7 @@ _HEADROOM = 1.02
 
 
 @dataclass(frozen=True)
-class Task:
+class FileTask:
     """One output file.
 
     Attributes:
@@ -44,11 +44,11 @@ class Task:
     names: tuple[str, ...]
 
 
-class Job(Protocol):
+class ConversionJob(Protocol):
     """A conversion. It is pickled to worker processes, so that it opens its source when a task asks for it."""
 
     @property
-    def tasks(self) -> Sequence[Task]:
+    def tasks(self) -> Sequence[FileTask]:
         """Every output file with tensors in it."""
         ...
 
@@ -56,7 +56,7 @@ class Job(Protocol):
         """JSON values that are equal for two runs exactly when they write the same files."""
         ...
 
-    def write(self, task: Task, path: Path, advance: Advance) -> Written:
+    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
         """Write one file, in any process; `advance` counts the bytes of `task.nbytes`."""
         ...
 
@@ -65,7 +65,7 @@ class Job(Protocol):
         ...
 
 
-class Progress(Protocol):
+class ConversionProgress(Protocol):
     """Shows how far a conversion is."""
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
@@ -102,7 +102,12 @@ class Outcome:
 
 
 def run_job(
-    job: Job, target: Path, *, workers: int = 1, verified: bool = True, progress: Progress | None = None
+    job: ConversionJob,
+    target: Path,
+    *,
+    workers: int = 1,
+    verified: bool = True,
+    progress: ConversionProgress | None = None,
 ) -> Outcome:
     """Convert into `target`, which appears whole or not at all.
 
@@ -145,7 +150,7 @@ def run_job(
 
 
 def verify_files(
-    directory: Path, files: Sequence[Written], pool: Workers, progress: Progress, *, discard: bool = False
+    directory: Path, files: Sequence[Written], pool: Workers, progress: ConversionProgress, *, discard: bool = False
 ) -> None:
     """Read files from the disk again.
 
@@ -164,10 +169,10 @@ def verify_files(
 class _Writing:
     """Writes the files of a job, in any process."""
 
-    job: Job
+    job: ConversionJob
     staging: Path
 
-    def run(self, task: Task, advance: Advance) -> Written:
+    def run(self, task: FileTask, advance: Advance) -> Written:
         return self.job.write(task, self.staging / task.file, advance)
 
 
@@ -203,7 +208,7 @@ def source_identity(files: Sequence[Path]) -> list[list[object]]:
 class _Journal:
     """The finished files of a staging directory, one JSON line each after a line that says which conversion it is."""
 
-    def __init__(self, staging: Path, job: Job) -> None:
+    def __init__(self, staging: Path, job: ConversionJob) -> None:
         self._path = staging / JOURNAL
         header = {"format": _FORMAT, "job": _fingerprint(job)}
         self.written = {written.file: written for written in _finished(self._path, header)}
@@ -261,11 +266,11 @@ def _to_json(written: Written) -> dict[str, Any]:
 
 
 def _from_json(line: Mapping[str, Any]) -> Written:
-    spans = {name: Span(*span) for name, span in line["spans"].items()}
+    spans = {name: ByteRange(*span) for name, span in line["spans"].items()}
     return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
 
 
-def _fingerprint(job: Job) -> str:
+def _fingerprint(job: ConversionJob) -> str:
     text = json.dumps([job.identity(), [asdict(task) for task in job.tasks]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

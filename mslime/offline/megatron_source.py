@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.kinds import Shape, Vocabulary
-from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.placement import ModelPlacement, ParameterBox
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import DistCheckpoint
 from mslime.convert.writers import torch_dtype
@@ -69,7 +69,7 @@ class MegatronSource:
     def _left_out(self, unit: Unit) -> bool:
         return bool(unit.rules[0].untrained) and self._pieces(unit.rules[0])[0].key not in self.checkpoint.tensors
 
-    def _pieces(self, rule: BoundRule) -> Sequence[Piece]:
+    def _pieces(self, rule: BoundRule) -> Sequence[ParameterBox]:
         return self._placement.pieces[rule.name]
 
     def _check(self, rule: BoundRule) -> None:

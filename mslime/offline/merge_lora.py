@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MergeLora(HFJob):
-    """The job: see `jobs.Job`. W + scale * B A in float32, in the dtype that the checkpoint has.
+    """The job: see `jobs.ConversionJob`. W + scale * B A in float32, in the dtype that the checkpoint has.
 
     Args:
         source: Hugging Face directory of the model, with plain or quantised weights; they are written plain.
@@ -40,7 +40,7 @@ class MergeLora(HFJob):
         self._opened: Any = None
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.Job`."""
+        """See `jobs.ConversionJob`."""
         return {
             "job": "merge-lora",
             "source": [str(self._source.resolve()), str(self._file.directory.resolve()), self._identity],

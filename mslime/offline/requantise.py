@@ -23,7 +23,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 class _Requantise(HFJob):
-    """A job (see `jobs.Job`) over the tensors of one Hugging Face checkpoint, each by itself."""
+    """A job (see `jobs.ConversionJob`) over the tensors of one Hugging Face checkpoint, each by itself."""
 
     name: str
 
@@ -56,7 +56,7 @@ class _Requantise(HFJob):
         ]
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.Job`."""
+        """See `jobs.ConversionJob`."""
         return {"job": self.name, "source": [str(self._source.resolve()), self._identity], "changes": self._changes}
 
     @abstractmethod

@@ -11,7 +11,7 @@ from mslime.convert.adapters import Adapters, make_adapters, stored_place
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import atomic_directory
 from mslime.convert.peft import write_adapter_files
-from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.placement import ModelPlacement, ParameterBox
 from mslime.convert.table import BoundRule, Rule
 from mslime.offline.megatron_source import MegatronSource
 
@@ -43,10 +43,10 @@ def _placement(adapters: Adapters) -> ModelPlacement:
     return ModelPlacement({bound.name: (_piece(rule, bound),) for rule, bound in lines}, ())
 
 
-def _piece(rule: Rule, bound: BoundRule) -> Piece:
+def _piece(rule: Rule, bound: BoundRule) -> ParameterBox:
     key, places = stored_place(rule, bound)
     shape = bound.full_shape
-    return Piece(
+    return ParameterBox(
         key, (*(size for _, _, size in places), *shape), (*(at for _, at, _ in places), *(0 for _ in shape)),
         (*(1 for _ in places), *shape), 0, shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
     )  # fmt: skip

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ToHf(HFJob):
-    """The job: see `jobs.Job`.
+    """The job: see `jobs.ConversionJob`.
 
     Args:
         checkpoint: a converted checkpoint, or one of a training run.
@@ -61,7 +61,7 @@ class ToHf(HFJob):
         self._identity = source_identity([*files, checkpoint / ".metadata", source / "config.json"])
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.Job`."""
+        """See `jobs.ConversionJob`."""
         return {
             "job": "to-hf",
             "source": [str(self._checkpoint.resolve()), self._identity],

@@ -15,11 +15,11 @@ from mslime.convert.families import get_family
 from mslime.convert.families.family import refuse_unread
 from mslime.convert.files import Advance, OutputFile, Written
 from mslime.convert.hf import HFCheckpoint, copy_side_files
-from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.placement import ModelPlacement, ParameterBox
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import CONFIG, METADATA
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype, write_record
-from mslime.offline.jobs import Task, source_identity
+from mslime.offline.jobs import FileTask, source_identity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ _ROWS = 4096
 
 
 class ToMegatron:
-    """The job: see `jobs.Job`.
+    """The job: see `jobs.ConversionJob`.
 
     Args:
         source: Hugging Face checkpoint, plain or quantised.
@@ -82,12 +82,12 @@ class ToMegatron:
         return self.__dict__ | {"_opened": None}
 
     @property
-    def tasks(self) -> Sequence[Task]:
+    def tasks(self) -> Sequence[FileTask]:
         """One `.distcp` file each."""
         return self._tasks
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.Job`."""
+        """See `jobs.ConversionJob`."""
         return {
             "job": "to-megatron",
             "source": [str(self._source.resolve()), self._identity],
@@ -113,8 +113,8 @@ class ToMegatron:
             )  # fmt: skip
         return wanted or TORCH_DTYPES[found.pop()]
 
-    def write(self, task: Task, path: Path, advance: Advance) -> Written:
-        """See `jobs.Job`."""
+    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+        """See `jobs.ConversionJob`."""
         checkpoint, table = self._open()
         with OutputFile(path) as file:
             for name in task.names:
@@ -144,7 +144,7 @@ class ToMegatron:
         (directory / DESCRIPTION).write_text(json.dumps(about, indent=1), encoding="utf-8")
         (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
-    def _entries(self, written: Sequence[Written]) -> Iterable[tuple[Piece, str, Written]]:
+    def _entries(self, written: Sequence[Written]) -> Iterable[tuple[ParameterBox, str, Written]]:
         for task, done in zip(self._tasks, written, strict=True):
             for name in task.names:
                 for piece in self._placement.pieces[name]:
@@ -165,14 +165,14 @@ def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None
                 )  # fmt: skip
 
 
-def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[Task]:
+def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[FileTask]:
     """Files of at most `limit` bytes, names in order; a larger tensor has one of its own."""
-    tasks: list[Task] = []
+    tasks: list[FileTask] = []
     names: list[str] = []
     total = 0
 
     def close() -> None:
-        tasks.append(Task(f"__{len(tasks)}_0.distcp", total, tuple(names)))
+        tasks.append(FileTask(f"__{len(tasks)}_0.distcp", total, tuple(names)))
 
     for name, nbytes in sizes:
         if names and total + nbytes > limit:
@@ -185,7 +185,7 @@ def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[Task]:
     return tasks
 
 
-def _record(piece: Piece) -> str:
+def _record(piece: ParameterBox) -> str:
     return f"{piece.key} at {list(piece.offsets)}"
 
 
@@ -201,7 +201,7 @@ def _write_objects(path: Path) -> Written:
 
 
 def _write_metadata(
-    directory: Path, entries: Iterable[tuple[Piece, str, Written]], keys: Sequence[str], objects: Written
+    directory: Path, entries: Iterable[tuple[ParameterBox, str, Written]], keys: Sequence[str], objects: Written
 ) -> None:
     """`.metadata`, as torch's FileSystemWriter leaves it."""
     import torch

@@ -13,12 +13,12 @@ from mslime.config.agents import AgentLimits
 from mslime.config.errors import UserError
 from mslime.config.rollout import RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import Tools
 from mslime.rollout.chat.renderer import Renderer, Rendering
-from mslime.rollout.chat.session import ChatSession, Reply, Sequences
+from mslime.rollout.chat.session import ChatSession, Reply, SequenceEngine
 from mslime.rollout.server.app import ModelServer
-from mslime.rollout.server.sessions import ModelEndpoint, Session
+from mslime.rollout.server.sessions import ModelEndpoint, ServedRollout
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Agents:
         return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking), special)
 
     async def chat(
-        self, engine: Sequences, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
+        self, engine: SequenceEngine, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
     ) -> ChatSession:
         """The conversations of a rollout (see `ChatSession`), within `rollout.limits` or other limits. Raises
         ConfigError when there is no renderer for them."""
@@ -61,14 +61,14 @@ class Agents:
                 self._rendering = Rendering(await asyncio.to_thread(self._make), self._special)
         return ChatSession(engine, self._rendering, limits or self._config.limits, on_expiry)
 
-    async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
+    async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, ServedRollout]:
         """Serve the conversations of a rollout. Raises ConfigError when the address cannot be listened on."""
         if self._server is None:
             s = self._config.server
             self._server = ModelServer(s.host, s.port, s.secret(), s.max_request_mib << 20)
         return await self._server.open(chat)
 
-    async def end(self, session: Session) -> None:
+    async def end(self, session: ServedRollout) -> None:
         """Serve these conversations no more."""
         if self._server is not None:
             await self._server.end(session)
@@ -88,11 +88,11 @@ class Conversations:
         on_expiry: see `ChatSession`.
     """
 
-    def __init__(self, agents: Agents, engine: Sequences, on_expiry: Callable[[], bool]) -> None:
+    def __init__(self, agents: Agents, engine: SequenceEngine, on_expiry: Callable[[], bool]) -> None:
         self._agents = agents
         self._open: Callable[[], Coroutine[Any, Any, ChatSession]] | None = lambda: agents.chat(engine, on_expiry)
         self._chat: asyncio.Task[ChatSession] | None = None
-        self._served: asyncio.Task[tuple[ModelEndpoint, Session]] | None = None
+        self._served: asyncio.Task[tuple[ModelEndpoint, ServedRollout]] | None = None
 
     async def chat(self, messages: Sequence[Any], tools: Tools, max_tokens: int | None, stop: Sequence[str]) -> Reply:
         """See `workflow.Engine.chat`."""
@@ -142,7 +142,7 @@ class Conversations:
             chat.forget()
         self._chat = self._served = self._open = None
 
-    def reply(self, response: str, choice: int) -> Turn | None:
+    def reply(self, response: str, choice: int) -> ReplyTurn | None:
         """See `ChatSession.choice`."""
         return None if (chat := self._begun) is None else chat.choice(response, choice)
 
@@ -157,7 +157,7 @@ class Conversations:
             self._chat = asyncio.create_task(self._open())
         return await asyncio.shield(self._chat)
 
-    async def _serve(self) -> tuple[ModelEndpoint, Session]:
+    async def _serve(self) -> tuple[ModelEndpoint, ServedRollout]:
         return await self._agents.serve(await self._session())
 
 

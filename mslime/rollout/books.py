@@ -63,7 +63,7 @@ class SubmitGate:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _TakenGroups:
     """The groups of a step that the trainer has, until it has trained on them.
 
     Attributes:
@@ -115,7 +115,7 @@ class Books:
         self.on_discard: Callable[[int, int], None] = lambda group, number: None
         self._urgency = dict[int, tuple[int, int, int]]()  # of groups when they came to rest
         self._taken_count = 0
-        self._taken: _Taken | None = None
+        self._taken: _TakenGroups | None = None
 
     # ------------------------------------------------------------------------------------------- begun and ended
 
@@ -327,7 +327,7 @@ class Books:
             check_invariants(sample)
         self.accepted = [g for g in self.accepted if g.group_id not in chosen]
         self._taken_count += len(groups)
-        self._taken = _Taken(step, groups, trainable(groups), self.ledger.marked())
+        self._taken = _TakenGroups(step, groups, trainable(groups), self.ledger.marked())
         self.ledger.train(self._taken.tokens)
         moved = self.ledger.settle(trainable(self.held()))
         metrics = {f"ledger/{name}": float(value) for name, value in moved.items()}

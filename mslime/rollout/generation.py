@@ -129,7 +129,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Step:
+class GenerationResult:
     """What one request added to a sample.
 
     Attributes:
@@ -193,7 +193,7 @@ class Generator:
         start: int,
         most: int | None = None,
         stop: tuple[str, ...] = (),
-    ) -> Step:
+    ) -> GenerationResult:
         """Continue `sample` by one request.
 
         Args:
@@ -209,13 +209,13 @@ class Generator:
         async with self._places:
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
-                return Step(0, "length")
+                return GenerationResult(0, "length")
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
             oldest = self._version()
             result = await self._answer(self._compose(sample, sampling, room, session, stop), traffic)
         if result is None:
-            return Step(0, None)
+            return GenerationResult(0, None)
         self.cached_tokens += result.cached_tokens
         endings = self._endings if not stop else Endings(self._end_ids, self._stop + stop, self._tokenizer)
         which = f"group {sample.group_id}, response {sample.index}"
@@ -294,7 +294,7 @@ class Generator:
         kept = self._config.rollout.pause_mode == "in_place" and not self._config.syncs_adapters
         return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
 
-    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> Step:
+    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> GenerationResult:
         """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
         if len(result.output_ids):
             versions = [version for version, _, _ in result.versions]
@@ -310,7 +310,7 @@ class Generator:
                 supports=result.supports,
             )
         sample.aborts += result.finish == "abort"
-        return Step(len(result.output_ids), result.finish)
+        return GenerationResult(len(result.output_ids), result.finish)
 
 
 def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:

@@ -22,7 +22,7 @@ Due = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Share:
+class ManagerShare:
     """Where a manager stands when the gate is divided.
 
     Attributes:
@@ -83,7 +83,7 @@ class JoinedBooks:
         """Whether the gate was opened."""
         return self._base_version is not None
 
-    def allow(self, shares: Sequence[Share]) -> list[int]:
+    def allow(self, shares: Sequence[ManagerShare]) -> list[int]:
         """Divide what the gate allows more than it did; returns `allowances`. It opens at the first time."""
         if self._base_version is None:
             self._base_version = self.version

@@ -33,7 +33,7 @@ from mslime.rollout.evaluate import answer
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.guests import Guests
 from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.joined_books import Due, Share
+from mslime.rollout.joined_books import Due, ManagerShare
 from mslime.rollout.kept import Begun, Kept, trainable
 from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
 from mslime.rollout.rewards.scoring import Scoring
@@ -86,7 +86,7 @@ class Report:
     done: int
     aborted: int
     wanted: int
-    share: Share
+    share: ManagerShare
     failed: bool
 
 
@@ -324,7 +324,7 @@ class Manager:
             books.counters.since_mark("done"),
             books.counters.since_mark("aborted"),
             max(0, books.room() - len(books.partial)) if going else 0,
-            Share(books.ready, living(self._engines)),
+            ManagerShare(books.ready, living(self._engines)),
             runner.failure is not None,
         )
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, check_invariants
 from mslime.extensions import checked_metrics
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.growing import GrowingSample
 from mslime.rollout.workflow import Episode
 
 OWN = "return samples of engine.new_sample() and engine.branch()"
 Mistake = Callable[[str, str], RolloutError]
 """An error that names the function and its rollout, from a rule and a way out."""
-FindReply = Callable[[str, int], Turn | None]
+FindReply = Callable[[str, int], ReplyTurn | None]
 """The turn of a choice of a response, by the id that the agent was told."""
 
 
 @dataclass(frozen=True)
-class Told:
+class RolloutOutcome:
     """What a function told of its rollout.
 
     Attributes:
@@ -36,7 +36,7 @@ class Told:
     metrics: Mapping[str, float]
 
 
-def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> Told:
+def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> RolloutOutcome:
     """What a function told that returned this, from the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
@@ -48,7 +48,7 @@ def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, 
     metrics = checked_metrics(episode.metrics)
     if isinstance(metrics, str):
         raise error(metrics, "return numbers under plain names")
-    return Told(chosen, _reward(episode, chosen, error), _steps(episode, chosen, reply, error), metrics)
+    return RolloutOutcome(chosen, _reward(episode, chosen, error), _steps(episode, chosen, reply, error), metrics)
 
 
 def _episode(returned: object, error: Mistake) -> Episode:
@@ -130,7 +130,7 @@ def _of_sample(sample: Sample, at: int, chosen: Sequence[GrowingSample]) -> tupl
     return None if named is None else (_origin(named, at), at)
 
 
-def _of_reply(turn: Turn | None, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
+def _of_reply(turn: ReplyTurn | None, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
     """Where the last token of a reply was generated, if a chosen sequence has it."""
     if turn is None:
         return None

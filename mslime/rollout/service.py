@@ -28,7 +28,7 @@ from mslime.data.source import Prompt, PromptStream
 from mslime.rollout.asked import Asked
 from mslime.rollout.books import new_group
 from mslime.rollout.evaluate import EvalResult, summarise
-from mslime.rollout.joined_books import JoinedBooks, Share
+from mslime.rollout.joined_books import JoinedBooks, ManagerShare
 from mslime.rollout.kept import continued
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
 from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
@@ -39,7 +39,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
 """For managers to say where they stand, when a step is late."""
-_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, Share(0, 0), False)
+_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, ManagerShare(0, 0), False)
 
 
 class RolloutService:

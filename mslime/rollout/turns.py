@@ -21,7 +21,7 @@ from mslime.rollout.chat.session import Reply
 from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling
 from mslime.rollout.growing import GrowingSample, NoBooks, TakenTurn, TokenBooks, settle
-from mslime.rollout.returned import Told, told_of
+from mslime.rollout.returned import RolloutOutcome, told_of
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
@@ -68,7 +68,7 @@ class Rollout:
 
     @property
     def longest(self) -> int:
-        """See `chat.session.Sequences`."""
+        """See `chat.session.SequenceEngine`."""
         return self._sampling.longest_input
 
     @property
@@ -367,7 +367,7 @@ class Rollout:
         self._over = True
         self._finish(told, told_by_chats)
 
-    def _finish(self, told: Told, told_by_chats: Mapping[str, float]) -> None:
+    def _finish(self, told: RolloutOutcome, told_by_chats: Mapping[str, float]) -> None:
         """Mark the chosen sequences as finished, with what the function told of them."""
         last = told.chosen[-1]
         for grown in told.chosen:

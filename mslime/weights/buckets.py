@@ -17,7 +17,7 @@ from mslime.config.errors import sync_error
 from mslime.convert.encoding import Encoded
 from mslime.convert.table import RuleTable
 from mslime.convert.writers import SAFETENSORS_DTYPES
-from mslime.weights.plan import Bucket, Entry, Slot
+from mslime.weights.plan import Bucket, BufferSlot, Entry
 
 TORCH_DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
@@ -51,7 +51,7 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
     return flat
 
 
-def _shard(bucket: Bucket, slot: Slot, name: str, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _shard(bucket: Bucket, slot: BufferSlot, name: str, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     param = params.get(name)
     if param is None or param.shape != slot.shape:
         found = None if param is None else tuple(param.shape)
@@ -140,7 +140,7 @@ def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) 
         return gathered[0].as_strided((bucket.converted_numel,), (1,))
     sharing = bucket.sharing
 
-    def shards_of(slot: Slot, index: int) -> list[torch.Tensor]:
+    def shards_of(slot: BufferSlot, index: int) -> list[torch.Tensor]:
         ranks = gathered[index * sharing : (index + 1) * sharing]
         return [rank[slot.offset : slot.offset + slot.numel].view(slot.shape) for rank in ranks]
 
@@ -158,7 +158,7 @@ def convert_alone(bucket: Bucket, params: Mapping[str, torch.Tensor], table: Rul
 
 
 def _converted(
-    bucket: Bucket, shards_of: Callable[[Slot, int], list[torch.Tensor]], device: torch.device, table: RuleTable
+    bucket: Bucket, shards_of: Callable[[BufferSlot, int], list[torch.Tensor]], device: torch.device, table: RuleTable
 ) -> torch.Tensor:
     """A new flat buffer, into which every tensor is written once."""
     flat = torch.empty(bucket.converted_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=device)

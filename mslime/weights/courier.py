@@ -26,7 +26,7 @@ from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.transport import Transport
 
 
-class Turns:
+class SendOrder:
     """Whose turn it is to send, passed from sender to sender with whether all went well so far.
 
     Args:
@@ -94,7 +94,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class _Filled:
+class _FilledBucket:
     bucket: Bucket
     flat: torch.Tensor | None
     event: torch.cuda.Event | None
@@ -117,13 +117,13 @@ class Courier:
     """
 
     transport: Transport
-    turns: Turns | None
+    turns: SendOrder | None
     ends: float
     deadline_s: float
     seconds: Seconds
     stream: torch.cuda.Stream | None
     failure: Exception | None = None
-    _filled: Queue[_Filled | None] = field(default_factory=lambda: Queue(1))
+    _filled: Queue[_FilledBucket | None] = field(default_factory=lambda: Queue(1))
 
     def __post_init__(self) -> None:
         self._done = in_thread(self._deliver)
@@ -142,7 +142,7 @@ class Courier:
         event = None
         if self.stream is not None:
             event = cast("torch.cuda.Event", torch.cuda.current_stream().record_event())
-        self._filled.put(_Filled(bucket, flat, event))
+        self._filled.put(_FilledBucket(bucket, flat, event))
 
     def close(self) -> Exception | None:
         """Wait until all is sent; the first failure."""

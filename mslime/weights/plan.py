@@ -31,7 +31,7 @@ Unit = tuple[tuple[BoundRule, ...], ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class BufferSlot:
     """One tensor of the buffer that every member of the bucket packs.
 
     Attributes:
@@ -103,7 +103,7 @@ class Bucket:
     sender: int
     members: tuple[int, ...]
     dtype: str
-    slots: tuple[Slot, ...]
+    slots: tuple[BufferSlot, ...]
     pieces: tuple[Entry, ...]
     entries: tuple[Entry, ...]
     in_order: bool
@@ -379,12 +379,12 @@ def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
 
 
 def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
-    slots: list[Slot] = []
+    slots: list[BufferSlot] = []
     pieces: list[Entry] = []
     entries: dict[str, Entry] = {}
     packed = sent = 0
     for slot in (slot for unit in run for slot in unit):
-        slots.append(Slot(tuple(rule.name for rule in slot), slot[0].local_shape(load.sharing), packed))
+        slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].local_shape(load.sharing), packed))
         packed += slots[-1].numel
         for rule in slot:
             for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):

@@ -39,7 +39,7 @@ from mslime.weights.buckets import (
     pack,
 )
 from mslime.weights.carried import CarriedTensors
-from mslime.weights.courier import Courier, Seconds, Turns
+from mslime.weights.courier import Courier, Seconds, SendOrder
 from mslime.weights.groups import SyncGroups, exchange
 from mslime.weights.plan import Bucket, WeightPlan, build_plan, encoded_plan
 from mslime.weights.senders import Senders
@@ -324,7 +324,7 @@ class WeightSender:
             if self._stream is None and torch.cuda.is_initialized():
                 self._stream = torch.cuda.Stream()
             turns = self._groups.turns if len(self.engines) > 1 and not transport.any_order else None
-            order = Turns(self.plan, turns) if turns is not None else None
+            order = SendOrder(self.plan, turns) if turns is not None else None
             refused = _failure_of(lambda: transport.begin(version, self.plan.buckets))
             courier = Courier(transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
         failure: Exception | None = None

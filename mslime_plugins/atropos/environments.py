@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mslime.config.schema import RunConfig
-from mslime_plugins.atropos.pushed import RefusedError
+from mslime_plugins.atropos.pushed import GroupRefusedError
 
 LEAST_WEIGHT = 0.01
 """Of an environment in the share of requests, as in Atropos."""
@@ -80,17 +80,17 @@ class Registry:
         """An environment says good-bye."""
         try:
             self.named(env_id).connected = False
-        except RefusedError as error:
+        except GroupRefusedError as error:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}
 
     def named(self, env_id: object) -> Registered:
-        """An environment by its number; None stands for one that does not say it. Raises RefusedError."""
+        """An environment by its number; None stands for one that does not say it. Raises GroupRefusedError."""
         if env_id is None:
             return Registered("environment", 1, 1.0)
         if not isinstance(env_id, int) or isinstance(env_id, bool) or not 0 <= env_id < len(self._all):
-            raise RefusedError("unknown_environment", f"env_id = {env_id!r:.40} has not registered with this run",
-                               "start the environment again after the run was")  # fmt: skip
+            raise GroupRefusedError("unknown_environment", f"env_id = {env_id!r:.40} has not registered with this run",
+                                    "start the environment again after the run was")  # fmt: skip
         return self._all[env_id]
 
     def name_of(self, given: object) -> str:
@@ -100,7 +100,7 @@ class Registry:
         return f"environment {self._all[cast('int', env_id)].name if known else env_id}"
 
     def status(self, env_id: object, step: int, waiting: int, spare: int) -> dict[str, Any]:
-        """What an environment is told before it begins new groups. Raises RefusedError for one that is not registered.
+        """The reply to an environment before it begins new groups. Raises GroupRefusedError if it is not registered.
 
         Args:
             waiting, spare: see `AtroposRollouts.queue`.

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.data.sample import Sample
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.growing import TakenTurn
-from mslime_plugins.atropos.pushed import PushedSequence, RefusedError
+from mslime_plugins.atropos.pushed import GroupRefusedError, PushedSequence
 
 WHITE = 16
 """Special tokens and white space in a row that a chat template may have written, and an environment counts as said."""
@@ -37,7 +37,7 @@ class Recognised:
     source: Sample
     end: int
     turns: tuple[TakenTurn, ...]
-    new: tuple[Turn, ...]
+    new: tuple[ReplyTurn, ...]
     score: float
     steps: tuple[tuple[int, float], ...]
     unsampled: int
@@ -45,7 +45,7 @@ class Recognised:
 
 
 def recognise(
-    number: int, pushed: PushedSequence, recorded: Iterable[Turn], taken: Collection[Turn],
+    number: int, pushed: PushedSequence, recorded: Iterable[ReplyTurn], taken: Collection[ReplyTurn],
     text: Callable[[list[int]], str],
 ) -> Recognised:  # fmt: skip
     """A sequence that was handed in.
@@ -57,7 +57,7 @@ def recognise(
         text: of token ids.
 
     Raises:
-        RefusedError: it was not recorded so, or wants to train what the model did not say.
+        GroupRefusedError: it was not recorded so, or wants to train what the model did not say.
     """
     last = _longest(number, pushed.tokens, recorded, taken, text)
     path, end = last.path(), last.end
@@ -65,7 +65,7 @@ def recognise(
     for turn in path:
         sampled[turn.start : turn.end] = True
     _check_unsampled(number, pushed, sampled, text)
-    turns, new, steps, again = list[TakenTurn](), list[Turn](), list[tuple[int, float]](), 0
+    turns, new, steps, again = list[TakenTurn](), list[ReplyTurn](), list[tuple[int, float]](), 0
     for turn in path:
         wanted = pushed.wanted[turn.start : turn.end]
         if not wanted.any():
@@ -85,12 +85,12 @@ def recognise(
 
 
 def _longest(
-    number: int, tokens: NDArray[np.int32], recorded: Iterable[Turn], taken: Collection[Turn],
+    number: int, tokens: NDArray[np.int32], recorded: Iterable[ReplyTurn], taken: Collection[ReplyTurn],
     text: Callable[[list[int]], str],
-) -> Turn:  # fmt: skip
+) -> ReplyTurn:  # fmt: skip
     """The turn whose whole sequence the tokens begin with, the longest of them. A model may say the same several times:
     of equals the one of which least was taken."""
-    whole, nearest, common = list[Turn](), None, 0
+    whole, nearest, common = list[ReplyTurn](), None, 0
     for turn in recorded:
         shared = shared_length(tokens, turn.sample.tokens[: turn.end])
         if shared == turn.end:
@@ -101,11 +101,11 @@ def _longest(
         return max(whole, key=lambda turn: (turn.end, sum(t not in taken for t in turn.path())))
     if nearest is None:
         rule = f"no recorded request begins with its {len(tokens)} tokens, {_shown(tokens, 0, text)}"
-        raise RefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", WAY_OUT)
+        raise GroupRefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", WAY_OUT)
     theirs = _shown(tokens, common, text) if common < len(tokens) else "its end"
     ours = _shown(nearest.sample.tokens[: nearest.end], common, text)
-    raise RefusedError("unknown_sequence", f"sequence {number}: it differs from the recorded tokens: at token "
-                       f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", WAY_OUT)  # fmt: skip
+    raise GroupRefusedError("unknown_sequence", f"sequence {number}: it differs from the recorded tokens: at token "
+                            f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", WAY_OUT)  # fmt: skip
 
 
 WAY_OUT = (
@@ -128,19 +128,24 @@ def _check_unsampled(
     for start, stop in _runs(pushed.wanted & ~sampled, 0):
         ids = pushed.tokens[start:stop].tolist()
         if len(ids) > WHITE or text(ids).strip():
-            raise RefusedError("not_sampled", f"sequence {number}: tokens {start} to {stop} are unmasked, and the "
-                               f"model did not sample {text(ids)!r:.60}", "mask with -100 the tokens that the model "
-                               "did not sample")  # fmt: skip
+            raise GroupRefusedError(
+                "not_sampled",
+                f"sequence {number}: tokens {start} to {stop} are unmasked, and the "
+                f"model did not sample {text(ids)!r:.60}",
+                "mask with -100 the tokens that the model did not sample",
+            )
 
 
-def _one_advantage(number: int, pushed: PushedSequence, turn: Turn) -> float:
+def _one_advantage(number: int, pushed: PushedSequence, turn: ReplyTurn) -> float:
     """Of a turn, which is one decision here."""
     assert pushed.advantages is not None
     wanted = pushed.wanted[turn.start : turn.end]
     found = np.unique(pushed.advantages[turn.start : turn.end][wanted])
     if len(found) > 1:
         rule = f"the advantages of tokens {turn.start} to {turn.end}, one reply of the model, differ"
-        raise RefusedError("advantages", f"sequence {number}: {rule}: {found[:3].tolist()}", "give it one advantage")
+        raise GroupRefusedError(
+            "advantages", f"sequence {number}: {rule}: {found[:3].tolist()}", "give it one advantage"
+        )
     return float(found[0])
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import as_object
 from mslime.rollout.server.completions import read_ids
 from mslime.rollout.server.openai_shared import OpenAIErrors
-from mslime.rollout.server.requests import MOST_REPLIES, Event, Request, Told, asked, integer, texts
+from mslime.rollout.server.requests import MOST_REPLIES, Event, Request, ServedReply, asked, integer, texts
 
 PATH = "/generate"
 _SAMPLING = ("n", "max_new_tokens", "stop")
@@ -26,7 +26,7 @@ class SGLangGenerate(OpenAIErrors):
 
     path = PATH
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`."""
         sampling = as_object(body.get("sampling_params") or {}, "sampling_params")
         given = body.get("text") if body.get("input_ids") is None else body.get("input_ids")
@@ -41,12 +41,14 @@ class SGLangGenerate(OpenAIErrors):
             stop=texts(sampling, "stop"),
         )  # fmt: skip
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+    def answer(
+        self, request: Request, replies: Sequence[ServedReply]
+    ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """See `Dialect`."""
         found = [_of_sglang(told) for told in replies]
         return found if request.count > 1 else found[0]
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         raise _no_stream()
 
@@ -56,7 +58,7 @@ class VLLMGenerate(OpenAIErrors):
 
     path = PATH
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`."""
         given = body.get("prompt")
         ids = cast("dict[str, Any]", given).get("prompt_token_ids") if isinstance(given, dict) else given
@@ -72,7 +74,7 @@ class VLLMGenerate(OpenAIErrors):
             stop=texts(body, "stop"),
         )
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. `logprobs` has, for each reply and position, a list with one {token id: log-probability}."""
         return {
             "text": [told.turn.reply.text for told in replies],
@@ -83,7 +85,7 @@ class VLLMGenerate(OpenAIErrors):
             "finish_reasons": [told.turn.finish for told in replies],
         }
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         raise _no_stream()
 
@@ -95,7 +97,7 @@ def generate_dialect(body: Mapping[str, Any]) -> SGLangGenerate | VLLMGenerate:
     return VLLMGenerate() if "prompt" in body else SGLangGenerate()
 
 
-def _of_sglang(told: Told) -> dict[str, Any]:
+def _of_sglang(told: ServedReply) -> dict[str, Any]:
     turn = told.turn
     pairs = [[log_prob, token, None] for token, log_prob in zip(told.ids, told.log_probs, strict=True)]
     return {

@@ -16,17 +16,17 @@ from typing import Any, cast
 
 from mslime.config.atropos import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.guests import Guests
 from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.server.requests import Request
-from mslime.rollout.server.sessions import Session
+from mslime.rollout.server.sessions import ServedRollout
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
 from mslime_plugins.atropos.environments import Registered, Registry
 from mslime_plugins.atropos.leases import HandedIn, Leases
 from mslime_plugins.atropos.matching import Recognised, recognise
-from mslime_plugins.atropos.pushed import COUNTED, Pushed, RefusedError, read_group
+from mslime_plugins.atropos.pushed import COUNTED, GroupRefusedError, Pushed, read_group
 from mslime_plugins.atropos.recorded import Conversation, Recorded
 from mslime_plugins.atropos.server import AtroposServer
 
@@ -115,7 +115,7 @@ class AtroposRollouts(HostedRollouts):
         """Where a request to the model belongs."""
         found = self._recorded.continued(request)
         if found is None:
-            found = self._recorded.begin(Session(await self.guests.converse()), request)
+            found = self._recorded.begin(ServedRollout(await self.guests.converse()), request)
             found.session.on_end = partial(self.answered, found)
         return found
 
@@ -125,11 +125,11 @@ class AtroposRollouts(HostedRollouts):
         if (failure := conversation.session.chat.failure) is not None:
             self.guests.fail(failure)
 
-    def hand_in(self, given: object) -> RefusedError | None:
+    def hand_in(self, given: object) -> GroupRefusedError | None:
         """A group that an environment hands in. Returns why it is not trained, if it is not."""
         try:
             self._accept(given)
-        except RefusedError as error:
+        except GroupRefusedError as error:
             self._refuse(error, given)
             return error
         self._count("groups")
@@ -144,15 +144,18 @@ class AtroposRollouts(HostedRollouts):
         self._check_size(pushed, environment)
         self._check_advantages(pushed)
         if self._leases.full:
-            raise RefusedError("no_room", f"{self._leases.waiting} groups wait already (rollout.atropos.waiting)",
-                               "set max_batches_offpolicy of the environment to 1 + rollout.max_staleness")  # fmt: skip
+            raise GroupRefusedError(
+                "no_room",
+                f"{self._leases.waiting} groups wait already (rollout.atropos.waiting)",
+                "set max_batches_offpolicy of the environment to 1 + rollout.max_staleness",
+            )
         try:
             sequences = self._recognised(pushed)
-        except RefusedError as error:
+        except GroupRefusedError as error:
             if pushed.digest not in self._handed_in:  # the model may say the same again, which is another group
                 raise
             way_out = "nothing has to be done: it is trained once"
-            raise RefusedError("repeated", "the group was handed in before", way_out) from error
+            raise GroupRefusedError("repeated", "the group was handed in before", way_out) from error
         self._handed_in.append(pushed.digest)
         self.latest = cast("dict[str, Any]", given)
         self._leases.hand_in(HandedIn(environment.name, sequences))
@@ -161,24 +164,29 @@ class AtroposRollouts(HostedRollouts):
         size, count = self._config.rollout.group_size, len(pushed.sequences)
         told = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
         if count > size:
-            raise RefusedError("too_large", told, "raise rollout.group_size, or lower group_size of the environment")
+            raise GroupRefusedError(
+                "too_large", told, "raise rollout.group_size, or lower group_size of the environment"
+            )
         if count < min(2, size):
-            raise RefusedError("too_small", told, "a group has at least two rollouts, which are compared")
+            raise GroupRefusedError("too_small", told, "a group has at least two rollouts, which are compared")
 
     def _check_advantages(self, pushed: Pushed) -> None:
         with_some = sum(s.advantages is not None for s in pushed.sequences)
         if with_some and not self._own_advantages:
-            raise RefusedError("advantages", "the environment sends advantages, which "
-                               f"algorithm.advantage {self._config.algorithm.advantage} does not use",
-                               f"set algorithm.advantage: {GIVEN}, or give scores alone")  # fmt: skip
+            raise GroupRefusedError("advantages", "the environment sends advantages, which "
+                                    f"algorithm.advantage {self._config.algorithm.advantage} does not use",
+                                    f"set algorithm.advantage: {GIVEN}, or give scores alone")  # fmt: skip
         if self._own_advantages and with_some < len(pushed.sequences):
-            raise RefusedError("advantages", f"{GIVEN} takes the environment's advantages, and "
-                               f"{len(pushed.sequences) - with_some} of {len(pushed.sequences)} rollouts have none",
-                               "give each one, or use another algorithm.advantage")  # fmt: skip
+            raise GroupRefusedError(
+                "advantages",
+                f"{GIVEN} takes the environment's advantages, and "
+                f"{len(pushed.sequences) - with_some} of {len(pushed.sequences)} rollouts have none",
+                "give each one, or use another algorithm.advantage",
+            )
 
     def _recognised(self, pushed: Pushed) -> tuple[Recognised, ...]:
         """The sequences of a group as they were recorded; their turns are taken then."""
-        found, new = list[Recognised](), dict[Turn, Conversation]()
+        found, new = list[Recognised](), dict[ReplyTurn, Conversation]()
         for number, sequence in enumerate(pushed.sequences):
             homes = {t: c for c in self._recorded.begun_with(sequence.tokens) for t in c.turns}
             taken = {t for c in homes.values() for t in c.taken} | set(new)
@@ -186,8 +194,10 @@ class AtroposRollouts(HostedRollouts):
             new |= {turn: homes[turn] for turn in one.new}
             found.append(one)
         if not new:
-            raise RefusedError("nothing_new", "every reply in the group is trained already, or none is to be trained",
-                               "hand each reply in once, unmasked")  # fmt: skip
+            raise GroupRefusedError(
+                "nothing_new", "every reply in the group is trained already, or none is to be trained",
+                "hand each reply in once, unmasked",
+            )  # fmt: skip
         for turn, home in new.items():
             home.taken.add(turn)
         self._count("unsampled_tokens", sum(one.unsampled for one in found))
@@ -197,7 +207,7 @@ class AtroposRollouts(HostedRollouts):
     def _drop(self, tokens: int) -> None:
         self.guests.drop(tokens)
 
-    def _refuse(self, error: RefusedError, given: object) -> None:
+    def _refuse(self, error: GroupRefusedError, given: object) -> None:
         self._count(error.reason)
         name = self.registry.name_of(given)
         told = f"{name} handed in a group that is not trained ({error.reason}): {error}"

@@ -22,7 +22,7 @@ UNTRAINED = -100
 """In a mask: the token is context."""
 
 
-class RefusedError(Exception):
+class GroupRefusedError(Exception):
     """A group that is not trained.
 
     Attributes:
@@ -68,7 +68,7 @@ class Pushed:
 
 
 def read_group(given: object) -> Pushed:
-    """A group from its JSON. Raises RefusedError: it is malformed, or wants to be trained in a way that is not here."""
+    """Read a group from its JSON. Raises GroupRefusedError if it is malformed or asks for unsupported training."""
     if not isinstance(given, Mapping):
         raise _malformed("group", given, "must be an object")
     data = cast("Mapping[str, Any]", given)
@@ -96,13 +96,13 @@ def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     ):
         given = data.get(name)
         if given and any(part is not None for part in (given if isinstance(given, list) else [given])):
-            raise RefusedError("unsupported", f"{name}: a run has no use for {what} of environments",
-                               "leave it out; see teacher for distillation")  # fmt: skip
+            raise GroupRefusedError("unsupported", f"{name}: a run has no use for {what} of environments",
+                                    "leave it out; see teacher for distillation")  # fmt: skip
     many: list[Any] = data.get("overrides") if isinstance(data.get("overrides"), list) else []  # type: ignore[assignment]
     for given in (data.get("group_overrides"), *many):
         if isinstance(given, Mapping) and given.get("sft"):
-            raise RefusedError("unsupported", "sft: tokens that the model did not sample are no rollout",
-                               "train them in a separate run (train.task: sft)")  # fmt: skip
+            raise GroupRefusedError("unsupported", "sft: tokens that the model did not sample are no rollout",
+                                    "train them in a separate run (train.task: sft)")  # fmt: skip
 
 
 def _sequence(
@@ -162,8 +162,8 @@ def _is_number(found: object) -> bool:
     return isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
 
 
-def _malformed(field: str, value: object, rule: str) -> RefusedError:
-    return RefusedError("malformed", f"{field} = {value!r:.60} {rule}", "mend what the environment returns")
+def _malformed(field: str, value: object, rule: str) -> GroupRefusedError:
+    return GroupRefusedError("malformed", f"{field} = {value!r:.60} {rule}", "mend what the environment returns")
 
 
 def _digest(sequences: Sequence[PushedSequence]) -> bytes:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.rollout.chat.forest import Turn, tools_key
+from mslime.rollout.chat.forest import ReplyTurn, tools_key
 from mslime.rollout.chat.messages import Message
 from mslime.rollout.server.requests import Request
-from mslime.rollout.server.sessions import Session
+from mslime.rollout.server.sessions import ServedRollout
 from mslime_plugins.atropos.matching import shared_length
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ class Conversation:
         taken: turns that a group was given.
     """
 
-    session: Session
+    session: ServedRollout
     key: object
     last: float = field(default_factory=time.monotonic)
-    taken: set[Turn] = field(default_factory=set[Turn])
+    taken: set[ReplyTurn] = field(default_factory=set[ReplyTurn])
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ReplyTurn]:
         """All of them."""
         return self.session.chat.turns
 
@@ -76,7 +76,7 @@ class Recorded:
     def __len__(self) -> int:
         return len(self._all)
 
-    def begin(self, session: Session, request: Request) -> Conversation:
+    def begin(self, session: ServedRollout, request: Request) -> Conversation:
         """A conversation with its first request."""
         found = Conversation(session, _key(request))
         self._all[found] = None

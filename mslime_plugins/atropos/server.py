@@ -28,7 +28,7 @@ from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect
 from mslime.web_server import Listening, admitted, serve
 from mslime_plugins.atropos.native import PATH, generate_dialect
-from mslime_plugins.atropos.pushed import RefusedError
+from mslime_plugins.atropos.pushed import GroupRefusedError
 
 if TYPE_CHECKING:
     from mslime_plugins.atropos.play import AtroposRollouts
@@ -139,7 +139,7 @@ class AtroposServer:
             try:
                 raw = await self._body(http)
                 return web.json_response(tell(body_of(raw) if raw else {}))
-            except (RefusedError, ChatError, TypeError, ValueError) as error:
+            except (GroupRefusedError, ChatError, TypeError, ValueError) as error:
                 return _unprocessable(str(error))
 
         return handle

@@ -24,7 +24,7 @@ CLOCKS_APART_MS = 100
 
 
 @dataclass(frozen=True)
-class Share:
+class SpeedThresholds:
     """Of what a GPU is sold for (`config/gpus.py`): below `warn` something is amiss, below `fail` it is not the machine
     that was paid for.
 
@@ -36,8 +36,8 @@ class Share:
     fail: float
 
 
-MATMUL, MEMORY = Share(0.55, 0.4), Share(0.75, 0.6)
-ALL_REDUCE, ALL_TO_ALL = Share(0.6, 0.3), Share(0.5, 0.25)
+MATMUL, MEMORY = SpeedThresholds(0.55, 0.4), SpeedThresholds(0.75, 0.6)
+ALL_REDUCE, ALL_TO_ALL = SpeedThresholds(0.6, 0.3), SpeedThresholds(0.5, 0.25)
 STRAGGLER = 0.92
 """Of the median GPU: one that is slower holds up all others in every collective."""
 
@@ -71,7 +71,7 @@ def _usable(node: Node) -> Sequence[Any]:
 
 
 def speed_findings(
-    what: str, unit: str, found: Sequence[float], expected: float | None, share: Share
+    what: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
 ) -> Iterator[Finding]:
     """Of one speed of all GPUs.
 
@@ -95,7 +95,7 @@ def speed_findings(
 _SLOW = "see the lines of clocks and gpus; is somebody else on them? nvidia-smi -q -d CLOCK,POWER under load"
 
 
-def judged(ratio: float, share: Share, text: str, todo: str, values: Mapping[str, float]) -> Finding:
+def judged(ratio: float, share: SpeedThresholds, text: str, todo: str, values: Mapping[str, float]) -> Finding:
     """A speed as a share of the nominal one."""
     if ratio < share.fail:
         return fail(text, todo, **values)

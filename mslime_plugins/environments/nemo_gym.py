@@ -53,7 +53,7 @@ class NemoGym:
     """
 
     def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1", *, relay_key: str) -> None:
-        self._url, self.relay = url.rstrip("/"), Relay(relay_host, relay_port, relay_key)
+        self._url, self.relay = url.rstrip("/"), GymRequestRouter(relay_host, relay_port, relay_key)
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
         """See `mslime.rollout.workflow`. The row's metadata is a row of the Gym: `responses_create_params` and others.
@@ -73,7 +73,7 @@ class NemoGym:
         return episode_of({"reward": answer.get("reward"), "metrics": told})
 
 
-class Relay:
+class GymRequestRouter:
     """Hands requests of a Gym's model server to the rollouts that they belong to.
 
     Attributes:

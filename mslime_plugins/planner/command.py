@@ -18,7 +18,7 @@ from mslime_plugins.planner.describe import describe
 from mslime_plugins.planner.describe_search import describe_found
 from mslime_plugins.planner.plan import RunPlan, make_plan
 from mslime_plugins.planner.problems import Verdict
-from mslime_plugins.planner.search import Found, NothingFits, search
+from mslime_plugins.planner.search import FittingLayout, NothingFits, search
 
 _WIDTH = 140
 TIGHT_STATUS = 3
@@ -91,7 +91,7 @@ def run_search(
 
 def found_by(
     values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, top: int, gpu: str = ""
-) -> tuple[list[Found], str]:
+) -> tuple[list[FittingLayout], str]:
     """What a search finds, and the name of the GPU that it reckons with. Raises NothingFits, UserError."""
     if gpus is None or gpus < 1:
         raise ConfigError("--gpus", gpus, "a search needs the size of the run", "say how many GPUs it may have")

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from mslime_plugins.planner.describe import share_of
 from mslime_plugins.planner.problems import GIB, Verdict, verdict_of
-from mslime_plugins.planner.search import Found
+from mslime_plugins.planner.search import FittingLayout
 
 
-def describe_found(found: Sequence[Found], gpu: str) -> Group:
+def describe_found(found: Sequence[FittingLayout], gpu: str) -> Group:
     """The layouts, the assumptions, and the settings of the first."""
     table = Table(title="Layouts that fit, the fastest first", title_justify="left", title_style="bold")
     columns = ("", "placement", "trainer", "for memory", "engines", "of a GPU", "host GiB", "generate", "train", "sync",

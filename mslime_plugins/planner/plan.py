@@ -44,7 +44,7 @@ from mslime_plugins.planner.problems import (
     verdict_of,
 )
 from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
-from mslime_plugins.planner.saving import Saved, saved_bytes
+from mslime_plugins.planner.saving import CheckpointBytes, saved_bytes
 from mslime_plugins.planner.stages import StagePlan, make_stages, with_critic
 from mslime_plugins.planner.sync import (
     Rates,
@@ -129,7 +129,7 @@ class RunPlan:
     bounds: Mapping[str, float]
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
-    saved: Saved
+    saved: CheckpointBytes
     seconds: Mapping[str, float]
     phases: tuple[PhaseMemory, ...] = ()
     host_usable: int | None = None

@@ -16,7 +16,7 @@ from mslime_plugins.planner.trainer import params_bytes
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointBytes:
     """Bytes on disks, of all ranks together: every tensor is stored once.
 
     Attributes:
@@ -56,7 +56,7 @@ class Saved:
 def saved_bytes(
     c: CheckpointConfig, spec: PolicySpec, trained: RuleTable, critic: RuleTable | None, export_width: int,
     sync: int, directory: float,
-) -> Saved:  # fmt: skip
+) -> CheckpointBytes:  # fmt: skip
     """What a run writes.
 
     Args:
@@ -80,7 +80,7 @@ def saved_bytes(
     at_once = min(c.keep + (c.keep_best is not None) + 1, saves)
     exports = (steps // c.hf_every if c.hf_every else 0) + c.save_hf
     in_files = 2 * sync if traits_of(spec.weights.carrier).uses_directory else 0
-    return Saved(
+    return CheckpointBytes(
         weights, main, moments, at_once, min(for_ever, saves - at_once),
         (exports, model_parameters(trained) * export_width), in_files,
         (weights + main + moments) / directory, c.save_every if c.save_every < steps else 0,

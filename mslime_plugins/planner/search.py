@@ -67,7 +67,7 @@ class NothingFits(ConfigError):
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingLayout:
     """A layout that fits.
 
     Attributes:
@@ -403,7 +403,7 @@ def _order(each: _Weighed) -> tuple[bool, float, float]:
 
 def search(
     values: Mapping[str, Any], gpus: int, hf_config: Mapping[str, object], top: int, gpu: str = ""
-) -> list[Found]:
+) -> list[FittingLayout]:
     """Layouts that fit, the fastest first; those that fit tightly after all others.
 
     Args:
@@ -420,7 +420,7 @@ def search(
     wanted = Search(values, gpus, hf_config, gpu or usual_gpu(memory))
     if nominal(wanted.gpu) is None:
         raise ConfigError("--gpu", gpu, "this GPU is not known", f"name one of {', '.join(GPUS)}")
-    found: list[Found] = []
+    found: list[FittingLayout] = []
     refused: UserError | None = None
     for each in wanted.weighed()[: TRIED * top]:
         if len(found) == top:
@@ -437,12 +437,12 @@ def search(
     return sorted(found, key=lambda one: (one.plan.verdict != "fits", one.seconds["step"], one.seconds["train"]))
 
 
-def _planned(each: _Weighed, plan: RunPlan) -> Found:
+def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
     """With the least that the plan gives the sync."""
     sync = plan.sync_seconds
     parts = {**each.seconds, "sync": sync}
     step = each.seconds["step"] - each.seconds["sync"] + sync
-    return Found(each.settings, each.measures, {**parts, "step": step}, each.training, plan)
+    return FittingLayout(each.settings, each.measures, {**parts, "step": step}, each.training, plan)
 
 
 def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.errors import UserError
-from mslime.observe.samples import Sample
+from mslime.observe.samples import SampleLine
 from mslime_plugins.report.responses import facts, telling_of_step, versions_of, visible
 from mslime_plugins.report.sample_tokens import Token, by_source, tokens_of
 from mslime_plugins.report.samples_command import COLOURS, Wanted, find_file
@@ -69,7 +69,7 @@ def inspect_run(run_dir: Path, wanted: Inspected, console: Console) -> None:
     console.print(Text(left, style="dim"), soft_wrap=True)
 
 
-def _chosen(rows: Sequence[Sample], wanted: Inspected, path: Path) -> list[Sample]:
+def _chosen(rows: Sequence[SampleLine], wanted: Inspected, path: Path) -> list[SampleLine]:
     """The responses of the wanted group. Raises UserError when none of it is kept."""
     for name, value, key in (("--group", wanted.group, "group"), ("--sample", wanted.sample, "index")):
         known = sorted({row[key] for row in rows})
@@ -85,7 +85,7 @@ def _chosen(rows: Sequence[Sample], wanted: Inspected, path: Path) -> list[Sampl
     return list(rows)
 
 
-def _overview(rows: Sequence[Sample]) -> Table:
+def _overview(rows: Sequence[SampleLine]) -> Table:
     table = Table(
         title="kept responses, most telling first; the largest difference of log-probs of each",
         title_justify="left",
@@ -110,7 +110,7 @@ def _overview(rows: Sequence[Sample]) -> Table:
     return table
 
 
-def _show(row: Sample, wanted: Inspected, console: Console) -> None:
+def _show(row: SampleLine, wanted: Inspected, console: Console) -> None:
     """A response: what is known of it, its prompt, and a block for each turn and each text from outside."""
     tokens = tokens_of(row)
     style = _styles(row, tokens, wanted.colour)
@@ -125,7 +125,7 @@ def _show(row: Sample, wanted: Inspected, console: Console) -> None:
     console.print(_legend(row, tokens, wanted.colour))
 
 
-def _title(row: Sample) -> str:
+def _title(row: SampleLine) -> str:
     which = f"set {name}, " if (name := row.get("set")) else ""
     return f"step {row['step']} · {which}group {row['group']} · sample {row['index']} · {', '.join(row['kinds'])}"
 
@@ -178,7 +178,7 @@ def _known(value: float | None, form: str = "") -> str:
     return "–" if value is None else format(value, form)
 
 
-def _styles(row: Sample, tokens: Sequence[Token], colour: ColourBy) -> Callable[[Token], str]:
+def _styles(row: SampleLine, tokens: Sequence[Token], colour: ColourBy) -> Callable[[Token], str]:
     """Of a token, the style that says what `colour` asks for."""
     versions = versions_of(row)
 
@@ -203,7 +203,7 @@ def _styles(row: Sample, tokens: Sequence[Token], colour: ColourBy) -> Callable[
     return {"version": version, "difference": difference, "mask": mask}[colour]
 
 
-def _legend(row: Sample, tokens: Sequence[Token], colour: ColourBy) -> Text:
+def _legend(row: SampleLine, tokens: Sequence[Token], colour: ColourBy) -> Text:
     parts: list[tuple[str, str]]
     if colour == "version":
         parts = [(f"weights {v}", COLOURS[i % len(COLOURS)]) for i, v in enumerate(versions_of(row))]

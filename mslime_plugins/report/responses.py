@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.observe.samples import (
-    Sample,
+    SampleLine,
     file_of,
     read_samples,
     read_trainer_lines,
@@ -19,12 +19,12 @@ from mslime.observe.samples import (
 )  # fmt: skip
 
 
-def telling(path: Path) -> list[Sample]:
+def telling(path: Path) -> list[SampleLine]:
     """The few lines that show the step best; they stand first in the file."""
     return list(itertools.takewhile(lambda row: row["kinds"], read_samples(path)))
 
 
-def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> list[Sample]:
+def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> list[SampleLine]:
     """`telling` of a step, each with the trainer's log-probs where those are known.
 
     Raises:
@@ -41,7 +41,7 @@ def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> li
     return rows
 
 
-def ordered(rows: Iterable[Sample], order: str, count: int) -> list[Sample]:
+def ordered(rows: Iterable[SampleLine], order: str, count: int) -> list[SampleLine]:
     """The first `count` rows by one of ORDERS."""
     if order == "longest":
         return heapq.nlargest(count, rows, key=lambda row: row["response_tokens"])
@@ -49,18 +49,18 @@ def ordered(rows: Iterable[Sample], order: str, count: int) -> list[Sample]:
     return pick(count, rows, key=lambda row: row["reward"] or 0.0)
 
 
-def versions_of(row: Sample) -> list[int]:
+def versions_of(row: SampleLine) -> list[int]:
     """The weight versions that sampled a response, in order."""
     return list(dict.fromkeys(s["version"] for s in row["segments"] if s["version"] is not None))
 
 
-def mean_log_prob(row: Sample) -> float | None:
+def mean_log_prob(row: SampleLine) -> float | None:
     """Over the sampled tokens that are kept; None without any."""
     known = [value for value in row["log_probs"] if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def facts(row: Sample) -> list[str]:
+def facts(row: SampleLine) -> list[str]:
     """What is known of a response beside its text, as short phrases."""
     out = [f"reward {row['reward']:g}" if row["reward"] is not None else "not scored"]
     out += [f"{name} {value:g}" for name, value in row["scores"].items() if value is not None]
@@ -76,7 +76,7 @@ def facts(row: Sample) -> list[str]:
     return out
 
 
-def _ages(row: Sample) -> str:
+def _ages(row: SampleLine) -> str:
     ages = {s["age"] for s in row["segments"] if s["age"] is not None}
     return f", age {min(ages)} to {max(ages)}" if len(ages) > 1 else f", age {min(ages)}" if ages - {0} else ""
 

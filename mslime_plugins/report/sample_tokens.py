@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mslime.observe.samples import Routes, Sample, Segment
+from mslime.observe.samples import RoutesLine, SampleLine, SegmentLine
 
 TOOL_CALLS = (
     (r"<tool_call>", r"</tool_call>"),  # Qwen, GLM, Hermes
@@ -65,7 +65,7 @@ class Token:
         return self.trainer_log_prob - self.log_prob
 
 
-def tokens_of(row: Sample) -> list[Token]:
+def tokens_of(row: SampleLine) -> list[Token]:
     """The response, token by token; what the file leaves out is one token without an id that says so. A line without
     texts of tokens is one of them."""
     if "texts" not in row:
@@ -108,7 +108,7 @@ def by_source(tokens: Sequence[Token]) -> list[list[Token]]:
     return [list(together) for _, together in itertools.groupby(tokens, key=lambda t: (t.turn, t.outside))]
 
 
-def _turns(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+def _turns(segments: Sequence[SegmentLine]) -> Iterator[tuple[int, SegmentLine]]:
     """(number of the turn, segment): text from outside ends a turn, and belongs to the one before it."""
     turn, outside = 0, True
     for segment in segments:
@@ -118,7 +118,7 @@ def _turns(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
         yield turn, segment
 
 
-def _in_calls(row: Sample) -> list[bool]:
+def _in_calls(row: SampleLine) -> list[bool]:
     """Of each token in the line, whether it is part of a tool call that a policy sampled."""
     texts = row.get("texts", [])
     ends = list(itertools.accumulate(map(len, texts)))
@@ -132,14 +132,14 @@ def _in_calls(row: Sample) -> list[bool]:
     ]
 
 
-def _experts(routes: Routes | None) -> list[dict[int, list[int]]]:
+def _experts(routes: RoutesLine | None) -> list[dict[int, list[int]]]:
     """Of each of the first tokens, experts by layer id."""
     if routes is None:
         return []
     return [dict(zip(routes["layers"], row, strict=True)) for row in decoded(routes)]
 
 
-def decoded(routes: Routes) -> list[list[list[int]]]:
+def decoded(routes: RoutesLine) -> list[list[list[int]]]:
     """[tokens][layers][top-k] experts of a line's `routes`."""
     flat, size = base64.b64decode(routes["experts"]), routes["bytes"]
     ids = [int.from_bytes(flat[at : at + size], "little") for at in range(0, len(flat), size)]

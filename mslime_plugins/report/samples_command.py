@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mslime.config.adapters import directories
 from mslime.config.errors import UserError
-from mslime.observe.samples import Sample, file_of, read_samples, recorded_steps
+from mslime.observe.samples import SampleLine, file_of, read_samples, recorded_steps
 from mslime_plugins.report.responses import facts, ordered, telling, versions_of, visible
 from mslime_plugins.report.sample_tokens import tokens_of
 
@@ -62,7 +62,7 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
         console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
 
 
-def select(path: Path, wanted: Wanted) -> list[Sample]:
+def select(path: Path, wanted: Wanted) -> list[SampleLine]:
     """The lines of a file that are wanted."""
     rows = telling(path) if not (wanted.order or wanted.kind) else read_samples(path)
     if wanted.set_name:
@@ -74,7 +74,7 @@ def select(path: Path, wanted: Wanted) -> list[Sample]:
     return ordered(rows, wanted.order, wanted.count) if wanted.order else list(rows)
 
 
-def _of_set(path: Path, rows: Iterator[Sample] | Sequence[Sample], name: str) -> Iterator[Sample]:
+def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name: str) -> Iterator[SampleLine]:
     found = (row for row in rows if row.get("set") == name)
     first = next(found, None)
     if first is None:
@@ -120,12 +120,12 @@ def _what(wanted: Wanted) -> str:
     return {"truncated": "cut at the length limit", "continued": "of several weight versions"}.get(wanted.kind, "there")
 
 
-def _footer(path: Path, step: int, shown: Sequence[Sample]) -> str:
+def _footer(path: Path, step: int, shown: Sequence[SampleLine]) -> str:
     of = sum({row.get("set", ""): row["of"] for row in shown}.values())
     return f"step {step}: {len(shown)} of {of} responses; the file is {path}"
 
 
-def _card(row: Sample) -> Group:
+def _card(row: SampleLine) -> Group:
     head = [f"step {row['step']}", *([f"set {name}"] if (name := row.get("set")) else []), f"group {row['group']}"]
     title = visible(
         " · ".join([*head, f"response {row['index']}", *([", ".join(row["kinds"])] if row["kinds"] else [])])
@@ -141,7 +141,7 @@ def _card(row: Sample) -> Group:
     return Group(*parts)
 
 
-def _coloured(row: Sample) -> Text:
+def _coloured(row: SampleLine) -> Text:
     """The response; what no policy sampled is dim, what is not trained in italics."""
     versions = versions_of(row)
     text = Text()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import UserError
-from mslime.observe.samples import Sample, recorded_steps
+from mslime.observe.samples import SampleLine, recorded_steps
 from mslime_plugins.report.responses import facts, telling_of_step, visible
 from mslime_plugins.report.sample_tokens import Token, tokens_of
 
@@ -87,7 +87,7 @@ def _bounded(run_dir: Path, most: int, total: int, *, evaluation: bool) -> tuple
     return out, left_out
 
 
-def sample_data(row: Sample) -> Chosen:
+def sample_data(row: SampleLine) -> Chosen:
     """A response for the script: what is known of it, its sources, and its tokens as [text, source, position, id,
     log-prob, trainer's log-prob, in a tool call, ids that it was drawn from]; [text, source] stands for those that are
     not shown."""
@@ -111,12 +111,12 @@ def sample_data(row: Sample) -> Chosen:
     }
 
 
-def group_name(row: Sample) -> str:
+def group_name(row: SampleLine) -> str:
     """What the group is called: its number, and the held-out set it belongs to."""
     return visible(f"{name}, {row['group']}" if (name := row.get("set")) else str(row["group"]))
 
 
-def _reward(row: Sample) -> str:
+def _reward(row: SampleLine) -> str:
     return "" if row["reward"] is None else f" ({row['reward']:g})"
 
 

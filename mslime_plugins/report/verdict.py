@@ -43,7 +43,7 @@ SPIKE = 100.0
 
 
 @dataclass(frozen=True)
-class Rule:
+class ReportRule:
     """One question about a run.
 
     Attributes:
@@ -66,10 +66,10 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     """A rule that spoke. `advice` is empty when all is well."""
 
-    rule: Rule
+    rule: ReportRule
     tone: Tone
     text: str
 
@@ -79,13 +79,13 @@ class Finding:
         return "" if self.tone == "good" else self.rule.advice
 
 
-def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[Finding], list[str]]:
+def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[ReportFinding], list[str]]:
     """(what is to be said, topics that are within their thresholds).
 
     Args:
         loss: `algorithm.loss` of the run; empty where it is not known.
     """
-    findings: list[Finding] = []
+    findings: list[ReportFinding] = []
     quiet: list[str] = []
     for rule in RULES:
         if rule.unless(loss_traits(loss)):
@@ -96,7 +96,7 @@ def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[Finding], list[
         if said is None:
             quiet.append(rule.topic)
         else:
-            findings.append(Finding(rule, *said))
+            findings.append(ReportFinding(rule, *said))
     return findings, quiet
 
 
@@ -310,82 +310,82 @@ def _coverage(rows: Sequence[Row]) -> Said:
 
 
 RULES = (
-    Rule(
+    ReportRule(
         "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls; or rose, "
         f"and is lately below its best by {FALLEN_ERRORS:g} standard errors and {_percent(FALLEN_PART)} of its range",
         "Read the worst responses: is the reward what you meant, can the model earn it? Else raise train.lr. After "
         "a fall: continue from a checkpoint before it, with a lower train.lr.",
         ("reward/mean",), _reward,
     ),
-    Rule(
+    ReportRule(
         "held-out accuracy", "accuracy",
         f"always; bad when it has lost over {ACCURACY_BY:g} and {_percent(ACCURACY_LOST)} of its gain",
         "A reward that rises without it is gamed or learnt by heart: read the best responses.",
         ("eval/{set}/accuracy",), _accuracy,
     ),
-    Rule(
+    ReportRule(
         "held-out loss", "held-out-loss", f"always; bad when it ends more than {_percent(OVERFIT_BY)} above its lowest",
         "The model learns its rows by heart: stop there (checkpoint.keep_best keeps the step), or lower train.lr.",
         ("eval/{set}/nll",), _held_out_loss,
     ),
-    Rule(
+    ReportRule(
         "negative log-likelihood", "loss", "always in supervised training; bad when it does not fall",
         "Change train.lr, and look whether labels follow from prompts.", ("loss/nll",), _nll,
     ),
-    Rule(
+    ReportRule(
         "groups without a signal", "groups", f"more than {_percent(SIGNAL_SHARE)} of the groups, late",
         "Take harder prompts if the reward is high, easier ones if it is low, or set rollout.dynamic_filter.",
         ("reward/zero_variance_share",), _signal,
     ),
-    Rule(
+    ReportRule(
         "entropy", "entropy", f"late below {_percent(ENTROPY_PART)} of early",
         "Fine if the task is solved. Else raise algorithm.clip_high or algorithm.entropy_coef, or lower train.lr.",
         ("entropy/mean", "loss/entropy"), _entropy,
     ),
-    Rule(
+    ReportRule(
         "truncation", "length", f"more than {_percent(TRUNCATED)} of the responses, late",
         "Raise rollout.max_response_tokens, or penalise length (reward.overlong).",
         ("rollout/truncated",), _truncated,
     ),
-    Rule(
+    ReportRule(
         "mismatch", "mismatch", f"KL above {MISMATCH:g} nats, late; bad above {MISMATCH_HIGH:g}",
         "If it climbs with staleness, lower rollout.max_staleness. If not, engine and trainer compute differently.",
         ("mismatch/kl",), _mismatch,
     ),
-    Rule(
+    ReportRule(
         "clipped tokens", "clip",
         f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds much by design",
         "Updates leave the trust region: lower train.lr or train.optimizer_steps_per_rollout.",
         ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped, lambda loss: loss.clips_much,
     ),
-    Rule(
+    ReportRule(
         "corrected tokens", "correction", f"more than {_percent(CORRECTED)} of the tokens, late",
         "What is trained is far from what was sampled: lower rollout.max_staleness, and look at the mismatch.",
         ("correction/clipped_fraction",), _corrected,
     ),
-    Rule(
+    ReportRule(
         "dropped tokens", "ledger", f"more than {_percent(DROPPED)} of what was generated",
         "They were paid for and not used. stale: raise rollout.max_staleness or keep them. A filter: other prompts.",
         ("ledger/dropped_tokens",), _dropped,
     ),
-    Rule(
+    ReportRule(
         "idle trainers", "idle", f"more than {_percent(IDLE)} of the time",
         "Raise rollout.max_staleness, give the engines more GPUs, or evaluate less often.",
         ("idle/trainers",), _idle_trainers,
     ),
-    Rule(
+    ReportRule(
         "idle engines", "idle", f"more than {_percent(IDLE)} of the time",
         "Raise rollout.max_staleness, or give the trainer more GPUs.", ("idle/engines",), _idle_engines,
     ),
-    Rule(
+    ReportRule(
         "gradient norm", "grad-norm", f"not finite, or more than {SPIKE:g} times its median",
         "docs/report.md says where single spikes come from. Several: lower train.lr.", ("grad_norm",), _spikes,
     ),
-    Rule(
+    ReportRule(
         "reward errors", "reward", "any", "The messages are in logs/rollouts.log; see reward.on_error.",
         ("reward/errors",), _reward_errors,
     ),
-    Rule(
+    ReportRule(
         "routing replay", "agreement", "less than all routes replayed, those beyond train.replay_max_age aside",
         "Routes were lost on the way from the engine; please report it.", ("replay/coverage",), _coverage,
     ),

@@ -30,7 +30,7 @@ class AdapterAsk:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """What a pass over data found.
 
     Attributes:
@@ -62,11 +62,11 @@ class Trainer(Protocol):
         """Forget it."""
         ...
 
-    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> Passed:
+    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> PassResult:
         """Losses and log-probs; with `backward` the gradients are added to the adapter's."""
         ...
 
-    async def add_together(self, asks: Sequence[PassAsk]) -> Sequence[Passed | UserError]:
+    async def add_together(self, asks: Sequence[PassAsk]) -> Sequence[PassResult | UserError]:
         """`pass_over` with `backward` of several adapters, each of its own name, in one pass: what each gave or failed
         with. Raises what befell all."""
         ...
@@ -141,7 +141,7 @@ class Sampled:
     cached: int
 
 
-class Engines(Protocol):
+class SamplingEngines(Protocol):
     """Samples with the base or with an adapter on disk."""
 
     async def sample(self, adapter: Path | None, ask: SampleAsk) -> Sampled:

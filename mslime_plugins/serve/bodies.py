@@ -134,7 +134,7 @@ class SamplingParams(Body):
     top_p: float = Field(default=1.0, gt=0, le=1)
 
 
-class Sample(Body):
+class SampleBody(Body):
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: int = Field(default=1, ge=1, le=4096)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
 from mslime.data.client_batch import Datum
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.backend import Passed, Sampled
+from mslime_plugins.serve.backend import PassResult, Sampled
 from mslime_plugins.serve.errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}
@@ -179,7 +179,7 @@ def _numbers(column: NDArray[Any], name: str, where: str) -> NDArray[np.float32]
     return values
 
 
-def passed_bytes(found: Passed, notes: Mapping[str, float]) -> bytes:
+def passed_bytes(found: PassResult, notes: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: the loss, and `logprobs` of every datum; `notes` are further metrics."""
     message = proto.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     record = message.loss_fn_outputs.add()

@@ -88,7 +88,7 @@ def _scores(meta: Mapping[str, Any], ask: SampleAsk, first: int) -> NDArray[np.f
 
 
 @dataclass
-class Loaded:
+class LoadedAdapter:
     """An adapter at an engine. uses: requests that have it."""
 
     name: str
@@ -105,7 +105,7 @@ class Shelf:
 
     engine: ServedEngine
     room: int
-    held: dict[Path, Loaded] = field(default_factory=dict[Path, Loaded])
+    held: dict[Path, LoadedAdapter] = field(default_factory=dict[Path, LoadedAdapter])
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
@@ -117,7 +117,7 @@ class Shelf:
             if adapter not in self.held:
                 name = name_of(adapter)
                 await self.engine.load(name, adapter)
-                self.held[adapter] = Loaded(name)
+                self.held[adapter] = LoadedAdapter(name)
             loaded = self.held[adapter] = self.held.pop(adapter)
             loaded.uses += 1
         try:
@@ -158,7 +158,7 @@ def name_of(adapter: Path) -> str:
 
 
 class SGLangEngines:
-    """`backend.Engines` on the engines of a server.
+    """`backend.SamplingEngines` on the engines of a server.
 
     Args:
         room: adapters that each has loaded at once.
@@ -187,7 +187,7 @@ class SGLangEngines:
             await engine.close()
 
     async def sample(self, adapter: Path | None, ask: SampleAsk) -> Sampled:
-        """See `backend.Engines`. A request whose engine dies goes to another one."""
+        """See `backend.SamplingEngines`. A request whose engine dies goes to another one."""
         where = None if adapter is None else adapter.absolute()
         while True:
             shelf = await self._choose(where)
@@ -200,7 +200,7 @@ class SGLangEngines:
                 shelf.engine.busy -= ask.count
 
     async def forget(self, adapter: Path) -> None:
-        """See `backend.Engines`."""
+        """See `backend.SamplingEngines`."""
         for shelf in list(self._shelves.values()):
             await shelf.drop(adapter.absolute())
 

@@ -24,25 +24,25 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
+class FutureResult:
     """The body of a finished request, and what it is."""
 
     body: bytes
     kind: str = JSON
 
     @classmethod
-    def of(cls, **values: object) -> Answer:
+    def of(cls, **values: object) -> FutureResult:
         """Of JSON values."""
         return cls(orjson.dumps(values))
 
     @classmethod
-    def failed(cls, error: Exception) -> Answer:
+    def failed(cls, error: Exception) -> FutureResult:
         """What the SDK raises as RequestFailedError."""
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return cls.of(error=told, category=category_of(error))
 
 
-Work = Callable[[], Awaitable[Answer]]
+Work = Callable[[], Awaitable[FutureResult]]
 
 
 @dataclass
@@ -50,11 +50,11 @@ class Future:
     """A request: of whom it is, its answer, and when that was first fetched."""
 
     owner: str
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[FutureResult]
     fetched: float | None = None
 
 
-class Turns:
+class RequestOrder:
     """Numbers in order: who has one waits until those before it are done."""
 
     def __init__(self, first: int) -> None:
@@ -83,9 +83,9 @@ class Futures:
 
     most: int
     _all: dict[str, Future] = field(default_factory=dict[str, Future])
-    _running: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
+    _running: set[asyncio.Task[FutureResult]] = field(default_factory=set[asyncio.Task[FutureResult]])
 
-    def take(self, request_id: str, owner: str, work: Work, turn: tuple[Turns, int] | None = None) -> str:
+    def take(self, request_id: str, owner: str, work: Work, turn: tuple[RequestOrder, int] | None = None) -> str:
         """Begin a request, unless it was begun before; its id.
 
         Args:
@@ -111,7 +111,7 @@ class Futures:
         """How many wait or run."""
         return len(self._running)
 
-    async def fetch(self, request_id: str, patience_s: float) -> Answer | None:
+    async def fetch(self, request_id: str, patience_s: float) -> FutureResult | None:
         """A request's answer; None where it is not there within `patience_s`. Raises KeyError for an unknown one."""
         future = self._all[request_id]
         await asyncio.wait([future.task], timeout=patience_s)
@@ -119,7 +119,7 @@ class Futures:
             return None
         future.fetched = future.fetched or time.monotonic()
         if future.task.cancelled():
-            return Answer.of(error="the request was cancelled", category="user")
+            return FutureResult.of(error="the request was cancelled", category="user")
         return future.task.result()
 
     def cancel(self, request_id: str) -> None:
@@ -145,7 +145,7 @@ class Futures:
             del self._all[rid]
 
 
-async def _answered(request_id: str, work: Work, turn: tuple[Turns, int] | None) -> Answer:
+async def _answered(request_id: str, work: Work, turn: tuple[RequestOrder, int] | None) -> FutureResult:
     begin = time.monotonic()
     try:
         if turn is not None:
@@ -154,7 +154,7 @@ async def _answered(request_id: str, work: Work, turn: tuple[Turns, int] | None)
     except Exception as error:  # told to the client, whatever it is
         level = logging.INFO if category_of(error) == "user" else logging.ERROR
         _log.log(level, "%s failed: %s", request_id, error, exc_info=not isinstance(error, UserError))
-        return Answer.failed(error)
+        return FutureResult.failed(error)
     finally:
         if turn is not None:
             turn[0].done(turn[1])

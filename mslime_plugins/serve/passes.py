@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mslime_plugins.serve.backend import PassAsk, Passed, Trainer
+from mslime_plugins.serve.backend import PassAsk, PassResult, Trainer
 
 
 @dataclass(eq=False)
 class _Waiting:
     ask: PassAsk
-    found: asyncio.Future[Passed]
+    found: asyncio.Future[PassResult]
 
 
 class GradientPasses:
@@ -30,7 +30,7 @@ class GradientPasses:
         self._trainer, self._turn, self._together = trainer, turn, together
         self._line: list[_Waiting] = []
 
-    async def add(self, ask: PassAsk) -> Passed:
+    async def add(self, ask: PassAsk) -> PassResult:
         """Add gradients to an adapter's, in a pass of its own or in one that others share. Raises what it failed with,
         whatever became of the others. Not to be cancelled: others may be served by it."""
         mine = _Waiting(ask, asyncio.get_running_loop().create_future())
@@ -53,7 +53,7 @@ class GradientPasses:
             else:
                 each.found.set_result(outcome)
 
-    async def _outcomes(self, asks: Sequence[PassAsk]) -> Sequence[Passed | Exception]:
+    async def _outcomes(self, asks: Sequence[PassAsk]) -> Sequence[PassResult | Exception]:
         if len(asks) > 1:
             return await self._trainer.add_together(asks)
         (ask,) = asks

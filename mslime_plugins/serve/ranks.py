@@ -23,11 +23,11 @@ from mslime.control.ranks import BaseActor, RankGroup, fetched
 from mslime.data.client_batch import ClientShard, Datum, by_datum, client_shards
 from mslime.logs import phase
 from mslime.threads import in_thread
-from mslime_plugins.serve.backend import AdapterAsk, PassAsk, Passed
+from mslime_plugins.serve.backend import AdapterAsk, PassAsk, PassResult
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.base import Base
-    from mslime.backends.megatron.step.client_steps import Passed as RankPassed
+    from mslime.backends.megatron.step.client_steps import RankPassResult as RankPassed
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class RankTrainer:
     async def free(self, name: str) -> None:
         await self._all("free an adapter", self._config.deadlines.train_step_s, lambda a, _: a.free.remote(name))
 
-    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> Passed:
+    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> PassResult:
         config, layout = self._config, self._config.layout
         shards = await asyncio.to_thread(self._shards, data, loss)
         parts = [ray.put(shard) for shard in shards]
@@ -167,7 +167,7 @@ class RankTrainer:
         found = await self._all("forward_backward", config.deadlines.train_step_s, work)
         return self._passed(shards, found, len(data))
 
-    async def add_together(self, asks: Sequence[PassAsk]) -> list[Passed | UserError]:
+    async def add_together(self, asks: Sequence[PassAsk]) -> list[PassResult | UserError]:
         layout, what = self._config.layout, "forward_backward"
         shards = [await asyncio.to_thread(self._shards_or_error, ask) for ask in asks]
         parts = {
@@ -180,7 +180,7 @@ class RankTrainer:
             return actor.add_together.remote([(name, part[layout.dp_rank(rank)]) for name, part in parts.items()])
 
         found = await self._all(what, self._config.deadlines.train_step_s * len(asks), work) if parts else []
-        outcomes: list[Passed | UserError] = []
+        outcomes: list[PassResult | UserError] = []
         for ask, own in zip(asks, shards, strict=True):
             if isinstance(own, UserError):
                 outcomes.append(own)
@@ -190,10 +190,10 @@ class RankTrainer:
             outcomes.append(refused or self._passed(own, told, len(ask.data)))
         return outcomes
 
-    def _passed(self, shards: Sequence[ClientShard], found: Sequence[RankPassed], data: int) -> Passed:
+    def _passed(self, shards: Sequence[ClientShard], found: Sequence[RankPassed], data: int) -> PassResult:
         """What all ranks found of so many data."""
         of_rank = {self._config.layout.dp_rank(rank): each.log_probs for rank, each in enumerate(found)}
-        return Passed(found[0].loss, by_datum([(shards[rank], column) for rank, column in of_rank.items()], data))
+        return PassResult(found[0].loss, by_datum([(shards[rank], column) for rank, column in of_rank.items()], data))
 
     def _shards_or_error(self, ask: PassAsk) -> list[ClientShard] | UserError:
         try:

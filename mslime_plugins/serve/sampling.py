@@ -10,7 +10,7 @@ from mslime_plugins.serve.errors import ServeError
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
-def sample_ask(body: bodies.Sample, rid: str, limits: Limits) -> SampleAsk:
+def sample_ask(body: bodies.SampleBody, rid: str, limits: Limits) -> SampleAsk:
     """What an engine is asked. Raises ServeError for the first mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):
@@ -38,7 +38,7 @@ def sample_ask(body: bodies.Sample, rid: str, limits: Limits) -> SampleAsk:
     )
 
 
-def prompt_of(body: bodies.Sample, limits: Limits) -> tuple[int, ...]:
+def prompt_of(body: bodies.SampleBody, limits: Limits) -> tuple[int, ...]:
     """The prompt's token ids. Raises ServeError."""
     for chunk in body.prompt.chunks:
         if not isinstance(chunk, bodies.TextChunk):
@@ -62,7 +62,7 @@ def _stops(params: bodies.SamplingParams) -> tuple[tuple[str, ...], tuple[int, .
     return tuple(s for s in stop if isinstance(s, str)), tuple(s for s in stop if isinstance(s, int))
 
 
-def _scored_from(body: bodies.Sample, length: int) -> int | None:
+def _scored_from(body: bodies.SampleBody, length: int) -> int | None:
     if not body.prompt_logprobs:
         if body.prompt_logprobs_last_n is not None:
             raise ServeError("prompt_logprobs_last_n", body.prompt_logprobs_last_n, "applies to prompt_logprobs",

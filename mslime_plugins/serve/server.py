@@ -20,7 +20,7 @@ from mslime_plugins.serve.data import read_header, read_pass
 from mslime_plugins.serve.errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
 from mslime_plugins.serve.futures import JSON
 from mslime_plugins.serve.service import Service
-from mslime_plugins.serve.states import TYPES, Saved
+from mslime_plugins.serve.states import TYPES, StoredState
 
 KEY_PREFIX = "tml-"
 """What the SDK wants a key to begin with."""
@@ -292,7 +292,7 @@ class Server:
         return _json(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.path)
 
     async def _sample(self, request: web.Request) -> web.Response:
-        taken, ids = self._service.sample(bodies.read(bodies.Sample, await request.read()))
+        taken, ids = self._service.sample(bodies.read(bodies.SampleBody, await request.read()))
         return _json(request_id=taken, sample_sequence_ids=ids)
 
     # --------------------------------------------------------------------------------------------------------- futures
@@ -340,7 +340,7 @@ def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _checkpoint(saved: Saved) -> dict[str, Any]:
+def _checkpoint(saved: StoredState) -> dict[str, Any]:
     """A Checkpoint of the SDK."""
     _, kind, name = saved.parts
     return {

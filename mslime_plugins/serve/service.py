@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.serve import AdamParams, ServeConfig
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import AdapterAsk, Engines, PassAsk, Trainer
+from mslime_plugins.serve.backend import AdapterAsk, PassAsk, SamplingEngines, Trainer
 from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.errors import ServeError
-from mslime_plugins.serve.futures import PROTOBUF, Answer, Futures, Work
+from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
 from mslime_plugins.serve.passes import GradientPasses
 from mslime_plugins.serve.sampling import sample_ask
-from mslime_plugins.serve.sessions import Model, Sampler, Session, Sessions
-from mslime_plugins.serve.states import Saved, States
+from mslime_plugins.serve.sessions import Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.states import States, StoredState
 
 T = TypeVar("T")
 EXPIRED_S = 60.0
@@ -60,7 +60,7 @@ class Service:
     """
 
     def __init__(
-        self, served: Served, settings: ServeConfig, trainer: Trainer, engines: Engines, root: Path,
+        self, served: Served, settings: ServeConfig, trainer: Trainer, engines: SamplingEngines, root: Path,
         note: Callable[[str], None] = lambda _: None, *, together: bool = False,
     ) -> None:  # fmt: skip
         self.served, self.settings = served, settings
@@ -78,7 +78,7 @@ class Service:
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
-    def open_session(self, body: bodies.CreateSession) -> Session:
+    def open_session(self, body: bodies.CreateSession) -> ServeClient:
         """A client has come."""
         session = self.sessions.open(body.user_metadata, body.display_name)
         named = f" ({body.display_name})" if body.display_name else ""
@@ -132,9 +132,9 @@ class Service:
         self._check_ask(ask)
         model, new = self._new_model(body.session_id, body.model_seq_id, body.base_model, ask, body.user_metadata)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             await self._make(model)
-            return Answer.of(type="create_model", model_id=model.model_id)
+            return FutureResult.of(type="create_model", model_id=model.model_id)
 
         request_id = f"{model.model_id}:0"
         return self._take_first(model, request_id, work) if new else request_id, model.model_id
@@ -156,7 +156,7 @@ class Service:
         return model, True
 
     def _take_first(self, model: Model, request_id: str, work: Work) -> str:
-        async def made() -> Answer:
+        async def made() -> FutureResult:
             try:
                 return await work()
             except Exception:
@@ -179,11 +179,11 @@ class Service:
         """A forward pass, or forward and backward; the id of the request."""
         model = self.sessions.model(request.model_id)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             self._check_sound(model)
             if not request.backward:
                 call = self._trainer.pass_over(model.model_id, request.data, request.loss, backward=False)
-                return Answer(passed_bytes(await self._train(call), request.notes), PROTOBUF)
+                return FutureResult(passed_bytes(await self._train(call), request.notes), PROTOBUF)
             ask = PassAsk(model.model_id, request.data, request.loss)
             try:
                 found = await asyncio.shield(asyncio.ensure_future(self._passes.add(ask)))
@@ -191,7 +191,7 @@ class Service:
                 model.gradients = False  # those since the last step are dropped
                 raise
             model.gradients = True
-            return Answer(passed_bytes(found, request.notes), PROTOBUF)
+            return FutureResult(passed_bytes(found, request.notes), PROTOBUF)
 
         return self._take(model, request.seq_id, work)
 
@@ -199,7 +199,7 @@ class Service:
         """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
         model = self.sessions.model(model_id)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             raise error
 
         return self._take(model, number, work)
@@ -208,7 +208,7 @@ class Service:
         """A step of the optimizer; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             self._check_sound(model)
             if body.adam_params is None:
                 raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
@@ -222,7 +222,7 @@ class Service:
             model.gradients = False
             with self._breaking(model, "optim_step"):
                 found = await self._train(self._trainer.adam_step(model.model_id, params))
-            return Answer.of(metrics={f"{name}:mean": value for name, value in found.items()})
+            return FutureResult.of(metrics={f"{name}:mean": value for name, value in found.items()})
 
         return self._take(model, body.seq_id, work)
 
@@ -230,13 +230,13 @@ class Service:
         """Save factors and the optimizer's state; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             self._check_sound(model)
             name = body.path or f"state-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "weights", name, overwrite=body.overwrite)
             await self._train(self._trainer.save(model.model_id, directory))
             self._keep(model, path, body)
-            return Answer.of(type="save_weights", path=path)
+            return FutureResult.of(type="save_weights", path=path)
 
         return self._take(model, body.seq_id, work)
 
@@ -244,7 +244,7 @@ class Service:
         """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             self._check_sound(model)
             if body.kind != "snapshot":
                 raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
@@ -255,10 +255,10 @@ class Service:
             await self._train(self._trainer.write_adapter(model.model_id, directory))
             self._keep(model, path, body)
             if not own:
-                return Answer.of(type="save_weights_for_sampler", path=path)
+                return FutureResult.of(type="save_weights_for_sampler", path=path)
             number = body.seq_id if body.sampling_session_seq_id is None else body.sampling_session_seq_id
             sampler = self._new_sampler(model.session_id, number, model.base_model, directory, path, own=True)
-            return Answer.of(type="save_weights_for_sampler", sampling_session_id=sampler.sampler_id)
+            return FutureResult.of(type="save_weights_for_sampler", sampling_session_id=sampler.sampler_id)
 
         return self._take(model, body.seq_id, work)
 
@@ -269,7 +269,7 @@ class Service:
         if body.model_id is not None and body.seq_id is not None:
             model = self.sessions.model(body.model_id)
 
-            async def load() -> Answer:
+            async def load() -> FutureResult:
                 if model.ask != (same := _with_seed(saved.ask, model.ask)):
                     raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
                 return await self._load(model, body)
@@ -282,24 +282,24 @@ class Service:
         self._check_base(base)
         model, new = self._new_model(body.session_id, body.model_seq_id, base, saved.ask, body.user_metadata)
 
-        async def make() -> Answer:
+        async def make() -> FutureResult:
             await self._make(model)
             return await self._load(model, body)
 
         request_id = f"{model.model_id}:0"
         return self._take_first(model, request_id, make) if new else request_id, model.model_id
 
-    async def _load(self, model: Model, body: bodies.LoadWeights) -> Answer:
+    async def _load(self, model: Model, body: bodies.LoadWeights) -> FutureResult:
         directory = self.states.directory(body.path)
         with self._breaking(model, "load_weights"):
             await self._train(self._trainer.load(model.model_id, directory, optimizer=body.optimizer))
         model.gradients, model.broken = False, ""
-        return Answer.of(type="load_weights", path=body.path, model_id=model.model_id)
+        return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
 
     def _take(self, model: Model, number: int, work: Work) -> str:
         """A request of a model, in its turn."""
 
-        async def made() -> Answer:
+        async def made() -> FutureResult:
             if not model.ready:
                 raise ServeError("model_id", model.model_id, "it was never made", "look at what create_model said")
             return await work()
@@ -337,7 +337,7 @@ class Service:
         sampler = Sampler(sampler_id, session_id, base_model, adapter, path, own)
         return session.samplers.setdefault(sampler_id, sampler)
 
-    def sample(self, body: bodies.Sample) -> tuple[str, list[str]]:
+    def sample(self, body: bodies.SampleBody) -> tuple[str, list[str]]:
         """(id of the request, ids of the sequences that it will have)."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ServeError("sampling_session_id", body.sampling_session_id, "is needed, with seq_id",
@@ -348,8 +348,8 @@ class Service:
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         ask = sample_ask(body, request_id, self.served.limits)
 
-        async def work() -> Answer:
-            return Answer(sampled_bytes(await self._engines.sample(sampler.adapter, ask)), PROTOBUF)
+        async def work() -> FutureResult:
+            return FutureResult(sampled_bytes(await self._engines.sample(sampler.adapter, ask)), PROTOBUF)
 
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return self.futures.take(request_id, sampler.sampler_id, work), ids
@@ -359,7 +359,7 @@ class Service:
     def _keep(self, model: Model, path: str, body: bodies.SaveWeights) -> None:
         now = time.time()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        self.states.keep(Saved(path, model.base_model, model.ask, now, expires, body.user_metadata))
+        self.states.keep(StoredState(path, model.base_model, model.ask, now, expires, body.user_metadata))
 
     def _check_base(self, name: str) -> None:
         if name.split(":")[0] not in self.served.names:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.errors import GONE, ServeError
-from mslime_plugins.serve.futures import Turns
+from mslime_plugins.serve.futures import RequestOrder
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Model:
     base_model: str
     ask: AdapterAsk
     user_metadata: dict[str, Any] | None = None
-    turns: Turns = field(default_factory=lambda: Turns(0))
+    turns: RequestOrder = field(default_factory=lambda: RequestOrder(0))
     ready: bool = False
     gradients: bool = False
     broken: str = ""
@@ -56,7 +56,7 @@ class Sampler:
 
 
 @dataclass
-class Session:
+class ServeClient:
     """A client. seen: when it last gave a sign of life, monotonic seconds."""
 
     session_id: str
@@ -71,15 +71,15 @@ class Sessions:
     """All that are there."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Session] = {}
+        self._all: dict[str, ServeClient] = {}
 
-    def open(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> Session:
+    def open(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> ServeClient:
         """A new one."""
-        session = Session(uuid.uuid4().hex, user_metadata, display_name)
+        session = ServeClient(uuid.uuid4().hex, user_metadata, display_name)
         self._all[session.session_id] = session
         return session
 
-    def get(self, session_id: str) -> Session:
+    def get(self, session_id: str) -> ServeClient:
         """A session, which shows a sign of life by this. Raises ServeError."""
         if session_id not in self._all:
             raise ServeError(
@@ -111,16 +111,16 @@ class Sessions:
         """Of all sessions."""
         return [model for session in self._all.values() for model in session.models.values()]
 
-    def silent(self, longer_than_s: float) -> list[Session]:
+    def silent(self, longer_than_s: float) -> list[ServeClient]:
         """Those without a sign of life for so long."""
         now = time.monotonic()
         return [session for session in self._all.values() if now - session.seen > longer_than_s]
 
-    def close(self, session_id: str) -> Session | None:
+    def close(self, session_id: str) -> ServeClient | None:
         """Forget a session; None where it is gone already."""
         return self._all.pop(session_id, None)
 
     @property
-    def all(self) -> list[Session]:
+    def all(self) -> list[ServeClient]:
         """Oldest first."""
         return list(self._all.values())

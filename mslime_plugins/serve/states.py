@@ -28,7 +28,7 @@ _PATH = re.compile(rf"tinker://({_MODEL.pattern})/(weights|sampler_weights)/({_N
 
 
 @dataclass(frozen=True)
-class Saved:
+class StoredState:
     """One thing that a client saved.
 
     Attributes:
@@ -82,14 +82,14 @@ class States:
         directory.parent.mkdir(parents=True, exist_ok=True)
         return f"tinker://{model_id}/{kind}/{name}", directory
 
-    def keep(self, saved: Saved) -> None:
+    def keep(self, saved: StoredState) -> None:
         """Say what a directory holds, which makes it one that can be loaded."""
         directory = self.directory(saved.path)
         part = directory / f".{SAVED}.part"
         part.write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
         part.rename(directory / SAVED)
 
-    def find(self, path: str, kind: Kind | None = None) -> Saved:
+    def find(self, path: str, kind: Kind | None = None) -> StoredState:
         """What was saved there. Raises ServeError when there is nothing, or something of another kind."""
         file = self.directory(path) / SAVED
         if not file.is_file():
@@ -100,7 +100,7 @@ class States:
             raise ServeError("path", path, f"is of kind {saved.parts[1]}, and {kind} is needed", f"use {made}")
         return saved
 
-    def of_model(self, model_id: str) -> list[Saved]:
+    def of_model(self, model_id: str) -> list[StoredState]:
         """Everything that a model saved, oldest first."""
         if _MODEL.fullmatch(model_id) is None:
             return []
@@ -112,7 +112,7 @@ class States:
         self.find(path)
         shutil.rmtree(self.directory(path))
 
-    def expired(self) -> Iterator[Saved]:
+    def expired(self) -> Iterator[StoredState]:
         """What its client wanted kept until now."""
         now = time.time()
         for file in self.root.glob(f"*/*/*/{SAVED}"):
@@ -124,7 +124,7 @@ class States:
         return self.root / model_id.replace(":", "-") / kind / name
 
 
-def _read(file: Path) -> Saved:
+def _read(file: Path) -> StoredState:
     with reading(CheckpointError, str(file), "is not what mslime serve writes", "remove the directory around it"):
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return Saved(**{**values, "ask": AdapterAsk(**values["ask"])})
+        return StoredState(**{**values, "ask": AdapterAsk(**values["ask"])})

@@ -13,7 +13,7 @@ from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
 from mslime.control.cluster import Cluster
 from mslime.data.client_batch import Datum
-from mslime_plugins.serve.backend import AdapterAsk, PassAsk, Passed
+from mslime_plugins.serve.backend import AdapterAsk, PassAsk, PassResult
 from mslime_plugins.serve.ranks import RankTrainer
 from mslime_plugins.serve.settings import served_config
 
@@ -52,7 +52,7 @@ def test_clients_in_one_pass_have_what_they_have_in_turns(tiny_qwen3_moe: Path, 
                 except TrainerError as error:
                     assert (step, client) == (1, 1) and isinstance(joined, TrainerError) and str(joined) == str(error)
                     continue
-                assert isinstance(joined, Passed) and joined.loss == alone.loss and (step, client) != (1, 1)
+                assert isinstance(joined, PassResult) and joined.loss == alone.loss and (step, client) != (1, 1)
                 for mine, own in zip(joined.log_probs, alone.log_probs, strict=True):
                     assert np.array_equal(mine, own)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mslime.backends.megatron.step.base import Base
-from mslime.backends.megatron.step.client_steps import ClientTrainers, Passed
+from mslime.backends.megatron.step.client_steps import ClientTrainers, RankPassResult
 from mslime.config.errors import TrainerError
 from mslime.config.lora import LoraConfig
 from mslime.config.serve import AdamParams, LossChoice
@@ -190,7 +190,7 @@ def told(work: Callable[[], Any]) -> Any:
         found = error
     if isinstance(found, TrainerError):
         return str(found)
-    return (found.loss, found.log_probs.tobytes()) if isinstance(found, Passed) else found
+    return (found.loss, found.log_probs.tobytes()) if isinstance(found, RankPassResult) else found
 
 
 def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:

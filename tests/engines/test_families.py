@@ -30,7 +30,7 @@ from mslime.config.choices import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.probe import NEW_TOKENS, Differences, Probed, joined_routes
+from mslime.data.probe import NEW_TOKENS, Probed, ProbeDifferences, joined_routes
 from mslime.engine_plugin.wire import RECORDED
 from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
@@ -347,11 +347,11 @@ async def under_way(pool: EnginePool, rid: str) -> asyncio.Task[GenerateResult]:
     return asked
 
 
-def differences(probed: Sequence[tuple[Probed, Any]]) -> Differences:
+def differences(probed: Sequence[tuple[Probed, Any]]) -> ProbeDifferences:
     """Between an engine's answer and what all ranks say of it."""
     answer, length = probed[0][0], len(PROMPT) + NEW_TOKENS
     routes = joined_routes([part for _, (_, part) in probed if part is not None], length)
-    found = [Differences.between(answer, Probed(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed]
+    found = [ProbeDifferences.between(answer, Probed(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed]
     return max(found, key=lambda each: each.log_probs)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mslime.config.slices import HostSlices, machine_lane
 from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import Loaded, RelaySync
 from mslime.weights.relay import pack_cut
@@ -61,8 +61,8 @@ class Engine:
         whole, near = tuple(each for near in machines for each in near), machines[machine]
         self.rank, self.ranks = whole.index(rank), len(whole)
         among = groups.get(near)
-        beside = RankGroup(near.index(rank), len(near), among, among, whole.index(near[0]))
-        self.place = Ranks(RankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
+        beside = EngineRankGroup(near.index(rank), len(near), among, among, whole.index(near[0]))
+        self.place = Ranks(EngineRankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
         self.updater = FakeUpdater(self.rank, self.ranks)
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.choices import NOT_ARRIVED
-from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
@@ -39,13 +39,13 @@ def value(bucket: int, version: int) -> torch.Tensor:
     return torch.arange(SIZES[bucket], dtype=torch.float32) + 1000 * bucket + version
 
 
-def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any], first: int = 0) -> RankGroup:
+def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any], first: int = 0) -> EngineRankGroup:
     if len(members) == 1:
-        return RankGroup(first=first)
-    return RankGroup(members.index(rank), len(members), groups[members], groups[members], first)
+        return EngineRankGroup(first=first)
+    return EngineRankGroup(members.index(rank), len(members), groups[members], groups[members], first)
 
 
-def nothing_recorded(buckets: Sequence[Bucket]) -> list[None]:
+def nothing_recorded(buckets: Sequence[RecordedBucket]) -> list[None]:
     return [None] * len(buckets)
 
 

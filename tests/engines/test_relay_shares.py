@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mslime.config.choices import NOT_ARRIVED
 from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, load, release
-from mslime.engine_plugin.engine_ranks import RankGroup, Ranks
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
@@ -107,7 +107,7 @@ class Engine:
     def __init__(self, rank: int, lanes: list[Any], group: Any) -> None:
         self.rank, self.updater = rank, FakeUpdater(rank)
         self.rooms: list[Any] = []  # kept, so that another one is another object
-        near = RankGroup(rank, RANKS, group, group)
+        near = EngineRankGroup(rank, RANKS, group, group)
         self.place, self.groups = Ranks(near, near), {f"lane{i}": lane for i, lane in enumerate(lanes)}
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)

@@ -17,7 +17,7 @@ from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
-from mslime.data.probe import Differences, Probed, joined_routes, routes_of
+from mslime.data.probe import Probed, ProbeDifferences, joined_routes, routes_of
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
@@ -142,10 +142,10 @@ def test_engine_and_trainer_say_the_same_of_a_probe(
         of_ranks = zip(answers, np.split(log_probs, ends[:-1]), np.split(routes, ends[:-1]), strict=True)
         for answer, mine, chosen in of_ranks:
             trainers = Probed(answer.tokens, answer.given, mine, chosen)
-            same = Differences.between(answer, trainers)
+            same = ProbeDifferences.between(answer, trainers)
             assert same.log_probs < 1e-5 and same.routes == 1.0
             assert np.abs(answer.log_probs - mine).max() < 1e-4 and len(answer.routes) == len(answer.tokens) - 1
-            assert Differences.between(replace(answer, routes=7 - answer.routes), trainers).too_large(5e-4)
+            assert ProbeDifferences.between(replace(answer, routes=7 - answer.routes), trainers).too_large(5e-4)
 
 
 def _with_other_experts(trainer: MegatronTrainer, shard: TrainShard) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def sync_often(
     came in parts."""
     sender = sender_of(trainer)
     if trainer.spec.weights.transport not in ("broadcast", "auto"):
-        weight_sync.Turns = None  # its senders take none
+        weight_sync.SendOrder = None  # its senders take none
     sender.connect([Endpoint(url) for url in urls])
     phases: dict[int, Any] = {}
     parts = sum(map(sender._comes_in_parts, sender.plan.buckets))

@@ -262,7 +262,7 @@ def test_the_reference_stays_what_it_was_and_the_actor_comes_back(tmp_path: Path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_softmax_over_supports_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     """Values, entropy and gradient in one vocabulary of 150,000; a third of the rows is unrestricted."""
-    from mslime.backends.megatron.log_probs.support import Support
+    from mslime.backends.megatron.log_probs.support import LabelSupport
     from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
 
     generator = torch.Generator().manual_seed(0)
@@ -277,7 +277,7 @@ def test_a_softmax_over_supports_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     found: list[list[torch.Tensor]] = []
     for device in ("cpu", "cuda"):
         x = logits.to(device, copy=True).requires_grad_()
-        support = Support(torch.cat(rows).int().to(device), offsets.to(device))
+        support = LabelSupport(torch.cat(rows).int().to(device), offsets.to(device))
         out = vocab_parallel_log_probs(
             x, labels.to(device), tp_group=None, vocab_start=0, vocab_size=150_000, with_entropy=True, support=support
         )

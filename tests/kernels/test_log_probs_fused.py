@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.fixtures.log_probs import exact, peak_bytes
 
@@ -88,7 +88,7 @@ def test_blocks_of_hidden_states_use_the_kernels_as_they_use_chunks(dtype: torch
     labels = torch.randint(0, 300, (9,), generator=generator)
     rows = [[] if t % 3 else sorted({int(label), 5, 140, 290}) for t, label in enumerate(labels)]
     offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
-    support = Support(torch.tensor([i for row in rows for i in row]), offsets)
+    support = LabelSupport(torch.tensor([i for row in rows for i in row]), offsets)
     ups = torch.randn(2, 9, generator=generator)
     found = []
     for way in ("fused", "chunked"):
@@ -205,7 +205,7 @@ def test_a_support_restricts_the_softmax(dtype: torch.dtype, reuse: bool) -> Non
     ids = torch.tensor([i for s in supports for i in s])
     offsets = torch.tensor([0, *np.cumsum([len(s) for s in supports])])
     x = logits.clone().requires_grad_()
-    out = fused(x * 1, labels, 130, with_entropy=True, support=Support(ids, offsets), reuse_logits=reuse)
+    out = fused(x * 1, labels, 130, with_entropy=True, support=LabelSupport(ids, offsets), reuse_logits=reuse)
     assert out.entropy is not None
     (out.log_probs * ups[0] + out.entropy * ups[1]).sum().backward()
     want = exact(logits, labels, vocab=130, supports=supports, up_log_probs=ups[0], up_entropy=ups[1])

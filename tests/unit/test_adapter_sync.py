@@ -17,7 +17,7 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.flags import command_line, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
 from mslime.backends.sglang.handshake import Needs, handshake
-from mslime.backends.sglang.pool import EnginePool, Serving
+from mslime.backends.sglang.pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.choices import adapter_directory
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError, sync_error
@@ -340,7 +340,7 @@ def request(rid: str) -> GenerateRequest:
 def test_an_engine_that_cannot_load_is_dead_and_gave_no_request_the_adapter() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         serving = await pool.load_adapter(version(1), 2)
-        assert serving == Serving(tuple(f.url for f in fakes), {}, frozenset({1}))
+        assert serving == UpdateMembers(tuple(f.url for f in fakes), {}, frozenset({1}))
         await pool.switch(1, interrupt=True)
         assert (await pool.generate(request("a"))).versions == ((1, 0, 2),)
         fakes[1].broken.add("/load_lora_adapter")
@@ -395,7 +395,7 @@ def of(owner: str, number: int) -> AdapterVersion:
     return AdapterVersion(f"{owner}-v{number}", number, Path(f"{owner}{number}"), owner)
 
 
-async def switched(pool: EnginePool, adapter: AdapterVersion, alive: int = 2, interrupt: bool = False) -> Serving:
+async def switched(pool: EnginePool, adapter: AdapterVersion, alive: int = 2, interrupt: bool = False) -> UpdateMembers:
     serving = await pool.load_adapter(adapter, alive)
     await pool.switch(adapter.version, interrupt, adapter.owner)
     return serving
@@ -562,10 +562,10 @@ class FakeRun:
         self.calls.append(f"write {directory.name}")
         return ({"a": "1 2"} if verify else {}), {"trainer 0": (0.0, 1.0)}
 
-    def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+    def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
         self.calls.append(f"load {adapter.directory.name} {alive}")
         self.alive |= {adapter.version}
-        return Serving(self.urls, {}, self.alive)
+        return UpdateMembers(self.urls, {}, self.alive)
 
     def compare(self, expected: Any, strict: bool, adapter: int, owner: str) -> int:
         self.calls.append(f"compare {adapter}")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from tests.unit.test_chat_session import CALL, MORE, QUESTION, SYSTEM, TOOLS, Chat, echo, result
 
 REPLIES = st.sampled_from(
@@ -29,9 +29,9 @@ STEPS = st.lists(
 )
 
 
-async def converse(chat: Chat, steps: list[tuple[int, dict[str, Any], str, bool]]) -> list[tuple[list[Any], Turn]]:
+async def converse(chat: Chat, steps: list[tuple[int, dict[str, Any], str, bool]]) -> list[tuple[list[Any], ReplyTurn]]:
     """Ask as the steps say; the conversations, each with its last turn."""
-    asked: list[tuple[list[dict[str, Any]], Turn]] = []
+    asked: list[tuple[list[dict[str, Any]], ReplyTurn]] = []
     for back, edit, kind, received in steps:
         messages, tools = [SYSTEM, QUESTION], [] if kind == "no tools" else TOOLS
         if asked and kind != "fresh":

@@ -15,7 +15,7 @@ from mslime.config.agents import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import canonical_json, from_chat, to_chat
 from mslime.rollout.chat.package import PackageRenderer
 from mslime.rollout.chat.renderer import Rendering
@@ -53,7 +53,9 @@ class Chat:
         self.rendering = Rendering(PackageRenderer("qwen3", TOKENIZER, thinking))
         self.session = ChatSession(self.engine, self.rendering, limits)
 
-    async def ask(self, *messages: dict[str, Any], tools: Any = TOOLS, delivered: bool = True, **given: Any) -> Turn:
+    async def ask(
+        self, *messages: dict[str, Any], tools: Any = TOOLS, delivered: bool = True, **given: Any
+    ) -> ReplyTurn:
         turn = await self.session.reply([from_chat(m, "m") for m in messages], tools, **given)
         turn.delivered = delivered
         return turn
@@ -72,21 +74,21 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def echo(turn: Turn, **changed: Any) -> dict[str, Any]:
+def echo(turn: ReplyTurn, **changed: Any) -> dict[str, Any]:
     """The reply as a client sends it back, with what it changes; None drops the key."""
     shown = {**to_chat(turn.reply), **changed}
     return {k: v for k, v in shown.items() if v != "drop"}
 
 
-def result(turn: Turn, text: str = "3", call: int = 0) -> dict[str, Any]:
+def result(turn: ReplyTurn, text: str = "3", call: int = 0) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": turn.reply.calls[call].id, "content": text}
 
 
-def told(turn: Turn) -> list[int]:
+def told(turn: ReplyTurn) -> list[int]:
     return turn.sample.tokens[: turn.end].tolist()
 
 
-def check_extends(chat: Chat, a: Turn, b: Turn) -> None:
+def check_extends(chat: Chat, a: ReplyTurn, b: ReplyTurn) -> None:
     """One sequence, in which the second reply was sampled after the very tokens of the first."""
     assert b.parent is a and b.why == "extends" and b.sample is a.sample
     assert chat.engine.saw[1][1][: a.end] == chat.engine.saw[0][1] + chat.engine.saw[0][2]
@@ -94,7 +96,7 @@ def check_extends(chat: Chat, a: Turn, b: Turn) -> None:
     chat.engine.check()
 
 
-async def tool_loop(chat: Chat, **changed: Any) -> tuple[Turn, Turn]:
+async def tool_loop(chat: Chat, **changed: Any) -> tuple[ReplyTurn, ReplyTurn]:
     a = await chat.ask(SYSTEM, QUESTION)
     return a, await chat.ask(SYSTEM, QUESTION, echo(a, **changed), result(a))
 

@@ -195,10 +195,7 @@ def test_the_critic_is_described_and_one_of_fewer_tokens_or_positions_is_refused
         (["--data.prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--data.label-key", "answer"], "answer"),
         (["--observe.wandb-project", "x"], "observe.wandb"),
-        (
-            ["--weights.transport", "pigeons"],
-            "is auto, broadcast, shm, handles, disk, delta, relay, mooncake, checkpoint_engine or `module:function`",
-        ),
+        (["--weights.transport", "pigeons"], "weights.transport = 'pigeons': is auto, broadcast"),
         (["--weights.transport", "tests.unit.user_transport:of_two"], "it is called with (link)"),
         (["--rolout.group-size", "4"], "did you mean 'rollout'"),
     ],

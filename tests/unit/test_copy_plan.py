@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mslime.engine_plugin import dispatch
-from mslime.engine_plugin.copy_plan import Bucket, Buckets, Copies, record
+from mslime.engine_plugin.copy_plan import Buckets, Copies, RecordedBucket, record
 
 Loader = Callable[["FakeModel", str, torch.Tensor], None]
 SENT = {"q": (4, 6), "k": (2, 6), "up": (6, 4), "router": (3, 6), "scale": (1,)}
@@ -50,14 +50,14 @@ def values(seed: int, names: Iterable[str] = SENT) -> dict[str, torch.Tensor]:
     return {name: torch.randn(SENT[name], generator=generator).bfloat16() for name in names}
 
 
-def arrived(buckets: Buckets, sent: dict[str, torch.Tensor]) -> Bucket:
+def arrived(buckets: Buckets, sent: dict[str, torch.Tensor]) -> RecordedBucket:
     """The bucket, as a broadcast leaves it."""
     bucket = buckets.of(list(sent), ["bfloat16"] * len(sent), [tuple(tensor.shape) for tensor in sent.values()])
     bucket.flat.copy_(torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()]))
     return bucket
 
 
-def recorded(model: torch.nn.Module, bucket: Bucket) -> Copies:
+def recorded(model: torch.nn.Module, bucket: RecordedBucket) -> Copies:
     def load() -> tuple[bool, str]:
         model.load_weights(iter(bucket.named))  # type: ignore[operator]
         return True, "loaded"

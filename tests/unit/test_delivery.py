@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.pool import Serving
+from mslime.backends.sglang.pool import UpdateMembers
 from mslime.backends.sglang.port import CLOSE_SECONDS
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
@@ -47,18 +47,18 @@ class Fakes:
 
     fleet: Fleet
 
-    def begin_update(self) -> Serving:
+    def begin_update(self) -> UpdateMembers:
         return self._begin("begin")
 
-    def begin_again(self) -> Serving:
+    def begin_again(self) -> UpdateMembers:
         return self._begin("again")
 
-    def _begin(self, what: str) -> Serving:
+    def _begin(self, what: str) -> UpdateMembers:
         self.calls.append(what)
         found = next(self._there)
         if isinstance(found, Exception):
             raise found
-        return Serving(tuple(URLS[name] for name in found), dict.fromkeys(sorted(set("abc") - set(found)), "why"))
+        return UpdateMembers(tuple(URLS[name] for name in found), dict.fromkeys(sorted(set("abc") - set(found)), "why"))
 
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         self.calls.append(f"send {version}")

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.pool import Serving
+from mslime.backends.sglang.pool import UpdateMembers
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
@@ -21,7 +21,7 @@ from mslime.control.delivery import Delivery
 from mslime.control.fleet import Fleet
 from mslime.control.loop import train_rl
 from mslime.control.results import Evaluated, Evaluation, StepShards
-from mslime.control.session import Session
+from mslime.control.session import TrainingRun
 from mslime.control.stop import Stopped
 from mslime.control.trainers import Trained
 from mslime.data.checkpoints import complete, saving_directory, steps
@@ -70,9 +70,9 @@ class FakeRollouts:
     def stranded(self) -> bool:
         return False
 
-    def begin_update(self) -> Serving:
+    def begin_update(self) -> UpdateMembers:
         self.update.append("begin")
-        return Serving((ENGINE.url,), {})
+        return UpdateMembers((ENGINE.url,), {})
 
     def compare(self, expected: object, strict: bool) -> int:
         self.update.append("compare")
@@ -153,7 +153,7 @@ class FakeEngines:
         return "it is started again"
 
 
-class FakeParts(Session):
+class FakeParts(TrainingRun):
     """A session whose processes only pretend; its loop, records and checkpoints are the real ones."""
 
     def __init__(self, run: ResolvedRun, hook: Callable[[str], None]) -> None:

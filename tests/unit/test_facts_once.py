@@ -38,7 +38,7 @@ FACTS = {
     ),
     "names of transports": (
         r'"(broadcast|relay|handles|shm|checkpoint_engine)"',
-        {"config/transports.py", "weights/memory.py", "weights/checkpoint_engine.py"},
+        {"config/transports.py", "weights/memory.py", "transports/checkpoint_engine.py"},
     ),
     "how engines join tensors": (r"qkv_proj\.|w13'", set[str]()),
     "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),

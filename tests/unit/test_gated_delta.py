@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
-from mslime.backends.megatron.model.gated_delta import HeadNorm, Packed, PackedGatedDeltaNet  # noqa: E402
+from mslime.backends.megatron.model.gated_delta import HeadNorm, HostPackedSeqParams, PackedGatedDeltaNet  # noqa: E402
 from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 from tests.fixtures.delta_rule import chunk_gated_delta_rule  # noqa: E402
@@ -148,7 +148,7 @@ def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
             return func(*args, **(kwargs or {}))
 
     for some in ([78], lengths):
-        known = Packed(qkv_format="thd", cu_seqlens_q=packed(some).cu_seqlens_q, lengths=tuple(some))
+        known = HostPackedSeqParams(qkv_format="thd", cu_seqlens_q=packed(some).cu_seqlens_q, lengths=tuple(some))
         counts.append(0)
         with Watching():
             found = layer(x, None, packed_seq_params=known)[0]

@@ -17,7 +17,7 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import Prompt
 from mslime.rollout.books import Books, due, new_group
-from mslime.rollout.joined_books import JoinedBooks, Share, dealt
+from mslime.rollout.joined_books import JoinedBooks, ManagerShare, dealt
 from mslime.rollout.kept import continued, trainable
 from tests.fixtures.one_books import OneBooks
 
@@ -70,7 +70,7 @@ class Pair:
         self._allow()
 
     def _allow(self) -> None:
-        allowed = self.joined.allow([Share(part.ready, 1) for part in self.parts])
+        allowed = self.joined.allow([ManagerShare(part.ready, 1) for part in self.parts])
         for part, allowance in zip(self.parts, allowed, strict=True):
             part.allowance = allowance
 
@@ -223,4 +223,4 @@ def test_new_groups_go_where_the_fewest_wait_for_each_engine(
 
 def test_managers_without_engines_are_allowed_groups_whose_requests_tell_of_it() -> None:
     joined = JoinedBooks(config_of(max_staleness=1), 2)
-    assert sum(joined.allow([Share(0, 0), Share(0, 0)])) == 6
+    assert sum(joined.allow([ManagerShare(0, 0), ManagerShare(0, 0)])) == 6

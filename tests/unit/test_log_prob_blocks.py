@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.log_probs.blocks import COLUMNS, block_columns, hidden_log_probs
 from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.log_probs import exact, peak_bytes
@@ -45,7 +45,7 @@ def given(dtype: torch.dtype = torch.float32) -> Given:
     return Given(hidden.to(dtype), weight.to(dtype), labels, upstream[0], upstream[1])
 
 
-def supports_of(labels: Tensor) -> tuple[list[list[int]], Support]:
+def supports_of(labels: Tensor) -> tuple[list[list[int]], LabelSupport]:
     """Every third row is unrestricted, every third lies in its label's block, the others in all blocks."""
     generator, rows = np.random.default_rng(5), []
     for t, label in enumerate(labels.tolist()):
@@ -55,7 +55,7 @@ def supports_of(labels: Tensor) -> tuple[list[list[int]], Support]:
         rows.append([] if t % 3 == 0 else [*others[: t // 2], label, *others[t // 2 : 2 * t]])
     sizes = np.cumsum([len(row) for row in rows])
     ids = torch.tensor([i for row in rows for i in row], dtype=torch.int32)
-    return rows, Support(ids, torch.tensor([0, *sizes]))
+    return rows, LabelSupport(ids, torch.tensor([0, *sizes]))
 
 
 def run(case: Given, most_bytes: int = THREE_BLOCKS, **kwargs: Any) -> tuple[LogProbs, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.backends.megatron.log_probs import vocab_parallel as module
 from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.log_probs import exact, peak_bytes
@@ -174,7 +174,7 @@ def test_logits_of_minus_infinity_have_no_probability_and_no_gradient() -> None:
     np.testing.assert_allclose(x.grad, want.gradient, atol=1e-5)
 
 
-def make_supports(labels: Tensor) -> tuple[list[list[int]], Support]:
+def make_supports(labels: Tensor) -> tuple[list[list[int]], LabelSupport]:
     """Of growing size, the label at different places. Row 1 is the whole vocabulary, every third row unrestricted, and
     rows 4, 7, 10... lie within one half of the padded vocabulary."""
     generator = np.random.default_rng(5)
@@ -186,7 +186,7 @@ def make_supports(labels: Tensor) -> tuple[list[list[int]], Support]:
         supports.append([] if t % 3 == 0 else [*others[: t // 2], label, *others[t // 2 :]])
     sizes = np.cumsum([len(row) for row in supports])
     ids = torch.tensor([i for row in supports for i in row], dtype=torch.int32)
-    return supports, Support(ids, torch.tensor([0, *sizes]))
+    return supports, LabelSupport(ids, torch.tensor([0, *sizes]))
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -16,7 +16,7 @@ import pytest
 
 from mslime.config.errors import ConfigError, EngineError
 from mslime.rollout.server.app import ModelServer, Patience
-from mslime.rollout.server.sessions import ModelEndpoint, Session
+from mslime.rollout.server.sessions import ModelEndpoint, ServedRollout
 from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]
@@ -29,7 +29,7 @@ class Served(Chat):
 
     server: ModelServer
     endpoint: ModelEndpoint
-    session_: Session
+    session_: ServedRollout
 
     def openai(self, **given: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -684,4 +684,4 @@ def test_an_address_that_cannot_be_listened_on_is_refused() -> None:
 
 
 def test_a_token_of_the_run_begins_every_key() -> None:
-    assert Session(Chat().session, "shared").key.startswith("shared.")
+    assert ServedRollout(Chat().session, "shared").key.startswith("shared.")

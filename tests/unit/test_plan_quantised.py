@@ -16,7 +16,7 @@ from mslime.convert.encoding import encoded_weights, expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
-from mslime.offline.jobs import Job, run_job
+from mslime.offline.jobs import ConversionJob, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
 from mslime.weights.plan import build_plan, encoded_plan
 from mslime.weights.senders import Senders
@@ -32,7 +32,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen3": lambda out: make_tiny_qwen3_moe(out, hidden_size=160, moe_intermediate_size=96),
     "deepseek": make_tiny_deepseek_v3,
 }
-FORMATS: dict[str, Callable[[Path], Job]] = {
+FORMATS: dict[str, Callable[[Path], ConversionJob]] = {
     "fp8": lambda source: ToFp8(source, power_of_two=False),
     "ue8m0": lambda source: ToFp8(source, power_of_two=True),
     "int4": lambda source: ToInt4(source, group=32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.flops import read_widths
-from mslime.weights.plan import Bucket, Entry, Slot
+from mslime.weights.plan import Bucket, BufferSlot, Entry
 from mslime_plugins.planner.activations import layer_elements, working_bytes
 from mslime_plugins.planner.trainer import TrainerMemory, sync_bytes
 
@@ -25,7 +25,7 @@ def memory(working: int, logits: int) -> TrainerMemory:
 
 def bucket(sender: int = 0, members: tuple[int, ...] = (0,), in_order: bool = True) -> Bucket:
     return Bucket(
-        0, 0, sender, members, "bfloat16", (Slot(("w",), (1000,), 0),), (), (Entry("w", (1000,), 0),), in_order
+        0, 0, sender, members, "bfloat16", (BufferSlot(("w",), (1000,), 0),), (), (Entry("w", (1000,), 0),), in_order
     )
 
 

@@ -22,7 +22,7 @@ from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.control.probe import WeightProbe
 from mslime.control.sharing import Apart
-from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, fitted, joined_routes, shard_of
+from mslime.data.probe import NEW_TOKENS, TEXT, Probed, ProbeDifferences, RoutedRows, fitted, joined_routes, shard_of
 from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
 from mslime.preflight.resolve import resolve
@@ -49,38 +49,41 @@ def off(places: slice, by: float) -> Probed:
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        (probed(), Differences(0.0, 1.0)),
-        (probed(routes=ROUTES[:11, :, ::-1]), Differences(0.0, 1.0)),  # sets have no order; an engine's newest has none
-        (probed(routes=(ROUTES + 1) % 8), Differences(0.0, 0.0)),
-        (probed(routes=None), Differences(0.0, 1.0)),
-        (off(slice(1, 4), -0.5), Differences(0.5, 1.0)),
-        (off(slice(4, 12), 0.25), Differences(0.25, 1.0)),  # only those that an engine decodes
-        (off(slice(4, 7), 9.0), Differences(0.0, 1.0)),  # where rounding chose other experts
-        (off(slice(0, 1), 9.0), Differences(0.0, 1.0)),  # nothing predicts the first
+        (probed(), ProbeDifferences(0.0, 1.0)),
+        (
+            probed(routes=ROUTES[:11, :, ::-1]),
+            ProbeDifferences(0.0, 1.0),
+        ),  # sets have no order; an engine's newest has none
+        (probed(routes=(ROUTES + 1) % 8), ProbeDifferences(0.0, 0.0)),
+        (probed(routes=None), ProbeDifferences(0.0, 1.0)),
+        (off(slice(1, 4), -0.5), ProbeDifferences(0.5, 1.0)),
+        (off(slice(4, 12), 0.25), ProbeDifferences(0.25, 1.0)),  # only those that an engine decodes
+        (off(slice(4, 7), 9.0), ProbeDifferences(0.0, 1.0)),  # where rounding chose other experts
+        (off(slice(0, 1), 9.0), ProbeDifferences(0.0, 1.0)),  # nothing predicts the first
     ],
 )
-def test_differences(engine: Probed, expected: Differences) -> None:
-    found = Differences.between(engine, probed())
+def test_differences(engine: Probed, expected: ProbeDifferences) -> None:
+    found = ProbeDifferences.between(engine, probed())
     assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
     assert found.routes == pytest.approx(expected.routes, abs=0.1)
 
 
 def test_half_of_the_routes_are_enough_and_no_number_is_not() -> None:
-    assert not Differences(0.001, 0.5).too_large(0.001)
-    assert Differences(0.0011, 1.0).too_large(0.001) and Differences(0.0, 0.49).too_large(0.001)
-    assert Differences(float("nan"), 1.0).too_large(0.001)
-    assert Differences.between(off(slice(5, 6), float("nan")), probed()).too_large(1e9)
+    assert not ProbeDifferences(0.001, 0.5).too_large(0.001)
+    assert ProbeDifferences(0.0011, 1.0).too_large(0.001) and ProbeDifferences(0.0, 0.49).too_large(0.001)
+    assert ProbeDifferences(float("nan"), 1.0).too_large(0.001)
+    assert ProbeDifferences.between(off(slice(5, 6), float("nan")), probed()).too_large(1e9)
 
 
 def test_the_first_token_is_nobodys_prediction() -> None:
     engine, trainer = (Probed(TOKENS[:3], 2, np.asarray([first, -1, -2], np.float32)) for first in (9, 0))
-    assert Differences.between(engine, trainer).log_probs == 0
+    assert ProbeDifferences.between(engine, trainer).log_probs == 0
 
 
 @pytest.mark.parametrize("other", [probed(tokens=TOKENS + 1), probed(routes=ROUTES[:, :1])])
 def test_what_is_of_something_else_is_not_compared(other: Probed) -> None:
     with pytest.raises(AssertionError):
-        Differences.between(probed(), other)
+        ProbeDifferences.between(probed(), other)
 
 
 def test_routes_of_all_ranks_are_joined_and_none_may_be_missing() -> None:

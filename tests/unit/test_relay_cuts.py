@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.slices import HostSlices, Slice
-from mslime.engine_plugin.host_slices import Packed, host_slice_bytes, host_slice_of, host_slices_of
+from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slice_of, host_slices_of
 from mslime.engine_plugin.rank_slices import ElementView, RankSlice
 from mslime.engine_plugin.relay_groups import ArrivalSlot, arrival_slots
 from mslime.engine_plugin.wire import Loaded, decode, encode
@@ -55,7 +55,7 @@ def test_every_view_of_every_rank_is_found_in_what_a_sender_packs(ranks: list[li
     assert cut is not None
     packed = pack_cut(WHOLE, cut) if cut else WHOLE[:0]
     assert packed.numel() * 8 == host_slice_bytes(cut, 8)
-    within = Packed(cut).within
+    within = PackedSlice(cut).within
     for view in (view for views in ranks for view in views):
         place = within(part(view))
         assert torch.equal(packed.as_strided(place.shape, place.stride, packed.storage_offset() + place.start), view)

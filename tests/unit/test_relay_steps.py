@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.config.choices import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Bucket, Copies, Homes
+from mslime.engine_plugin.copy_plan import Copies, Homes, RecordedBucket
 from mslime.engine_plugin.rank_slices import ElementView, ExchangeStep, RankSlice, rank_slice_of, steps
 
 
@@ -72,7 +72,7 @@ def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:
     whole = torch.arange(64, dtype=torch.bfloat16)
     flat = whole.view(torch.uint8)
     rows, square = whole[:24], whole[24:60].view(6, 6)
-    bucket = Bucket(flat, [("rows", rows), ("square", square)])
+    bucket = RecordedBucket(flat, [("rows", rows), ("square", square)])
     assert rank_slice_of(bucket, copies(rows[4:10], rows[10:12], square[0], square[:, 2:4])) == RankSlice(
         2, (ElementView(4, (8,), (1,)), ElementView(24, (6,), (1,)), ElementView(26, (6, 2), (6, 1)))
     )
@@ -86,5 +86,5 @@ def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:
 
 def test_a_bucket_of_elements_of_several_sizes_has_no_shares() -> None:
     flat = torch.zeros(16, dtype=torch.uint8)
-    bucket = Bucket(flat, [("a", flat[:8].view(torch.float32)), ("b", flat[8:].view(torch.bfloat16))])
+    bucket = RecordedBucket(flat, [("a", flat[:8].view(torch.float32)), ("b", flat[8:].view(torch.bfloat16))])
     assert rank_slice_of(bucket, copies(flat[:8].view(torch.float32))) is None

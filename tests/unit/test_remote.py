@@ -15,7 +15,7 @@ from mslime.config.errors import WorkerError
 from mslime.config.schema import DeadlineConfig
 from mslime.control import managers, remote
 from mslime.control.managers import ManagerProcesses
-from mslime.control.remote import Host, Pending, Remote, verb
+from mslime.control.remote import Host, PendingCall, Remote, verb
 
 DEADLINES = DeadlineConfig(engine_control_s=7, rollout_step_s=50)
 
@@ -81,7 +81,7 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
             remote = staticmethod(lambda *args: args)
 
     monkeypatch.setattr(remote, "call", call)
-    monkeypatch.setattr(Pending, "done", False)
+    monkeypatch.setattr(PendingCall, "done", False)
     work = Remote[Work](FakeHandle, "work", "who", "who.log", DEADLINES, check)
     pending = work.begin(method, *args)
     assert pending.ref == ("work", method.__name__, *args)
@@ -92,9 +92,9 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
 
 def test_what_has_ended_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "call", lambda *args: args[-1])
-    monkeypatch.setattr(Pending, "done", True)
+    monkeypatch.setattr(PendingCall, "done", True)
     work = Remote[Work](None, "work", "who", "who.log", DEADLINES, lambda: None)
-    found: Any = work.wait(Pending(None, remote._VERBS[Work.wait], "wait"))
+    found: Any = work.wait(PendingCall(None, remote._VERBS[Work.wait], "wait"))
     assert found is None, "no check is handed on"
 
 

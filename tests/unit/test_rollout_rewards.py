@@ -18,7 +18,7 @@ from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.pool import MODULE, Worker
-from mslime.rollout.rewards.result import Job
+from mslime.rollout.rewards.result import RewardJob
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.workers.process import WorkerLostError, end_process
 
@@ -106,7 +106,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
     """Of a frame: the parent would wait for it until the process's time is up."""
 
     async def work() -> str:
-        worker = await Worker.start("tests.unit.user_frames", Job("x:y", "reward.function", 50.0))
+        worker = await Worker.start("tests.unit.user_frames", RewardJob("x:y", "reward.function", 50.0))
         try:
             with pytest.raises(WorkerLostError) as error:
                 await worker.ask("lambda", 50.0)
@@ -133,7 +133,7 @@ def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.Monkey
     started: list[Worker] = []
     start = Worker.start.__func__
 
-    async def noted(kind: type[Worker], module: str, job: Job) -> Worker:
+    async def noted(kind: type[Worker], module: str, job: RewardJob) -> Worker:
         started.append(worker := await start(kind, module, job))
         assert sum(w.alive for w in started) <= 2
         return worker
@@ -286,7 +286,7 @@ def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
 
 def test_a_dead_worker_answers_at_once_that_it_is_dead(capfd: pytest.CaptureFixture[str]):
     async def work() -> None:
-        worker = await Worker.start(MODULE, Job(f"{USER}:length", "reward.function", 20.0))
+        worker = await Worker.start(MODULE, RewardJob(f"{USER}:length", "reward.function", 20.0))
         await worker.kill()
         with pytest.raises(WorkerLostError):
             await worker.ask(sample("abc"), 3600.0)

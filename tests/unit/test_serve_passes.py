@@ -11,7 +11,7 @@ import pytest
 from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
 from mslime.data.client_batch import Datum
-from mslime_plugins.serve.backend import PassAsk, Passed
+from mslime_plugins.serve.backend import PassAsk, PassResult
 from mslime_plugins.serve.passes import GradientPasses
 from tests.fixtures.fake_serve import FakeTrainer
 
@@ -37,8 +37,8 @@ def with_passes(work: Work, together: bool = True) -> FakeTrainer:
     return trainer
 
 
-def loss_of(passed: Passed | BaseException) -> float:
-    assert isinstance(passed, Passed), passed
+def loss_of(passed: PassResult | BaseException) -> float:
+    assert isinstance(passed, PassResult), passed
     return passed.loss
 
 
@@ -68,7 +68,7 @@ def test_what_befalls_a_whole_pass_is_told_to_all_in_it_and_the_next_goes_on() -
     async def work(trainer: FakeTrainer, passes: GradientPasses, turn: asyncio.Lock) -> None:
         trainer.fail = "together"
         found = await asyncio.gather(*(passes.add(ask(name)) for name in "abc"), return_exceptions=True)
-        assert isinstance(found[0], Passed) and all(isinstance(each, TrainerError) for each in found[1:])
+        assert isinstance(found[0], PassResult) and all(isinstance(each, TrainerError) for each in found[1:])
         assert loss_of(await passes.add(ask("c"))) == 6.0
 
     with_passes(work)
@@ -89,7 +89,7 @@ def test_other_work_keeps_its_place_in_the_line() -> None:
 
 def test_a_client_that_goes_does_not_take_the_pass_of_others_with_it() -> None:
     async def work(trainer: FakeTrainer, passes: GradientPasses, turn: asyncio.Lock) -> None:
-        async def waits(name: str) -> Passed:
+        async def waits(name: str) -> PassResult:
             return await asyncio.shield(asyncio.ensure_future(passes.add(ask(name))))
 
         tasks = [asyncio.create_task(waits(name)) for name in "abc"]

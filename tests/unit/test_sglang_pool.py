@@ -12,7 +12,7 @@ import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool, Serving
+from mslime.backends.sglang.pool import EnginePool, UpdateMembers
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.engine_plugin.wire import CANNOT
 from tests.fixtures.model_facts import model_facts
@@ -248,7 +248,7 @@ def test_an_engine_that_gets_no_requests_any_more_takes_part_in_no_update() -> N
 
 
 def test_an_engine_that_is_gone_takes_part_in_no_update_any_more() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[Serving], list[str], list[str]]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[UpdateMembers], list[str], list[str]]:
         kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended\nits last words", "read e1.log"))
         await fakes[1].__aexit__(None, None, None)
         found = [await pool.begin_update(), await pool.begin_update()]
@@ -257,13 +257,13 @@ def test_an_engine_that_is_gone_takes_part_in_no_update_any_more() -> None:
         return found, [path for path, _ in fakes[0].seen], [fakes[0].url]
 
     (first, second), paths, left = with_pool(work)
-    assert first == Serving(tuple(left), {"e1": "exit status 1: the server ended"})
+    assert first == UpdateMembers(tuple(left), {"e1": "exit status 1: the server ended"})
     assert second == first
     assert paths == ["/begin_weight_update"] * 2 + ["/end_weight_update", "/update_weight_version"]
 
 
 def test_an_engine_whose_death_is_noticed_by_the_update_is_left_out_of_it() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str], set[str]]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[UpdateMembers, list[str], set[str]]:
         await fakes[0].__aexit__(None, None, None)
         serving = await pool.begin_update()
         return serving, list(pool.dead), {(await pool.generate(request(i))).engine for i in range(3)}
@@ -282,7 +282,7 @@ def test_an_engine_that_is_gone_when_all_are_paused_is_no_failure_of_the_others(
 
 
 def test_an_update_that_broke_off_is_ended_and_begun_again_by_those_that_are_left() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str]]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[UpdateMembers, list[str]]:
         await pool.begin_update()
         fakes[0].broken.add("/end_weight_update")  # refuses, and lives
         await fakes[1].__aexit__(None, None, None)
@@ -296,7 +296,7 @@ def test_an_update_that_broke_off_is_ended_and_begun_again_by_those_that_are_lef
 def test_an_engine_that_does_not_answer_the_end_of_an_update_is_not_waited_for_a_second_time() -> None:
     """Two deadlines, one after the other, are longer than the driver waits for the engines to begin again."""
 
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str]]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[UpdateMembers, list[str]]:
         await pool.begin_update()
 
         async def silent() -> None:
@@ -310,7 +310,7 @@ def test_an_engine_that_does_not_answer_the_end_of_an_update_is_not_waited_for_a
 
 
 def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> Serving:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> UpdateMembers:
         await pool.begin_update()
         await fakes[1].__aexit__(None, None, None)
         fakes[0].sums = {"a": "1 7"}
@@ -365,7 +365,7 @@ def test_an_engine_that_is_left_out_gets_no_requests_and_says_why() -> None:
 
 
 def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_name() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, set[str], list[str], int]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[UpdateMembers, set[str], list[str], int]:
         await pool.generate(request(0, "s"))
         await fakes[1].__aexit__(None, None, None)
         await pool.begin_update()
@@ -442,7 +442,7 @@ def test_a_pool_whose_engines_are_gone_goes_on_with_one_that_was_admitted() -> N
 
 
 def test_an_engine_that_leaves_ends_its_requests_and_gets_no_others() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[set[str], Serving]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[set[str], UpdateMembers]:
         session = (await pool.generate(request(0, "s"))).engine
         await pool.retire(session)
         leaves = next(fake for fake, name in zip(fakes, ("e0", "e1"), strict=True) if name == session)

@@ -22,7 +22,7 @@ from mslime.rollout.server.app import ModelServer
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.server import AtroposServer
-from mslime_plugins.environments.nemo_gym import Relay
+from mslime_plugins.environments.nemo_gym import GymRequestRouter
 from tests.fixtures.fake_serve import KEY, fake_server
 from tests.unit.test_chat_session import Chat
 
@@ -152,7 +152,7 @@ async def atropos_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
 
 @asynccontextmanager
 async def relay_of_nemo_gym(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
-    relay = Relay("127.0.0.1", 0, "k")
+    relay = GymRequestRouter("127.0.0.1", 0, "k")
     async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")):
         url, json_body = f"http://127.0.0.1:{relay.port}/v1/responses", {"Content-Type": "application/json"}
         yield ("POST", url, {**json_body, "Authorization": "Bearer k"}), ("POST", url, json_body)

@@ -20,7 +20,7 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import ipc, wire
-from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.network import free_port
 from mslime.weights.transport import CollectiveTransport, EnginePort, Link, find_transport
 from mslime_plugins.transports import checkpoint_engine
@@ -229,7 +229,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
     ours = type("Ours", (Worker,), {"hooks": []})
     module = SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=ours)
     monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, module)
-    monkeypatch.setattr(ipc, "all_ranks", RankGroup)
+    monkeypatch.setattr(ipc, "all_ranks", EngineRankGroup)
     return ours
 
 

@@ -17,7 +17,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
 from mslime.weights import contract, groups
-from mslime.weights.courier import Courier, Seconds, Turns
+from mslime.weights.courier import Courier, Seconds, SendOrder
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import Transport
@@ -71,7 +71,7 @@ class Noting(Transport):
 
 def courier_of(transport: Noting, turns: LateTurns) -> Courier:
     ends = time.monotonic() + 30
-    return Courier(transport, cast(Turns, turns), ends, 30, Seconds(), None)
+    return Courier(transport, cast(SendOrder, turns), ends, 30, Seconds(), None)
 
 
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:
@@ -123,7 +123,7 @@ def turns_of(rank: int, store: str, passed_on: Event) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     layout = ParallelLayout(dp=2, ep=2)
     buckets = tuple(replace(BUCKETS[0], index=index, sender=index % 2) for index in range(4))
-    turns = Turns(WeightPlan(Senders(layout, 2), buckets), cast(Any, dist.group.WORLD))
+    turns = SendOrder(WeightPlan(Senders(layout, 2), buckets), cast(Any, dist.group.WORLD))
     for number, bucket in enumerate(buckets[rank::2]):
         assert rank == 0 or number or passed_on.wait(30)
         assert turns.take(bucket)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.engine_plugin.copy_plan import Bucket as EngineBucket
 from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
+from mslime.engine_plugin.copy_plan import RecordedBucket as EngineBucket
 from mslime.engine_plugin.delta import changed as changed_by
 from mslime.engine_plugin.delta import hold, put, read_delta, take_back
 from mslime.tensor_sums import word_sum

@@ -19,13 +19,14 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import rdma, wire
 from mslime.engine_plugin.bucket_files import Files, read_memory
-from mslime.engine_plugin.engine_ranks import RankGroup
+from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
-from mslime.weights import contract, mooncake
+from mslime.weights import contract
 from mslime.weights.contract import check_transport
 from mslime.weights.transport import Link
+from mslime_plugins.transports import mooncake
 from mslime_plugins.transports.mooncake import MooncakeTransport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, link, obedient
@@ -148,7 +149,7 @@ class FakeEnd:
         ctypes.memmove(into, memory.address + offset, size)
 
 
-class Recording(RankGroup):
+class Recording(EngineRankGroup):
     """Rank `rank` of `count`, alone in this process: what others read is put there by `pass_on`."""
 
     def __init__(self, rank: int, count: int, source: torch.Tensor) -> None:
@@ -192,12 +193,12 @@ def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch:
     monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), RdmaReader()
     for size in (8, 4, 6):
-        reader.read(place, buffer[:size], RankGroup())
+        reader.read(place, buffer[:size], EngineRankGroup())
     reader.forget()
     reader.forget()
-    reader.read(place, buffer[:2], RankGroup())
+    reader.read(place, buffer[:2], EngineRankGroup())
     larger = torch.zeros(9, dtype=torch.uint8)
-    reader.read(place, larger[:2], RankGroup())
+    reader.read(place, larger[:2], EngineRankGroup())
     kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
 
@@ -210,7 +211,7 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monke
     monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
-    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, RankGroup())
+    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, EngineRankGroup())
     assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
@@ -221,7 +222,7 @@ def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
         RdmaReader().read(place, flat, Recording(1, 2, flat))
     with pytest.raises(OSError, match="the cable is cut"):
-        RdmaReader().read(place, flat, RankGroup())
+        RdmaReader().read(place, flat, EngineRankGroup())
 
 
 def test_memory_has_one_name() -> None:

@@ -16,7 +16,7 @@ from mslime.backends.sglang.comparison import compare, why_not
 from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.checksums import held
-from mslime.engine_plugin.copy_plan import Bucket, Buckets, Received, all_buckets, buckets_of, record
+from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket, all_buckets, buckets_of, record
 from mslime.engine_plugin.wire import format_sum
 from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
 from tests.fixtures.marks import nightly_except
@@ -146,7 +146,7 @@ class FakeEngine:
         )
 
 
-def load_all(model: FakeRank, bucket: Bucket) -> tuple[bool, str]:
+def load_all(model: FakeRank, bucket: RecordedBucket) -> tuple[bool, str]:
     for name, tensor in bucket.named:
         model.load(name, tensor)
     return True, "loaded"

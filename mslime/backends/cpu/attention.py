@@ -225,12 +225,12 @@ def _attend_together(
     """
     plan = _batches_of(tuple(lengths))
     sizes = [sequences * length for sequences, length in plan.shapes]
-    q, k, v = (_Filled.apply(x.squeeze(1), plan.rows, plan.places).split(sizes) for x in (query, key, value))
+    q, k, v = (_GatherRepeated.apply(x.squeeze(1), plan.rows, plan.places).split(sizes) for x in (query, key, value))
     outputs = []
     for batch, shape in zip(zip(q, k, v, strict=True), plan.shapes, strict=True):
         out = attend(*(x.unflatten(0, shape).transpose(0, 1) for x in batch))
         outputs.append(out.transpose(0, 1).flatten(0, 1))
-    return _Taken.apply(torch.cat(outputs), plan.places).unsqueeze(1)
+    return _GatherDistinct.apply(torch.cat(outputs), plan.places).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def _batches_of(lengths: tuple[int, ...]) -> _Batches:
     return _Batches(tuple(shapes), torch.cat(rows), places)
 
 
-class _Filled(torch.autograd.Function):
+class _GatherRepeated(torch.autograd.Function):
     """Rows of x [t, ...]; the gradient of a token is that of its place alone, what repeats it gets none."""
 
     @staticmethod
@@ -277,7 +277,7 @@ class _Filled(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class _Taken(torch.autograd.Function):
+class _GatherDistinct(torch.autograd.Function):
     """The rows at distinct places, whose gradient is therefore a copy and no sum."""
 
     @staticmethod

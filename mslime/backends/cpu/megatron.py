@@ -38,7 +38,7 @@ class _Overrides:
 
 
 @dataclass(frozen=True)
-class Patch:
+class MegatronPatch:
     """One patch. `before` ones run ahead of the first megatron.core import, the others after it."""
 
     name: str
@@ -47,12 +47,12 @@ class Patch:
     apply: Callable[[_Overrides], None]
 
 
-PATCHES: list[Patch] = []
+PATCHES: list[MegatronPatch] = []
 
 
 def _patch(name: str, reason: str, *, before: bool = False) -> Callable[[Callable[[_Overrides], None]], None]:
     def register(apply: Callable[[_Overrides], None]) -> None:
-        PATCHES.append(Patch(name, reason, before, apply))
+        PATCHES.append(MegatronPatch(name, reason, before, apply))
 
     return register
 
@@ -85,8 +85,8 @@ def install(skip: Iterable[str] = ()) -> tuple[str, ...]:
     for patch in chosen:
         if patch.before:
             patch.apply(overrides)
-    cuda = _StandIn(torch.cuda, overrides.cuda)
-    sys.meta_path.insert(0, _ImportHook(_StandIn(torch, {**overrides.torch, "cuda": cuda}), overrides.modules))
+    cuda = _ModuleProxy(torch.cuda, overrides.cuda)
+    sys.meta_path.insert(0, _ImportHook(_ModuleProxy(torch, {**overrides.torch, "cuda": cuda}), overrides.modules))
     for patch in chosen:
         if not patch.before:
             patch.apply(overrides)
@@ -104,7 +104,7 @@ def _refuse_other_versions(version: str) -> None:
         )
 
 
-class _StandIn(types.ModuleType):
+class _ModuleProxy(types.ModuleType):
     """A module that answers like `real` except for the given names."""
 
     def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 SGLang imports CUDA-only packages at start and calls a few CUDA-only kernels. Each obstacle is one named entry here,
 with the reason beside it: a `Stub` (`stubs.py`) stands in for a package that is imported and never used on CPU, a
-`Patch` changes one module right after SGLang has imported it. Importing this module is cheap (no torch, no sglang);
-`install` must run before sglang is imported, in every process of the server, which `sglang_site/sitecustomize.py`
-sees to.
+`SglangPatch` changes one module right after SGLang has imported it. Importing this module is cheap (no torch, no
+sglang); `install` must run before sglang is imported, in every process of the server, which
+`sglang_site/sitecustomize.py` sees to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_version() -> None:
 
 
 @dataclass(frozen=True)
-class Patch:
+class SglangPatch:
     """A change to one sglang module, applied right after that module has run."""
 
     name: str
@@ -194,99 +194,99 @@ def _murmur_hash(module: Any) -> None:
     module.murmur_hash32 = murmur_hash32
 
 
-PATCHES: tuple[Patch, ...] = (
-    Patch(
+PATCHES: tuple[SglangPatch, ...] = (
+    SglangPatch(
         "host_alloc",
         "sglang.srt.mem_cache.pool_host.common",
         "the capture of routed experts pins its host buffer through cudaHostRegister; there is no CUDA runtime",
         _host_alloc,
     ),
-    Patch(
+    SglangPatch(
         "shared_expert_gate",
         "sglang.kernels.ops.elementwise.elementwise",
         "the sigmoid gate of Qwen2-MoE's shared expert exists as a Triton kernel only",
         _shared_expert_gate,
     ),
-    Patch(
+    SglangPatch(
         "joint_norms",
         "sglang.srt.models.minimax_m2",
         "MiniMax-M2's norms over all query and all key heads exist as Triton kernels, and for CPUs with AMX",
         _joint_norms,
     ),
-    Patch(
+    SglangPatch(
         "plain_rope",
         "sglang.srt.layers.rotary_embedding.factory",
         "the CPU branch supports deepseek_yarn only; DeepSeek models without rope scaling need the plain rope",
         _plain_rope,
     ),
-    Patch(
+    SglangPatch(
         "absorbed_mla",
         "sglang.srt.models.deepseek_common.attention_backend_handler",
         "torch_native has no MLA handler and inherits one that prefills with expanded heads while the backend reads "
         "the latent cache: silently wrong logits",
         _absorbed_mla,
     ),
-    Patch(
+    SglangPatch(
         "remote_experts",
         "sglang.srt.layers.moe.fused_moe_native",
         "with expert parallelism, experts of other ranks arrive as id -1 and the native loop indexes with them",
         _remote_experts,
     ),
-    Patch(
+    SglangPatch(
         "deterministic_choices",
         "sglang.srt.arg_groups.choices",
         "deterministic inference is what makes sampling_seed count, and it refuses the torch_native attention",
         _deterministic_choices,
     ),
-    Patch(
+    SglangPatch(
         "no_triton_matmuls",
         "sglang.srt.batch_invariant_ops",
         "deterministic inference swaps in Triton matmuls; on CPU ATen's stay (batch invariance is then not promised)",
         _no_triton_matmuls,
     ),
-    Patch(
+    SglangPatch(
         "murmur_hash",
         "sglang.kernels.ops.sampling.murmur_hash",
         "seeded sampling hashes (seed, position, column) with an op of sgl_kernel; the same arithmetic in numpy",
         _murmur_hash,
     ),
-    Patch(
+    SglangPatch(
         "adapters_unpinned", "sglang.srt.lora.layers", "layers with adapters pin their offsets' memory", lora.unpinned
     ),
-    Patch(
+    SglangPatch(
         "adapter_batches_unpinned", "sglang.srt.lora.backend.torch_backend", "so do tables of batches", lora.unpinned
     ),
-    Patch(
+    SglangPatch(
         "merged_segments",
         "sglang.srt.lora.backend.base_backend",
         "a check for a GPU kernel ends the server when requests of one adapter have more than 256 tokens together",
         lora.merged_segments,
     ),
-    Patch(
+    SglangPatch(
         "expert_adapters",
         "sglang.srt.lora.layers",
         "experts with adapters exist as Triton and Marlin kernels only",
         lora.expert_adapters,
     ),
-    Patch(
+    SglangPatch(
         "emulated_fp8",
         "sglang.srt.layers.quantization.fp8",
         "FP8 layers need kernels of a GPU or of AMX; the bits are kept, and what they stand for computes",
         quantised.emulated_fp8,
     ),
-    Patch(
+    SglangPatch(
         "emulated_int4",
         "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe",
         "INT4 experts need Marlin or Triton kernels; the bits are kept, and what they stand for computes",
         quantised.emulated_int4,
     ),
-    Patch(
+    SglangPatch(
         "every_dtype_beside_int4",
         "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors",
         "kernels want 16 bits, and the CPU platform serves float32 as well",
         quantised.every_dtype_beside_int4,
     ),
-    Patch(
+    SglangPatch(
         "plain_indices",
         "sglang.srt.disaggregation.mooncake.conn",
         "a server that prefills for another one pins the numbers of its pages, and waits for a stream",
@@ -298,7 +298,7 @@ PATCHES: tuple[Patch, ...] = (
 class _PatchLoader(importlib.abc.Loader):
     """Runs the real loader, then the patches of that module."""
 
-    def __init__(self, real: Any, patches: Sequence[Patch]) -> None:
+    def __init__(self, real: Any, patches: Sequence[SglangPatch]) -> None:
         self.real, self.patches = real, patches
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
@@ -313,7 +313,7 @@ class _PatchLoader(importlib.abc.Loader):
 class _PatchFinder(importlib.abc.MetaPathFinder):
     """First on sys.meta_path: finds the patched modules as usual and wraps their loader."""
 
-    def __init__(self, patches: Sequence[Patch]) -> None:
+    def __init__(self, patches: Sequence[SglangPatch]) -> None:
         self.patches = {module: [p for p in patches if p.module == module] for module in {p.module for p in patches}}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

@@ -29,7 +29,7 @@ from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.backends.sglang.serving_adapters import AdapterVersion
-from mslime.backends.sglang.slots import Slot
+from mslime.backends.sglang.slots import EngineSlot
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Serving:
+class UpdateMembers:
     """Who takes part in a weight update.
 
     Attributes:
@@ -71,10 +71,10 @@ class EnginePool:
         assert clients and concurrency > 0
         assert len({c.name for c in clients}) == len(clients), "engines need distinct names"
         self._concurrency = concurrency
-        self._slots = [Slot(client, concurrency) for client in clients]
+        self._slots = [EngineSlot(client, concurrency) for client in clients]
         self._admitted: dict[str, EngineClient] = {}
         self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
-        self._sessions: OrderedDict[str, Slot] = OrderedDict()
+        self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._paused: PauseMode = "retract"
         self._newest: dict[str, AdapterVersion] = {}  # of each owner, for engines that join
 
@@ -193,17 +193,17 @@ class EnginePool:
             ready: who was admitted may have requests at once.
         """
         admitted, self._admitted = self._admitted, {}
-        slots: list[Slot] = []
+        slots: list[EngineSlot] = []
         for slot in self._slots:
             client = admitted.pop(slot.client.name, None)
             if client is not None:
-                slots.append(Slot(client, self._concurrency, ready))
+                slots.append(EngineSlot(client, self._concurrency, ready))
             elif not slot.leaving:
                 slots.append(slot)
                 continue
             slot.kill(EngineDied(slot.client.name, slot.client.url, "it left the run", "ask another engine"))
             await slot.client.close()
-        self._slots = slots + [Slot(client, self._concurrency, ready) for client in admitted.values()]
+        self._slots = slots + [EngineSlot(client, self._concurrency, ready) for client in admitted.values()]
 
     # --------------------------------------------------------------------------------------------- weight update
     #
@@ -212,7 +212,7 @@ class EnginePool:
     # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
     # before `end_update`, while the parameters lie as they were loaded. A probe is of the stamped version.
 
-    async def begin_update(self) -> Serving:
+    async def begin_update(self) -> UpdateMembers:
         """Open a weight-update session on every engine that lives, the admitted ones among them.
 
         One that refuses this, or another step of the update, is taken for dead, unless all do.
@@ -228,11 +228,11 @@ class EnginePool:
             return client.url
 
         urls = await self.broadcast(begin, spare=True)
-        return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()})
+        return UpdateMembers(tuple(urls), {name: error.brief for name, error in self.dead.items()})
 
     # -> load_adapter -> [compare] -> [probe] -> switch, where engines are given adapters alone, while they generate.
 
-    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
         """Let every engine that lives, the admitted ones among them, have an adapter beside those that its requests
         have; `switch` makes it the one of new requests. An engine that fails keeps what it had, and is taken for dead,
         unless all do.
@@ -248,7 +248,7 @@ class EnginePool:
         others = [newest for owner, newest in self._newest.items() if owner != adapter.owner]
         urls = await self.broadcast(lambda client: adapter_update.load(client, adapter, alive, others), spare=True)
         held = frozenset(a.version for client in self.clients for a in client.adapters.loaded_of(adapter.owner))
-        return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
+        return UpdateMembers(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
 
     async def switch(self, version: int, interrupt: bool, owner: str = "") -> None:
         """Give new requests of an owner the adapter of a version that is loaded.
@@ -266,12 +266,12 @@ class EnginePool:
         if interrupt:
             await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S, owner))
 
-    async def begin_again(self) -> Serving:
+    async def begin_again(self) -> UpdateMembers:
         """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
         The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
         """
 
-        async def end(slot: Slot) -> None:
+        async def end(slot: EngineSlot) -> None:
             try:
                 await self._unless_dead(slot, slot.client.end_weight_update())
             except EngineDied as error:  # asked once more to begin, it would take a second deadline
@@ -288,7 +288,7 @@ class EnginePool:
         were answered may be of wrong weights."""
         unproven = [slot for slot in self._slots if slot.error is None and not slot.proven.is_set()]
         for slot in unproven:
-            self._slots[self._slots.index(slot)] = Slot(slot.client, self._concurrency, leaving=slot.leaving)
+            self._slots[self._slots.index(slot)] = EngineSlot(slot.client, self._concurrency, leaving=slot.leaving)
             slot.kill(slot.client.error("probe", "its answers may be of weights that failed it", EngineDied))
         if unproven:
             await self.broadcast(lambda client: client.pause(self._paused), spare=True)
@@ -414,7 +414,7 @@ class EnginePool:
         if self._heartbeats is not None:
             self._heartbeats.stop()
 
-    def _live(self) -> list[Slot]:
+    def _live(self) -> list[EngineSlot]:
         """The engines that are alive. Raises what the first one died of when there are none."""
         live = [slot for slot in self._slots if slot.error is None]
         if not live:
@@ -430,7 +430,7 @@ class EnginePool:
         finally:
             slot.assigned -= 1
 
-    def _choose(self, session_id: str) -> Slot:
+    def _choose(self, session_id: str) -> EngineSlot:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None or slot.leaving:
             live = self._live()
@@ -444,7 +444,7 @@ class EnginePool:
         return slot
 
     @staticmethod
-    async def _limited(slot: Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+    async def _limited(slot: EngineSlot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         async with slot.limit:
             await slot.ready.wait()
             answer = await call(slot.client)
@@ -454,7 +454,7 @@ class EnginePool:
         return answer
 
     @staticmethod
-    async def _unless_dead(slot: Slot, work: Awaitable[T]) -> T:
+    async def _unless_dead(slot: EngineSlot, work: Awaitable[T]) -> T:
         """The result of `work`, or the engine's death if that comes first."""
         task = asyncio.ensure_future(work)
         try:

@@ -9,7 +9,7 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.config.errors import EngineError
 
 
-class Slot:
+class EngineSlot:
     """One engine with its share of the work.
 
     Args:

@@ -48,7 +48,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Found:
+class ParsedCalls:
     """The calls of a block, and what in it belongs to none."""
 
     calls: Sequence[ParsedCall]
@@ -70,7 +70,7 @@ class CallForm:
     opens: str
     closes: str
     within: tuple[str, ...] = ()
-    read: Callable[[Block], Found] = field(kw_only=True)
+    read: Callable[[Block], ParsedCalls] = field(kw_only=True)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -123,9 +123,9 @@ def _made(name: object, arguments: object, raw: str, written_id: str = "") -> Pa
 # ----------------------------------------------------------------------------------------------- one call in a block
 
 
-def _single(read: Callable[[Block], ParsedCall], block: Block) -> Found:
+def _single(read: Callable[[Block], ParsedCall], block: Block) -> ParsedCalls:
     """A block that is one call, once it is closed."""
-    return Found([read(block) if block.closing else broken(block.raw, "unclosed_block")])
+    return ParsedCalls([read(block) if block.closing else broken(block.raw, "unclosed_block")])
 
 
 def _hermes(block: Block) -> ParsedCall:
@@ -175,7 +175,7 @@ def _of_values(name: str, written: Sequence[tuple[str, str]], block: Block) -> P
 # ------------------------------------------------------------------------------------------- several calls in a block
 
 
-def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], ParsedCall], block: Block) -> Found:
+def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], ParsedCall], block: Block) -> ParsedCalls:
     """A block with a pair of tags around each call."""
     calls, text = list[ParsedCall](), block.pieces[0][1]
     for pieces in _from_each(begin, block.pieces[1:]):
@@ -188,11 +188,11 @@ def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], Parsed
             at = tags.index(end)
             calls.append(read(pieces[:at], joined(pieces[:at]) + end))
             text += pieces[at][1] + joined(pieces[at + 1 :])
-    return Found(calls, text) if calls else _no_call(block)
+    return ParsedCalls(calls, text) if calls else _no_call(block)
 
 
-def _no_call(block: Block) -> Found:
-    return Found([broken(block.raw, "malformed_structure" if block.closing else "unclosed_block")])
+def _no_call(block: Block) -> ParsedCalls:
+    return ParsedCalls([broken(block.raw, "malformed_structure" if block.closing else "unclosed_block")])
 
 
 def _from_each(tag: str, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -228,7 +228,7 @@ def _kimi(pieces: Sequence[Piece], raw: str) -> ParsedCall:
     return call_of(name, pieces[1][1], raw, written_id)
 
 
-def _mistral_list(block: Block) -> Found:
+def _mistral_list(block: Block) -> ParsedCalls:
     """[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]: Mixtral, and Mistral up to its tokenizers' v7.
 
     A list that was cut off holds the calls that are whole.
@@ -237,15 +237,15 @@ def _mistral_list(block: Block) -> Found:
     at = _past(r"\s*\[\s*", text, 0)
     while at:
         if (found := first_json(text, at)) is None:
-            return Found([*calls, broken(text[at:] if calls else block.raw, "invalid_json")])
+            return ParsedCalls([*calls, broken(text[at:] if calls else block.raw, "invalid_json")])
         value, end = found
         calls.append(_of_object(value, text[at:end]))
         if closed := _past(r"\s*\]", text, end):
-            return Found(calls, text[closed:])
+            return ParsedCalls(calls, text[closed:])
         at = _past(r"\s*,\s*", text, end)
         if not at:
             calls.append(broken(text[end:], "unclosed_block"))
-    return Found(calls or [broken(block.raw, "malformed_structure")])
+    return ParsedCalls(calls or [broken(block.raw, "malformed_structure")])
 
 
 def _past(pattern: str, text: str, at: int) -> int:
@@ -254,20 +254,20 @@ def _past(pattern: str, text: str, at: int) -> int:
     return found.end() if found is not None else 0
 
 
-def _mistral_named(block: Block) -> Found:
+def _mistral_named(block: Block) -> ParsedCalls:
     """[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}, the id perhaps left out: Mistral from its tokenizers' v11 on."""
     (_, name), *others = block.pieces
     tags = [tag for tag, _ in others]
     if tags not in (["[ARGS]"], ["[CALL_ID]", "[ARGS]"]):
-        return Found([broken(block.raw, "malformed_structure")])
+        return ParsedCalls([broken(block.raw, "malformed_structure")])
     arguments = others[-1][1]
     found = first_json(arguments, _past(r"\s*", arguments, 0))
     if found is None:
-        return Found([broken(block.raw, "invalid_json")])
+        return ParsedCalls([broken(block.raw, "invalid_json")])
     _, end = found
     written_id = others[0][1].strip() if len(others) == 2 else ""
     raw = block.raw.removesuffix(arguments[end:])
-    return Found([call_of(name.strip(), arguments[:end], raw, written_id)], arguments[end:])
+    return ParsedCalls([call_of(name.strip(), arguments[:end], raw, written_id)], arguments[end:])
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")

@@ -16,7 +16,7 @@ from mslime.rollout.chat.messages import Message, Tools, echoes, is_copy
 
 
 @dataclass(eq=False)
-class Turn:
+class ReplyTurn:
     """One reply of the model.
 
     Attributes:
@@ -32,7 +32,7 @@ class Turn:
     """
 
     number: int
-    parent: Turn | None
+    parent: ReplyTurn | None
     asked: tuple[Message, ...]
     reply: Message
     sample: Sample
@@ -44,7 +44,7 @@ class Turn:
     stopped: str = ""
     whole: str = ""
     delivered: bool = False
-    children: list[Turn] = field(default_factory=list["Turn"], repr=False)
+    children: list[ReplyTurn] = field(default_factory=list["ReplyTurn"], repr=False)
 
     @property
     def known(self) -> bool:
@@ -56,10 +56,10 @@ class Turn:
         """Whether nothing follows it in its sequence."""
         return len(self.sample) == self.end
 
-    def path(self) -> list[Turn]:
+    def path(self) -> list[ReplyTurn]:
         """The turns of its conversation up to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
+        turns: list[ReplyTurn] = []
+        turn: ReplyTurn | None = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent
@@ -71,7 +71,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Place:
+class ConversationPlace:
     """Where a request belongs.
 
     Attributes:
@@ -80,7 +80,7 @@ class Place:
         why: the reason for a sequence of its own; empty when the turn may be extended.
     """
 
-    turn: Turn | None
+    turn: ReplyTurn | None
     rest: tuple[Message, ...]
     why: str = ""
 
@@ -98,36 +98,36 @@ class Forest:
     """
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.named: dict[str, Turn] = {}
+        self.turns: list[ReplyTurn] = []
+        self.named: dict[str, ReplyTurn] = {}
         self.reasons: Counter[str] = Counter()
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: ReplyTurn) -> None:
         """Record a turn."""
         self.turns.append(turn)
         self.named[turn.reply.echo] = turn
         if turn.parent is not None:
             turn.parent.children.append(turn)
 
-    def place(self, messages: Sequence[Message], tools: str) -> Place:
+    def place(self, messages: Sequence[Message], tools: str) -> ConversationPlace:
         """Where a request belongs. It does not end with an assistant's message."""
         found = self._matches(messages, tools)
         if not found:
-            return Place(None, tuple(messages), self._why_alone(messages))
+            return ConversationPlace(None, tuple(messages), self._why_alone(messages))
         names = echoes(messages)
         depth, turn = max(found, key=lambda f: (f[0], _named(f[1], names), f[1].delivered, f[1].alone, f[1].number))
         rest = tuple(messages[depth:])
         if any(m.role == "assistant" for m in rest):
-            return Place(turn, rest, "foreign_assistant_message")
-        return Place(turn, rest, "" if turn.tools == tools else "tools_differ")
+            return ConversationPlace(turn, rest, "foreign_assistant_message")
+        return ConversationPlace(turn, rest, "" if turn.tools == tools else "tools_differ")
 
-    def _matches(self, messages: Sequence[Message], tools: str) -> list[tuple[int, Turn]]:
+    def _matches(self, messages: Sequence[Message], tools: str) -> list[tuple[int, ReplyTurn]]:
         """(messages, turn) of the turns whose whole conversation the request repeats: those with the same tools, or all
         where there is none."""
         found = list(self._repeated(messages))
         return [f for f in found if f[1].tools == tools] or found
 
-    def _repeated(self, messages: Sequence[Message]) -> Iterator[tuple[int, Turn]]:
+    def _repeated(self, messages: Sequence[Message]) -> Iterator[tuple[int, ReplyTurn]]:
         left = [(0, turn) for turn in self.turns if turn.parent is None]
         while left:
             at, turn = left.pop()
@@ -143,7 +143,7 @@ class Forest:
         return "history_differs" if any(m.role == "assistant" for m in messages) else "new_conversation"
 
 
-def _named(turn: Turn, names: set[str]) -> bool:
+def _named(turn: ReplyTurn, names: set[str]) -> bool:
     """Whether the request names this turn, or a call of it: names are ours, so it is an echo of no other turn."""
     return turn.reply.echo in names or any(call.id in names for call in turn.reply.calls)
 

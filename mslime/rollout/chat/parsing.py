@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mslime.rollout.chat.call_forms import Block, CallForm, Found, Piece, joined
+from mslime.rollout.chat.call_forms import Block, CallForm, ParsedCalls, Piece, joined
 from mslime.rollout.chat.messages import NO_JSON, Tools, canonical_json, parsed_json
 from mslime.rollout.chat.renderer import Parsed, ParsedCall
 
@@ -79,7 +79,7 @@ class TaggedParser:
         ends = self._thought if self._thought in tags else self._form.opens if self._form is not None else ""
         return tags.index(ends) if ends and ends in tags else len(tags)
 
-    def _parts(self, pieces: Sequence[Piece], tools: Tools) -> Iterator[str | Found]:
+    def _parts(self, pieces: Sequence[Piece], tools: Tools) -> Iterator[str | ParsedCalls]:
         """Texts and blocks of calls, in order."""
         form, at = self._form, 0
         while at < len(pieces):

@@ -25,7 +25,7 @@ from mslime.data.sample import Sample
 from mslime.rollout import workflow
 from mslime.rollout.chat.clock import AgentClock
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
-from mslime.rollout.chat.forest import Forest, Place, Turn, tools_key
+from mslime.rollout.chat.forest import ConversationPlace, Forest, ReplyTurn, tools_key
 from mslime.rollout.chat.messages import Call, Message, Tools, from_chat, to_chat, to_template
 from mslime.rollout.chat.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
@@ -43,7 +43,7 @@ COUNTED = (
 )  # fmt: skip
 
 
-class Sequences(Protocol):
+class SequenceEngine(Protocol):
     """What a conversation needs of the rollout's engine; see `workflow.Engine`.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Grown:
 
     sample: Sample
     back: int
-    parent: Turn | None
+    parent: ReplyTurn | None
     asked: tuple[Message, ...]
     why: str
 
@@ -115,7 +115,7 @@ class ChatSession:
     """
 
     def __init__(
-        self, engine: Sequences, rendering: Rendering, limits: AgentLimits,
+        self, engine: SequenceEngine, rendering: Rendering, limits: AgentLimits,
         on_expiry: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._engine, self._rendering, self._limits = engine, rendering, limits
@@ -128,7 +128,7 @@ class ChatSession:
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
         self._begun, self._tokens = 0, 0
         self._native: dict[str, str] = {}
-        self._answers: dict[str, Sequence[Turn]] = {}
+        self._answers: dict[str, Sequence[ReplyTurn]] = {}
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, max_tokens: int | None = None,
@@ -147,7 +147,7 @@ class ChatSession:
 
     async def reply(
         self, messages: Sequence[Message], tools: Tools, *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Turn:
+    ) -> ReplyTurn:
         """One turn, in a task of its own. Whoever brings it to a client sets `turn.delivered`. Raises like `chat`."""
         if not messages or messages[-1].role == "assistant":
             last = messages[-1].role if messages else None
@@ -157,7 +157,7 @@ class ChatSession:
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Turn:
+    ) -> ReplyTurn:
         """One turn after a plain prompt, as text or token ids, in a task of its own. Raises like `chat`.
 
         It goes on from a recorded turn whose prompt and reply it begins with: by token, or by character with special
@@ -200,11 +200,11 @@ class ChatSession:
         for turn in self.turns:
             turn.children.clear()
 
-    def answered(self, turns: Sequence[Turn]) -> None:
+    def answered(self, turns: Sequence[ReplyTurn]) -> None:
         """These are the choices of one response, whose id ends with the name of the first."""
         self._answers[turns[0].reply.echo] = turns
 
-    def choice(self, response: str, index: int) -> Turn | None:
+    def choice(self, response: str, index: int) -> ReplyTurn | None:
         """A turn by the id of the response that told it to the agent; None where there is none."""
         choices = self._answers.get(re.split("[-_]", response)[-1], ())
         return choices[index] if index in range(len(choices)) else None
@@ -231,7 +231,7 @@ class ChatSession:
         return self._clock.expired
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ReplyTurn]:
         """All of them."""
         return [*self.forest.turns, *self.completions.turns]
 
@@ -242,7 +242,7 @@ class ChatSession:
 
     # ------------------------------------------------------------------------------------------------------- one turn
 
-    async def _tracked(self, work: Coroutine[Any, Any, Turn]) -> Turn:
+    async def _tracked(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
         """A turn, whose task `stop` can cancel."""
         task = asyncio.current_task()
         assert task is not None, "a turn is part of a task"
@@ -255,7 +255,7 @@ class ChatSession:
             if self.turns and not self._running and not self.closed:
                 self._clock.run()
 
-    async def _noted(self, work: Coroutine[Any, Any, Turn]) -> Turn:
+    async def _noted(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
         """A turn, of which it is kept how it ended: the function may hear of it in its agent's words only."""
         self.full, self.failure = False, None
         try:
@@ -274,7 +274,7 @@ class ChatSession:
 
     async def _reply(
         self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]
-    ) -> Turn:
+    ) -> ReplyTurn:
         key = tools_key(tools)
         grown = await self._grow(self.forest.place(messages, key), tools)
         start = len(grown.sample)
@@ -287,13 +287,13 @@ class ChatSession:
             raise
         number = next(self._numbers)
         reply, stopped = self._message(number, parsed, tools, stop if said.finish == "stop" else ())
-        turn = Turn(
+        turn = ReplyTurn(
             number, grown.parent, grown.asked, reply, grown.sample, start, start + len(ids), key, grown.why,
             said.finish, stopped,
         )  # fmt: skip
         return self._recorded(self.forest, turn)
 
-    async def _complete(self, prompt: str | Sequence[int], max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _complete(self, prompt: str | Sequence[int], max_tokens: int | None, stop: tuple[str, ...]) -> ReplyTurn:
         place, parent, added = self._continued(prompt)
         if parent is not None:
             grown = self._extended(parent, (), added)
@@ -311,13 +311,13 @@ class ChatSession:
         text, stopped = _before_stop(said.text, stop if said.finish == "stop" else ())
         number = next(self._numbers)
         reply = Message("assistant", text, echo=self._name(number))
-        turn = Turn(
+        turn = ReplyTurn(
             number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish,
             stopped, whole,
         )  # fmt: skip
         return self._recorded(self.completions, turn)
 
-    def _recorded(self, forest: Forest, turn: Turn) -> Turn:
+    def _recorded(self, forest: Forest, turn: ReplyTurn) -> ReplyTurn:
         forest.add(turn)
         self._tokens += turn.end - turn.start
         self._native |= {c.id: c.native for c in turn.reply.calls if c.native}
@@ -350,7 +350,7 @@ class ChatSession:
 
     # ------------------------------------------------------------------------------------------------ where it is said
 
-    async def _grow(self, place: Place, tools: Tools) -> _Grown:
+    async def _grow(self, place: ConversationPlace, tools: Tools) -> _Grown:
         """The sequence in which a request is answered, with all that comes before the reply."""
         why, turn = place.why, place.turn
         if turn is not None and not why:
@@ -362,7 +362,7 @@ class ChatSession:
         ids = await self._rendering.render(to_template(messages, self._native), tools)
         return self._new(ids, messages, why)
 
-    def _continued(self, prompt: str | Sequence[int]) -> tuple[str, Turn | None, list[int]]:
+    def _continued(self, prompt: str | Sequence[int]) -> tuple[str, ReplyTurn | None, list[int]]:
         """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
         given = prompt if isinstance(prompt, str) else np.asarray(prompt)
         longest = sorted(self.completions.turns, key=lambda t: (t.end, t.alone, t.number), reverse=True)
@@ -374,7 +374,7 @@ class ChatSession:
         why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
         return why, None, self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _extended(self, turn: Turn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
+    def _extended(self, turn: ReplyTurn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
         """The turn's sequence with tokens after it; a branch of it where something else follows there already."""
         alone = turn.alone
         sample = turn.sample if alone else self._begin(lambda: self._engine.branch(turn.sample, turn.end))
@@ -432,7 +432,7 @@ class ChatSession:
         return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
 
 
-def _begins(prompt: str | NDArray[np.integer], turn: Turn) -> bool:
+def _begins(prompt: str | NDArray[np.integer], turn: ReplyTurn) -> bool:
     """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
     if isinstance(prompt, str):
         return bool(turn.whole) and prompt.startswith(turn.whole)

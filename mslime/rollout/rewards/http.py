@@ -10,7 +10,7 @@ from mslime.config.reward import HttpRewardConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.rewards.result import RewardResult, checked
-from mslime.rollout.rewards.servers import AgainError, RefusedError, RewardServers
+from mslime.rollout.rewards.servers import AgainError, RewardRefusedError, RewardServers
 
 
 class HttpGrader:
@@ -77,7 +77,9 @@ class HttpGrader:
                     future.set_exception(error)
             return
         except Exception as error:  # an error of these samples, whatever it is: they wait for an answer
-            said = str(error) if isinstance(error, AgainError | RefusedError) else f"{type(error).__name__}: {error}"
+            said = (
+                str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
+            )
             results = [RewardResult(0.0, said)] * len(batch)
         except BaseException:
             for _, future in batch:
@@ -88,13 +90,13 @@ class HttpGrader:
                 future.set_result(result)
 
     async def _results(self, samples: list[Sample]) -> list[RewardResult]:
-        """Raises AgainError when the last attempt failed, RefusedError for an answer that is none."""
+        """Raises AgainError when the last attempt failed, RewardRefusedError for an answer that is none."""
 
         def read(answer: Any) -> list[RewardResult]:
             rewards = answer.get("rewards") if isinstance(answer, dict) else answer
             if not isinstance(rewards, list) or len(rewards) != len(samples):
                 found = f"{len(rewards)} rewards" if isinstance(rewards, list) else f"{str(answer)[:80]!r}"
-                raise RefusedError(f'answered {found} to {len(samples)} samples; expected {{"rewards": [...]}}')
+                raise RewardRefusedError(f'answered {found} to {len(samples)} samples; expected {{"rewards": [...]}}')
             return [checked(r, len(s)) for r, s in zip(rewards, samples, strict=True)]
 
         return await self._servers.ask({"samples": [self._row(s) for s in samples]}, read)

@@ -15,7 +15,7 @@ from mslime.config.reward import JudgeConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.rewards.result import RewardResult, checked
-from mslime.rollout.rewards.servers import AgainError, RefusedError, RewardServers, as_json
+from mslime.rollout.rewards.servers import AgainError, RewardRefusedError, RewardServers, as_json
 
 _PLACES = re.compile(r"\{(prompt|response|label)\}")
 
@@ -41,7 +41,7 @@ class JudgeGrader:
         """The result of a sample; what went wrong with its request is its error."""
         try:
             return await self._servers.ask(self._request(sample), self._read)
-        except (AgainError, RefusedError) as error:
+        except (AgainError, RewardRefusedError) as error:
             return RewardResult(0.0, str(error))
         except UserError:
             raise
@@ -72,7 +72,7 @@ class JudgeGrader:
         """The number in an answer.
 
         Raises:
-            RefusedError: it says none. AgainError: likewise, and the judge is sampled, so it may say one next time.
+            RewardRefusedError: the answer has no number. AgainError: likewise, and another sample may have one.
         """
         reply = _reply(answer)
         said = number_in(reply, self._config.pattern, self._config.field)
@@ -81,7 +81,7 @@ class JudgeGrader:
             said = said if low <= said <= high else f"answered {said:g}, outside of {low:g} to {high:g}"
         if isinstance(said, str):
             sampled = self._config.options.get("temperature", 1.0) != 0
-            raise (AgainError if sampled else RefusedError)(f"{said}: {reply[-200:]!r}")
+            raise (AgainError if sampled else RewardRefusedError)(f"{said}: {reply[-200:]!r}")
         return checked(said, 0)
 
 
@@ -129,13 +129,13 @@ def _number(said: object) -> float | str:
 
 
 def _reply(answer: Any) -> str:
-    """What the judge said. Raises RefusedError when that is not in the answer."""
+    """What the judge said. Raises RewardRefusedError when that is not in the answer."""
     try:
         choice = answer["choices"][0]
         content = choice["message"]["content"]
     except (TypeError, LookupError) as error:
-        raise RefusedError(f"answered no chat completion: {str(answer)[:200]!r}") from error
+        raise RewardRefusedError(f"answered no chat completion: {str(answer)[:200]!r}") from error
     if not isinstance(content, str):
         ended = choice.get("finish_reason")
-        raise RefusedError(f"answered no text (finish_reason {ended!r}): allow more max_tokens in judge.options")
+        raise RewardRefusedError(f"answered no text (finish_reason {ended!r}): allow more max_tokens in judge.options")
     return content

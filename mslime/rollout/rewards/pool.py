@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.result import Job, RewardResult
+from mslime.rollout.rewards.result import RewardJob, RewardResult
 from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.rewards.worker"
@@ -45,7 +45,7 @@ class WorkerPool:
     whose process ended under it: perhaps somebody else killed that.
     """
 
-    def __init__(self, job: Job, workers: int) -> None:
+    def __init__(self, job: RewardJob, workers: int) -> None:
         self._job, self._size = job, workers
         self._workers: list[Worker] = []
         self._starting: set[asyncio.Task[None]] = set()

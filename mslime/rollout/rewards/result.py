@@ -14,7 +14,7 @@ from mslime.extensions import checked_metrics
 
 
 @dataclass(frozen=True)
-class Job:
+class RewardJob:
     """What a worker process is for.
 
     Attributes:

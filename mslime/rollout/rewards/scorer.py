@@ -21,7 +21,7 @@ from mslime.rollout.rewards.http import HttpGrader
 from mslime.rollout.rewards.judge import JudgeGrader
 from mslime.rollout.rewards.kinds import RewardKind, reward_kind
 from mslime.rollout.rewards.pool import WorkerPool
-from mslime.rollout.rewards.result import Job, RewardResult, checked
+from mslime.rollout.rewards.result import RewardJob, RewardResult, checked
 
 
 class Grader(Protocol):
@@ -73,7 +73,7 @@ def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, token
         if callable(kind.function):
             return TextGrader(kind.function)
         limit_s = config.timeout_s or kind.limit_s
-        job = Job(kind.function, f"{place}.kind", limit_s, kind.more_memory, interrupt=True)
+        job = RewardJob(kind.function, f"{place}.kind", limit_s, kind.more_memory, interrupt=True)
         return WorkerPool(job, config.workers)
     if config.servers is not None and not config.servers[1].urls:
         raise ConfigError(f"{place}.{config.kind}.url", None, f"kind {config.kind} needs a URL", "name its server")
@@ -83,7 +83,7 @@ def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, token
         return JudgeGrader(config.judge, f"{place}.judge", config.limit_s, tokenizer)
     if config.function is None:
         raise ConfigError(f"{place}.function", None, "kind custom needs a function", "name it as module:function")
-    job = Job(config.function, f"{place}.function", config.limit_s, per_group=config.per == "group")
+    job = RewardJob(config.function, f"{place}.function", config.limit_s, per_group=config.per == "group")
     return WorkerPool(job, config.workers)
 
 

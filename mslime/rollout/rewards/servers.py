@@ -29,7 +29,7 @@ class AgainError(Exception):
     """A request failed in a way that may pass."""
 
 
-class RefusedError(Exception):
+class RewardRefusedError(Exception):
     """The server answered, and will not answer otherwise."""
 
 
@@ -60,10 +60,11 @@ class RewardServers:
 
         Args:
             body: anything that JSON can hold.
-            read: raises RefusedError for an answer that is none, AgainError for one that another attempt may better.
+            read: raises RewardRefusedError for an invalid answer, AgainError if another attempt may help.
 
         Raises:
-            AgainError: the last attempt failed. RefusedError: the server will not answer otherwise, or no JSON says it.
+            AgainError: the last attempt failed.
+            RewardRefusedError: the server will not answer otherwise, or the body cannot be written as JSON.
         """
         if self._session is None:
             await self.start()
@@ -87,7 +88,7 @@ class RewardServers:
         self._under_way[url] += 1
         try:
             return read(await self._post(url, data))
-        except (AgainError, RefusedError) as error:
+        except (AgainError, RewardRefusedError) as error:
             failed[url] += 1
             raise type(error)(f"{url} {error}") from error
         finally:
@@ -105,15 +106,15 @@ class RewardServers:
         if answer.status != 200:
             passing = answer.status in AGAIN or answer.status >= 500
             said = text[:200].decode(errors="replace")
-            raise (AgainError if passing else RefusedError)(f"answered HTTP {answer.status}: {said!r}")
+            raise (AgainError if passing else RewardRefusedError)(f"answered HTTP {answer.status}: {said!r}")
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise RefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
+            raise RewardRefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
 
 
 def as_json(value: object) -> bytes:
-    """A value as JSON, integers of any size included. Raises RefusedError when there is no JSON of it."""
+    """A value as JSON, integers of any size included. Raises RewardRefusedError when there is no JSON of it."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # an integer beyond 64 bits, a lone surrogate, a key that is no text
@@ -123,7 +124,7 @@ def as_json(value: object) -> bytes:
             value, default=lambda v: v.tolist() if isinstance(v, np.generic | np.ndarray) else str(v)
         ).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RefusedError(f"cannot be asked: the sample cannot be written as JSON ({error})") from error
+        raise RewardRefusedError(f"cannot be asked: the sample cannot be written as JSON ({error})") from error
 
 
 def proxy_of(url: str) -> str | None:
@@ -151,11 +152,11 @@ def token_of(variable: str, place: str) -> str:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, up to MOST_BYTES. Raises RefusedError when it goes on."""
+    """The body, up to MOST_BYTES. Raises RewardRefusedError when it goes on."""
     parts, size = list[bytes](), 0
     async for part in answer.content.iter_any():
         parts.append(part)
         size += len(part)
         if size > MOST_BYTES:
-            raise RefusedError(f"answered more than {MOST_BYTES} bytes")
+            raise RewardRefusedError(f"answered more than {MOST_BYTES} bytes")
     return b"".join(parts)

@@ -14,12 +14,12 @@ from typing import Any
 
 from mslime.extensions import check_parameters, load_function, raised
 from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
-from mslime.rollout.rewards.result import Job, RewardResult, checked, checked_group
+from mslime.rollout.rewards.result import RewardJob, RewardResult, checked, checked_group
 from mslime.rollout.workers.frames import run
 from mslime.rollout.workers.memory import limit_memory
 
 
-async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> RewardResult | list[RewardResult]:
+async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> RewardResult | list[RewardResult]:
     """The result of one sample, or those of a group; an error is text, with where it was raised, and one for all."""
     limit = asyncio.timeout(job.limit_s)
     try:
@@ -37,7 +37,7 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Reward
         return RewardResult(0.0, raised(error))
 
 
-def open_job(job: Job) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:
+def open_job(job: RewardJob) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:
     """(Whether the function is async, what answers about samples.) Raises ConfigError when it cannot be used."""
     function = load_function(job.function, job.setting)
     check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")

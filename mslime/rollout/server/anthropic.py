@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import (
     Call,
     Message,
@@ -18,7 +18,7 @@ from mslime.rollout.chat.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.server.requests import Event, Request, Told, asked, integer, refuse, texts, tool
+from mslime.rollout.server.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -29,7 +29,7 @@ class Messages:
 
     path = "/v1/messages"
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`."""
         refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
@@ -47,12 +47,12 @@ class Messages:
             left_out=theirs,
         )
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`."""
         turn = replies[0].turn
         return {**_base(request, turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         turn = replies[0].turn
         begun = {**_base(request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -129,7 +129,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
     return tool(given.get("name"), given.get("description"), given.get("input_schema"), where)
 
 
-def _blocks(turn: Turn) -> list[dict[str, Any]]:
+def _blocks(turn: ReplyTurn) -> list[dict[str, Any]]:
     """The content of a reply. The signature names the turn, so that an echo does."""
     reply, blocks = turn.reply, list[dict[str, Any]]()
     if reply.reasoning:
@@ -160,11 +160,11 @@ def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
     return {**block, "input": {}}, [written]
 
 
-def _base(request: Request, turn: Turn) -> dict[str, Any]:
+def _base(request: Request, turn: ReplyTurn) -> dict[str, Any]:
     return {"id": f"msg_{turn.reply.echo}", "type": "message", "role": "assistant", "model": request.model}
 
 
-def _ending(turn: Turn) -> dict[str, Any]:
+def _ending(turn: ReplyTurn) -> dict[str, Any]:
     if turn.finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if turn.reply.calls:
@@ -173,7 +173,7 @@ def _ending(turn: Turn) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": turn.stopped or None}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: ReplyTurn) -> dict[str, int]:
     return {"input_tokens": turn.start, "output_tokens": turn.end - turn.start}
 
 

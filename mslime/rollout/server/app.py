@@ -22,14 +22,14 @@ from mslime import network
 from mslime.config.errors import ConfigError, UserError
 from mslime.network import url_of
 from mslime.rollout.chat.errors import ChatError, ContextFull
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.session import ChatSession
 from mslime.rollout.server.anthropic import Messages
 from mslime.rollout.server.completions import Completions
 from mslime.rollout.server.openai_chat import ChatCompletions
-from mslime.rollout.server.requests import MODEL, Dialect, Request, Told
+from mslime.rollout.server.requests import MODEL, Dialect, Request, ServedReply
 from mslime.rollout.server.responses import Responses
-from mslime.rollout.server.sessions import ModelEndpoint, Session
+from mslime.rollout.server.sessions import ModelEndpoint, ServedRollout
 from mslime.web_server import Listening, admitted, serve
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ class ModelServer:
     ) -> None:  # fmt: skip
         self._host, self._port, self._token = host, port, token
         self._max_body, self._patience = max_body, patience or Patience()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ServedRollout] = {}
         self._ended: dict[str, None] = {}
         self._listening: Listening | None = None
         self._starting = asyncio.Lock()
         self._address = ""
 
-    async def open(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
+    async def open(self, chat: ChatSession) -> tuple[ModelEndpoint, ServedRollout]:
         """Serve a rollout. Starts the server when it is the first.
 
         Raises:
@@ -84,12 +84,12 @@ class ModelServer:
         async with self._starting:
             if self._listening is None:
                 await self._start()
-        session = Session(chat, self._token)
+        session = ServedRollout(chat, self._token)
         self._sessions[session.name] = session
         url = f"{self._address}/{session.name}"
         return ModelEndpoint(url, f"{url}/v1", session.key, MODEL), session
 
-    async def end(self, session: Session) -> None:
+    async def end(self, session: ServedRollout) -> None:
         """The rollout has ended: its requests are refused from now on, and turns under way cancelled."""
         if self._sessions.pop(session.name, None) is not None:
             self._ended[session.name] = None
@@ -133,7 +133,7 @@ class ModelServer:
             return refusal(dialect, error)
         return await deliver(http, dialect, session, request, raw, self._patience)
 
-    async def _admit(self, http: web.Request) -> tuple[Session, bytes]:
+    async def _admit(self, http: web.Request) -> tuple[ServedRollout, bytes]:
         """The session that a request is for, and its body."""
         name = http.match_info["session"]
         session = self._sessions.get(name)
@@ -175,7 +175,7 @@ class ModelServer:
 
 
 async def deliver(
-    http: web.Request, dialect: Dialect, session: Session, request: Request, raw: bytes, patience: Patience
+    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
 ) -> web.StreamResponse:
     """Answer a request for replies of a session.
 
@@ -190,7 +190,7 @@ async def deliver(
 
 
 async def _deliver(
-    http: web.Request, dialect: Dialect, session: Session, request: Request, raw: bytes, patience: Patience
+    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
 ) -> web.StreamResponse:
     marked = http.headers.get("x-stainless-retry-count", "0") != "0"
     attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
@@ -206,7 +206,7 @@ async def _deliver(
 
 
 async def _wait(
-    http: web.Request, attempt: asyncio.Task[list[Turn]], stream: bool, patience: Patience
+    http: web.Request, attempt: asyncio.Task[list[ReplyTurn]], stream: bool, patience: Patience
 ) -> web.StreamResponse | None:
     """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
     await asyncio.wait([attempt], timeout=patience.quiet)
@@ -332,7 +332,11 @@ async def _fail(
 
 
 async def _tell(
-    http: web.Request, dialect: Dialect, request: Request, replies: Sequence[Told], begun: web.StreamResponse | None
+    http: web.Request,
+    dialect: Dialect,
+    request: Request,
+    replies: Sequence[ServedReply],
+    begun: web.StreamResponse | None,
 ) -> web.StreamResponse:
     """Write the replies, and return when they are written."""
     if request.stream:

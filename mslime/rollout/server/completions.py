@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.server.openai_shared import OpenAIErrors, usage
 from mslime.rollout.server.requests import (
     MOST_IN_ALL,
     MOST_REPLIES,
     Event,
     Request,
-    Told,
+    ServedReply,
     asked,
     integer,
     texts,
@@ -30,7 +30,7 @@ class Completions(OpenAIErrors):
 
     path = "/v1/completions"
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`."""
         for name in ("echo", "suffix"):
             if body.get(name):
@@ -51,12 +51,12 @@ class Completions(OpenAIErrors):
             usage=wants_usage(body),
         )
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. A choice also has the `token_ids` that were sampled."""
         choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
         return {**_base(request, replies), "choices": choices, "usage": usage(replies)}
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         base = _base(request, replies)
         for i, told in enumerate(replies):
@@ -88,12 +88,12 @@ def read_ids(value: object, where: str) -> tuple[int, ...]:
     return tuple(cast("list[int]", value))
 
 
-def _base(request: Request, replies: Sequence[Told]) -> dict[str, Any]:
+def _base(request: Request, replies: Sequence[ServedReply]) -> dict[str, Any]:
     name = f"cmpl-{replies[0].turn.reply.echo}"
     return {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
 
 
-def _choice(index: int, told: Told) -> dict[str, Any]:
+def _choice(index: int, told: ServedReply) -> dict[str, Any]:
     turn, found = told.turn, None
     if told.spelled:
         found = {

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import as_list, as_object, from_chat, to_chat
 from mslime.rollout.server.openai_shared import OpenAIErrors, token_log_probs, usage
 from mslime.rollout.server.requests import (
     MOST_REPLIES,
     Event,
     Request,
-    Told,
+    ServedReply,
     asked,
     flag,
     integer,
@@ -35,7 +35,7 @@ class ChatCompletions(OpenAIErrors):
 
     path = "/v1/chat/completions"
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`."""
         refuse(body, functions="functions became tools")
         tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
@@ -55,7 +55,7 @@ class ChatCompletions(OpenAIErrors):
             usage=wants_usage(body),
         )
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. A choice also has the `token_ids` that were sampled."""
         choices = [
             {
@@ -69,7 +69,7 @@ class ChatCompletions(OpenAIErrors):
         ]
         return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         base = _base(request, replies, "chat.completion.chunk")
         for i, told in enumerate(replies):
@@ -91,16 +91,16 @@ def read_tool(value: object, where: str) -> dict[str, Any] | None:
     return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
 
 
-def _log_probs(told: Told) -> dict[str, Any] | None:
+def _log_probs(told: ServedReply) -> dict[str, Any] | None:
     return {"content": token_log_probs(told), "refusal": None} if told.spelled else None
 
 
-def _base(request: Request, replies: Sequence[Told], kind: str) -> dict[str, Any]:
+def _base(request: Request, replies: Sequence[ServedReply], kind: str) -> dict[str, Any]:
     name = f"chatcmpl-{replies[0].turn.reply.echo}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
+def _deltas(turn: ReplyTurn) -> Iterator[dict[str, Any]]:
     shown = to_chat(turn.reply)
     yield {"role": "assistant", "content": ""}
     if "reasoning_content" in shown:

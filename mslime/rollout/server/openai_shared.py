@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mslime.rollout.server.requests import Told
+from mslime.rollout.server.requests import ServedReply
 
 
-def token_log_probs(told: Told) -> list[dict[str, Any]]:
+def token_log_probs(told: ServedReply) -> list[dict[str, Any]]:
     """A reply's tokens with their log-probabilities; empty where they are not wanted."""
     pairs = zip(told.spelled, told.log_probs, strict=True) if told.spelled else ()
     return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
 
 
-def usage(replies: Sequence[Told]) -> dict[str, int]:
+def usage(replies: Sequence[ServedReply]) -> dict[str, int]:
     """Numbers of tokens; a prompt of several replies is counted once."""
     prompt = max(told.turn.start for told in replies)
     completion = sum(told.turn.end - told.turn.start for told in replies)

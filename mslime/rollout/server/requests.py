@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import Message, as_list, as_object, as_text
 
 MODEL = "policy"
@@ -48,14 +48,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Told:
+class ServedReply:
     """A reply to be told.
 
     Attributes:
         spelled: text of each token, where log-probabilities are wanted.
     """
 
-    turn: Turn
+    turn: ReplyTurn
     spelled: tuple[str, ...] = ()
 
     @property
@@ -78,7 +78,7 @@ class Dialect(Protocol):
 
     path: str
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """A request from its JSON.
 
         Args:
@@ -89,11 +89,13 @@ class Dialect(Protocol):
         """
         ...
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+    def answer(
+        self, request: Request, replies: Sequence[ServedReply]
+    ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The JSON of a whole answer."""
         ...
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """The same as server-sent events."""
         ...
 
@@ -178,6 +180,6 @@ def tool(name: object, description: object, parameters: object, where: str) -> d
     return {"type": "function", "function": function}
 
 
-def stopped(turn: Turn) -> str:
+def stopped(turn: ReplyTurn) -> str:
     """Why a reply ended, as OpenAI says it."""
     return "tool_calls" if turn.reply.calls and turn.finish == "stop" else turn.finish

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import (
     ROLES,
     Call,
@@ -23,7 +23,7 @@ from mslime.rollout.server.openai_shared import OpenAIErrors, token_log_probs
 from mslime.rollout.server.requests import (
     Event,
     Request,
-    Told,
+    ServedReply,
     asked,
     integer,
     refuse,
@@ -38,7 +38,7 @@ class Responses(OpenAIErrors):
 
     path = "/v1/responses"
 
-    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`. `previous_response_id` stands for that conversation, with its instructions unless there are
         new ones."""
         refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
@@ -62,18 +62,18 @@ class Responses(OpenAIErrors):
             left_out=theirs,
         )
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`."""
         told = replies[0]
         cut = told.turn.finish == "length"
         return _response(request, told, "incomplete" if cut else "completed", _items(told))
 
-    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
         for number, (kind, data) in enumerate(self._events(request, replies[0])):
             yield kind, {"type": kind, "sequence_number": number, **data}
 
-    def _events(self, request: Request, told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(self, request: Request, told: ServedReply) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.created", {"response": _response(request, told, "in_progress", [])}
         for index, item in enumerate(_items(told)):
             at = {"item_id": item["id"], "output_index": index}
@@ -97,7 +97,7 @@ class Responses(OpenAIErrors):
         yield f"response.{answer['status']}", {"response": answer}
 
 
-def _before(name: object, recorded: Mapping[str, Turn]) -> tuple[Message, ...]:
+def _before(name: object, recorded: Mapping[str, ReplyTurn]) -> tuple[Message, ...]:
     if name is None:
         return ()
     turn = recorded.get(as_text(name, "previous_response_id").removeprefix("resp_"))
@@ -106,7 +106,7 @@ def _before(name: object, recorded: Mapping[str, Turn]) -> tuple[Message, ...]:
     return turn.messages()
 
 
-def _merged(items: Sequence[object], recorded: Mapping[str, Turn]) -> Iterator[Message]:
+def _merged(items: Sequence[object], recorded: Mapping[str, ReplyTurn]) -> Iterator[Message]:
     """Messages of a list of items. What the model said follows each other as reasoning, text and calls: one message."""
     said: Message | None = None
     for i, value in enumerate(items):
@@ -144,7 +144,7 @@ def _joined(said: Message, more: Message) -> Message:
     )
 
 
-def _read_item(value: object, where: str, recorded: Mapping[str, Turn]) -> Message | None:
+def _read_item(value: object, where: str, recorded: Mapping[str, ReplyTurn]) -> Message | None:
     item = as_object(value, where)
     kind = item.get("type", "message")
     if kind == "message":
@@ -172,7 +172,7 @@ def _read_item(value: object, where: str, recorded: Mapping[str, Turn]) -> Messa
     raise ChatError(f"{where}.type", f"{kind!r:.80}", "is no item of text or of functions", "leave it out")
 
 
-def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, Turn]) -> Message:
+def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, ReplyTurn]) -> Message:
     """The item of ours that a reference names."""
     turn, parts = recorded.get(_echo(item)), str(item.get("id")).split("_")
     kind, last = parts[0], parts[-1]
@@ -199,7 +199,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
     return tool(given.get("name"), given.get("description"), given.get("parameters"), where)
 
 
-def _items(told: Told) -> list[dict[str, Any]]:
+def _items(told: ServedReply) -> list[dict[str, Any]]:
     """The output of a reply. Ids name the turn, so that an echo does."""
     reply, name, items = told.turn.reply, told.turn.reply.echo, list[dict[str, Any]]()
     if reply.reasoning:
@@ -223,7 +223,7 @@ def _empty(item: Mapping[str, Any]) -> dict[str, Any]:
     return {**item, "status": "in_progress", **begun}
 
 
-def _response(request: Request, told: Told, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _response(request: Request, told: ServedReply, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     turn, over = told.turn, status != "in_progress"
     prompt, said = turn.start, turn.end - turn.start
     usage = {

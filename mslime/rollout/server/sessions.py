@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mslime.rollout.chat.errors import SessionOver
-from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.session import ChatSession
-from mslime.rollout.server.requests import Request, Told
+from mslime.rollout.server.requests import Request, ServedReply
 from mslime.web_server import same_key
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ModelEndpoint:
     model: str
 
 
-class Session:
+class ServedRollout:
     """A rollout that is served.
 
     Args:
@@ -54,7 +54,7 @@ class Session:
     def __init__(self, chat: ChatSession, token: str = "") -> None:
         self.chat, self.name = chat, secrets.token_hex(8)
         self.key = f"{token}{'.' if token else ''}{secrets.token_urlsafe(24)}"
-        self._attempts: dict[bytes, asyncio.Task[list[Turn]]] = {}
+        self._attempts: dict[bytes, asyncio.Task[list[ReplyTurn]]] = {}
         self.under_way = 0
         self.on_end: Callable[[], None] = lambda: None
 
@@ -62,7 +62,7 @@ class Session:
         """Whether this is its key."""
         return same_key(key, self.key)
 
-    def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[Turn]]:
+    def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[ReplyTurn]]:
         """The replies to a request, under way. A caller that gives up leaves it running: its repeat may join it.
 
         It ends with a ChatError where the request cannot be answered; see `ChatSession`.
@@ -80,21 +80,24 @@ class Session:
         attempt.add_done_callback(self._ended)
         return attempt
 
-    def _ended(self, attempt: asyncio.Task[list[Turn]]) -> None:
+    def _ended(self, attempt: asyncio.Task[list[ReplyTurn]]) -> None:
         self.under_way -= 1
         _seen(attempt)
         self.on_end()
 
-    async def told(self, turns: Sequence[Turn], log_probs: bool) -> list[Told]:
+    async def told(self, turns: Sequence[ReplyTurn], log_probs: bool) -> list[ServedReply]:
         """Replies with what is to be told of them."""
-        return [Told(turn, tuple(await self.chat.spell(Told(turn).ids)) if log_probs else ()) for turn in turns]
+        return [
+            ServedReply(turn, tuple(await self.chat.spell(ServedReply(turn).ids)) if log_probs else ())
+            for turn in turns
+        ]
 
     @property
-    def recorded(self) -> Mapping[str, Turn]:
+    def recorded(self) -> Mapping[str, ReplyTurn]:
         """Turns by the name that clients know."""
         return self.chat.forest.named
 
-    async def _replies(self, request: Request) -> list[Turn]:
+    async def _replies(self, request: Request) -> list[ReplyTurn]:
         self.chat.ignore(request.ignored)
         self.chat.check_replies(max(1, len(request.prompts)) * request.count)
         asked = [
@@ -115,7 +118,7 @@ class Session:
         return turns
 
 
-async def _all(asked: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+async def _all(asked: Sequence[Coroutine[Any, Any, ReplyTurn]]) -> list[ReplyTurn]:
     """The replies, generated at the same time; none where one fails."""
     tasks = [asyncio.create_task(one) for one in asked]
     try:
@@ -125,11 +128,11 @@ async def _all(asked: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
             task.cancel()
 
 
-def _failed(attempt: asyncio.Task[list[Turn]]) -> bool:
+def _failed(attempt: asyncio.Task[list[ReplyTurn]]) -> bool:
     return attempt.done() and (attempt.cancelled() or attempt.exception() is not None)
 
 
-def _seen(attempt: asyncio.Task[list[Turn]]) -> None:
+def _seen(attempt: asyncio.Task[list[ReplyTurn]]) -> None:
     """Nobody may be left to be told of an error; it is not one that asyncio has to complain about."""
     if _failed(attempt) and not attempt.cancelled():
         log.debug("a request failed: %s", attempt.exception())

@@ -20,7 +20,7 @@ GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
 END_SECONDS = 2.0  # for a killed process's pipes to close, which what left its session may hold open
 
 
-class Job(Protocol):
+class WorkerJob(Protocol):
     """What a worker process is for; it is pickled.
 
     Attributes:
@@ -57,7 +57,7 @@ class WorkerProcess:
         return self._process.returncode is None and not self._reader.done()
 
     @classmethod
-    async def start(cls, module: str, job: Job) -> Self:
+    async def start(cls, module: str, job: WorkerJob) -> Self:
         """Start a process and wait until it has opened its job. Raises ConfigError when it cannot.
 
         Args:

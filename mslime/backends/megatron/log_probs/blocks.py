@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import Gradients, Shard, Softmax, Sums
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.shard import Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import (
     LogProbs,
     Way,
@@ -50,7 +50,7 @@ def hidden_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk: int = 1024,
-    support: Support | None = None,
+    support: LabelSupport | None = None,
     way: Way = "auto",
 ) -> LogProbs:
     """`vocab_parallel_log_probs(hidden @ weight.T, labels, ...)`, whose logits never are in memory as a whole.
@@ -94,7 +94,7 @@ class _Asked:
 
     shard: Shard
     width: int
-    support: Support | None
+    support: LabelSupport | None
     with_entropy: bool
 
     def blocks(self) -> Iterator[tuple[slice, Shard]]:
@@ -112,7 +112,7 @@ class _BlockedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked
     ) -> tuple[Tensor, Tensor | None]:
         shard, support = asked.shard, asked.support
-        sums = Sums(hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32), *_zeros(hidden, 3))
+        sums = ShardSums(hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32), *_zeros(hidden, 3))
         x = None if support is None else torch.full(support.ids.shape, -torch.inf, device=hidden.device)
         logits = None
         for rows, block in reversed(list(asked.blocks())):  # the first one, which is of full width, is left for later

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, ShardSums, Softmax
 
 # A CPU works on blocks that stay in its second-level cache: twice as fast as blocks of 1024 rows of a large vocabulary
 # (benchmarks/log_probs.py). On an accelerator each block costs kernel launches, and large ones are better.
 CPU_BLOCK_BYTES = 512 * 2**10
 
 
-def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> Sums:
+def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> ShardSums:
     """The sums of every row of `logits` [n, V_local].
 
     Two float32 blocks of a chunk are in memory at once, one without the entropy.
@@ -35,7 +35,7 @@ def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool
         total[rows], chunk_moment = _exponential_sums(_distances(real, top[rows], shard), with_moment=with_entropy)
         if chunk_moment is not None:
             moment[rows] = chunk_moment
-    return Sums(top, total, moment, label)
+    return ShardSums(top, total, moment, label)
 
 
 def _exponential_sums(d: Tensor, *, with_moment: bool) -> tuple[Tensor, Tensor | None]:

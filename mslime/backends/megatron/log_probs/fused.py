@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.shard import Gradients, Shard, ShardSums, Softmax
 
 BLOCK = 4096  # columns a program has in registers: 16 a thread
 WARPS = 8
 LOG2_E = math.log2(math.e)
 
 
-def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> Sums:
+def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> ShardSums:
     """The sums of every row of `logits` [n, V_local]: `chunked.row_sums` in one pass.
 
     Allocates 16 bytes a row.
@@ -40,7 +40,7 @@ def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool
             logits, column, top, total, moment, label, logits.stride(0), shard.columns, LOG2_E / shard.temperature,
             WITH_ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return Sums(top, total, moment, label)
+    return ShardSums(top, total, moment, label)
 
 
 def write_gradient(

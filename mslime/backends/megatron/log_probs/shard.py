@@ -36,7 +36,7 @@ class Shard:
 
 
 @dataclass
-class Sums:
+class ShardSums:
     """Of one rank's columns of each row; [n] float32 each.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sums:
         self.total = self.total * factor
         self.top = top
 
-    def absorb(self, part: Sums, ours: Tensor, temperature: float) -> None:
+    def absorb(self, part: ShardSums, ours: Tensor, temperature: float) -> None:
         """Add the sums of further columns of the same rank.
 
         Args:

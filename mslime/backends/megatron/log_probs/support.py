@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, ShardSums, Softmax
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SparseGradient:
 
 
 @dataclass(frozen=True)
-class Support:
+class LabelSupport:
     """The ids that each row's label was drawn from, as the engine reports them (`data.supports.Supports`).
 
     Memory while it is used: at most 64 bytes per id.
@@ -65,7 +65,7 @@ class Support:
         column, ours = shard.local(self.ids)
         return logits[self._row(), column].float().masked_fill_(~ours, -torch.inf)
 
-    def replace(self, sums: Sums, x: Tensor, shard: Shard) -> None:
+    def replace(self, sums: ShardSums, x: Tensor, shard: Shard) -> None:
         """Put the sums over the support into the rows that have one, from its logits `x` (`read`)."""
         row, (_, ours) = self._row(), shard.local(self.ids)
         top = self._reduce(x, "max", -torch.inf)

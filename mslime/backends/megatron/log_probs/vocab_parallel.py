@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs import chunked
-from mslime.backends.megatron.log_probs.shard import Gradients, Shard, Softmax, Sums
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.shard import Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.support import LabelSupport
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk: int = 1024,
-    support: Support | None = None,
+    support: LabelSupport | None = None,
     reuse_logits: bool = False,
     way: Way = "auto",
 ) -> LogProbs:
@@ -132,7 +132,7 @@ def dense_way(shard: Shard) -> Any:
     return fused
 
 
-def softmax_of(sums: Sums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
+def softmax_of(sums: ShardSums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
     """Log-probs [n] and the softmax's description, from this rank's sums; the two collectives are here."""
     group, top = shard.group, sums.top
     if group is not None and group.size() > 1:
@@ -160,12 +160,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         shard: Shard,
-        support: Support | None,
+        support: LabelSupport | None,
         with_entropy: bool,
         reuse_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         column, ours = shard.local(labels)
-        sums: Sums = dense_way(shard).row_sums(logits, column, shard, with_entropy=with_entropy)
+        sums: ShardSums = dense_way(shard).row_sums(logits, column, shard, with_entropy=with_entropy)
         if support is not None:
             support.replace(sums, support.read(logits, shard), shard)
         log_probs, softmax = softmax_of(sums, ours, shard, with_entropy=with_entropy)
@@ -179,7 +179,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         """d log p[label] / dx = onehot - p;  dH / dx = -p (log p + H);  dx / dlogits = 1 / T."""
         logits, labels, top, log_total, entropy = ctx.saved_tensors
         shard: Shard = ctx.shard
-        support: Support | None = ctx.support
+        support: LabelSupport | None = ctx.support
         softmax, upstream = Softmax(top, log_total, entropy), Gradients(*grads)
         if upstream.log_probs is None and upstream.entropy is None:
             return (None,) * 6

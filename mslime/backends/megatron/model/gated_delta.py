@@ -27,7 +27,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Sequences:
+class PackedSequences:
     """Sequences that follow each other in the rows of a layer. What layers derive from them is derived once.
 
     Attributes:
@@ -39,12 +39,12 @@ class Sequences:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, packed: PackedSeqParams) -> Sequences:
+    def of(cls, packed: PackedSeqParams) -> PackedSequences:
         """Without a question to the GPU where whoever packed them wrote the lengths down for the host.
 
         A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
         """
-        if isinstance(packed, Packed):
+        if isinstance(packed, HostPackedSeqParams):
             return packed.sequences
         return cls(padded(packed), tuple(padded(packed).diff().tolist()))
 
@@ -69,15 +69,15 @@ class Sequences:
 
 
 @dataclass
-class Packed(PackedSeqParams):
+class HostPackedSeqParams(PackedSeqParams):
     """Packed sequences whose padded lengths the host knows."""
 
     lengths: tuple[int, ...] = ()
 
     @cached_property
-    def sequences(self) -> Sequences:
+    def sequences(self) -> PackedSequences:
         """For all layers, in both passes."""
-        return Sequences(padded(self), self.lengths)
+        return PackedSequences(padded(self), self.lengths)
 
 
 def padded(packed: PackedSeqParams) -> Tensor:
@@ -138,10 +138,10 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         """
         assert inference_context is None, "the trainer generates nothing"
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
-        mixed = self._mixed(projected, None if packed_seq_params is None else Sequences.of(packed_seq_params))
+        mixed = self._mixed(projected, None if packed_seq_params is None else PackedSequences.of(packed_seq_params))
         return self.out_proj(mixed.transpose(0, 1).contiguous())
 
-    def _mixed(self, projected: Tensor, packed: Sequences | None) -> Tensor:
+    def _mixed(self, projected: Tensor, packed: PackedSequences | None) -> Tensor:
         """[b, s, features] -> [b, s, value features], this rank's heads of both; only the convolution and the
         recurrence tell the sequences apart."""
         key_dim, value_dim = self.head_sizes
@@ -173,7 +173,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         return kernel(x=channels, weight=weight, bias=bias, activation=self.activation).transpose(1, 2)
 
-    def _convolved_apart(self, qkv: Tensor, packed: Sequences) -> Tensor:
+    def _convolved_apart(self, qkv: Tensor, packed: PackedSequences) -> Tensor:
         """`_convolved` within each sequence, in one call: as many rows of zeros stand between two as the convolution
         looks back."""
         blank = self.taps - 1
@@ -181,7 +181,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         spread = qkv.new_zeros(qkv.shape[0], qkv.shape[1] + blank * (len(packed.lengths) - 1), qkv.shape[2])
         return self._convolved(spread.index_copy(1, at, qkv)).index_select(1, at)
 
-    def _recurred(self, *columns: Tensor, packed: Sequences | None) -> Tensor:
+    def _recurred(self, *columns: Tensor, packed: PackedSequences | None) -> Tensor:
         """The recurrence over queries, keys, values, decays and betas [b, s, ...], within each sequence."""
         rule = self._rule()
         given: dict[str, Any] = {"output_final_state": False, "use_qk_l2norm_in_kernel": False}

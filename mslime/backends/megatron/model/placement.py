@@ -22,7 +22,7 @@ from mslime.config.megatron import MegatronConfig
 from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 from mslime.convert.parameter_names import canonical_name
-from mslime.convert.placement import ModelPlacement, Piece, whole
+from mslime.convert.placement import ModelPlacement, ParameterBox, whole
 
 
 def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPlacement:
@@ -35,7 +35,7 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
         CheckpointError: the architecture is not supported.
     """
     one_rank = ModelSpec(checkpoint=directory, layout=ParallelLayout(), megatron=MegatronConfig(), device="cpu")
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, tuple[ParameterBox, ...]] = {}
     objects: list[str] = []
     with fake_process_group(one_rank.layout):
         (chunk,) = meta_chunks(one_rank, hf_config, mtp=True)
@@ -55,14 +55,14 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
     return placement
 
 
-def _piece(part: ShardedTensor, parameter: Tensor) -> Piece:
+def _piece(part: ShardedTensor, parameter: Tensor) -> ParameterBox:
     data = cast("Tensor", part.data)
     owner = data if data._base is None else data._base
     assert parameter.is_contiguous() and (owner is parameter or owner is parameter._base or data is parameter), (
         f"{part.key}: stored from a copy, not from a view of the parameter"
     )
     sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-    return Piece(
+    return ParameterBox(
         part.key, tuple(part.global_shape), tuple(part.global_offset), sizes,
         int(data.storage_offset()) - int(parameter.storage_offset()), tuple(data.shape), data.stride(),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.support import LabelSupport
 from mslime.data.packing import padded_lengths
 from mslime.data.shard import TrainShard
 from mslime.data.supports import Supports
@@ -189,7 +189,7 @@ class MicroBatch:
     num_segments: int
     ages: Tensor | None
     positions: Tensor
-    support: Support | None
+    support: LabelSupport | None
 
 
 def build_micro_batch(
@@ -266,12 +266,12 @@ def first_segments(shard: TrainShard, spans: Sequence[tuple[int, int]]) -> NDArr
     return np.cumsum([0, *(int(shard.segment_index[start:stop].max()) + 1 for start, stop in spans)])
 
 
-def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, device: torch.device) -> Support | None:
+def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, device: torch.device) -> LabelSupport | None:
     """One row for each of the slicer's T rows; an empty one where nothing is predicted. None when all are empty."""
     found = Supports.empty() if supports is None else supports.take(slicer.targets)
     if not len(found.ids):
         return None
-    return Support(on_device(found.ids, device), on_device(found.offsets, device))
+    return LabelSupport(on_device(found.ids, device), on_device(found.offsets, device))
 
 
 def _response_positions(

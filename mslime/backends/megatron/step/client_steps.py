@@ -20,7 +20,7 @@ from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.batches import MicroBatch, on_device
 from mslime.backends.megatron.step.metrics import over_all_ranks
 from mslime.backends.megatron.step.optimizer import parts_of
-from mslime.backends.megatron.step.together import Share, gradients_in_one_pass
+from mslime.backends.megatron.step.together import AdapterShare, gradients_in_one_pass
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.config.serve import AdamParams
@@ -28,7 +28,7 @@ from mslime.data.client_batch import ClientShard
 
 
 @dataclass(frozen=True)
-class Passed:
+class RankPassResult:
     """What a pass found.
 
     Attributes:
@@ -44,7 +44,7 @@ class Passed:
 class ClientTrainers(AdapterTrainers):
     """One rank's trainers of clients' adapters. All ranks call the same methods in the same order."""
 
-    def pass_over(self, name: str, part: ClientShard, *, backward: bool) -> Passed:
+    def pass_over(self, name: str, part: ClientShard, *, backward: bool) -> RankPassResult:
         """A forward pass, and with `backward` one that adds the gradient of the loss to the adapter's. A collective.
 
         Raises:
@@ -53,29 +53,29 @@ class ClientTrainers(AdapterTrainers):
         with self.placed(name) as trainer:
             out = _column(trainer, part)
             if backward:
-                return Passed(self._add_gradients(trainer, part, out), _whole(trainer, out))
+                return RankPassResult(self._add_gradients(trainer, part, out), _whole(trainer, out))
             with torch.no_grad(), trainer.weights_in_place():
                 loss = finalise(over_all_ranks(self._forward(trainer, part, out)))["loss/total"]
-            return Passed(loss, out.cpu().numpy())
+            return RankPassResult(loss, out.cpu().numpy())
 
-    def add_together(self, parts: Mapping[str, ClientShard]) -> dict[str, Passed | TrainerError]:
+    def add_together(self, parts: Mapping[str, ClientShard]) -> dict[str, RankPassResult | TrainerError]:
         """`pass_over` with `backward` of several adapters in one pass (`gradients_in_one_pass`): each one's numbers are
         those of a pass of its own, bit for bit, whatever becomes of the others. A collective.
 
         Returns:
             By name what was found, or the error that every rank found alike.
         """
-        shares: list[Share] = []
+        shares: list[AdapterShare] = []
         asides: list[list[Tensor]] = []
         outs: list[Tensor] = []
         for name, part in parts.items():
             trainer = self._of(name)
             out = _column(trainer, part)
-            shares.append(Share(trainer, part.shard, partial(_loss, trainer, part, out=out)))
+            shares.append(AdapterShare(trainer, part.shard, partial(_loss, trainer, part, out=out)))
             asides.append(trainer.gradients_aside())
             outs.append(out)
         statistics = gradients_in_one_pass(shares)
-        found: dict[str, Passed | TrainerError] = {}
+        found: dict[str, RankPassResult | TrainerError] = {}
         for name, own, aside, out in zip(parts, statistics, asides, outs, strict=True):
             with self.placed(name) as trainer:
                 trainer.reduce_gradients()
@@ -85,7 +85,7 @@ class ClientTrainers(AdapterTrainers):
                     found[name] = error
                     continue
                 trainer.take_back(aside)
-                found[name] = Passed(loss, _whole(trainer, out))
+                found[name] = RankPassResult(loss, _whole(trainer, out))
         return found
 
     def _add_gradients(self, trainer: MegatronTrainer, part: ClientShard, out: Tensor) -> float:

@@ -26,7 +26,7 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, 
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
-from mslime.backends.megatron.model.gated_delta import Packed
+from mslime.backends.megatron.model.gated_delta import HostPackedSeqParams
 from mslime.backends.megatron.model.naming import unwrap
 from mslime.backends.megatron.model.output_layer import output_layer, output_weight
 from mslime.backends.megatron.model.routers import excludes_padding
@@ -259,9 +259,9 @@ class _SummedLoss(torch.autograd.Function):
         return torch.full_like(gradients[0], ctx.factor), None
 
 
-def _packed(batch: MicroBatch) -> Packed:
+def _packed(batch: MicroBatch) -> HostPackedSeqParams:
     longest = max(batch.slicer.padded_lengths)
-    return Packed(
+    return HostPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cumulative_lengths,  # type: ignore[arg-type]
         cu_seqlens_kv=batch.cumulative_lengths,  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ Outcome = list[dict[str, float]] | TrainerError
 
 
 @dataclass(frozen=True)
-class Share:
+class AdapterShare:
     """What an adapter has in a pass.
 
     Attributes:
@@ -92,11 +92,11 @@ def update_together(
 def _pass(every: Mapping[str, tuple[MegatronTrainer, TrainShard]], index: int) -> dict[str, _Part]:
     """Forward and backward of these shards; gradients are in the buffers as this rank computed them."""
     seen: dict[str, Tensor | None] = {}
-    shares: list[Share] = []
+    shares: list[AdapterShare] = []
     for name, (trainer, shard) in every.items():
         seen[name] = trainer.watch.column(shard, trainer.device)
         loss = trainer.runner.loss_of(trainer.weight_scale(shard), seen[name])
-        shares.append(Share(trainer, shard, loss, trainer.routing.gradient_routes(shard, index)))
+        shares.append(AdapterShare(trainer, shard, loss, trainer.routing.gradient_routes(shard, index)))
     found = gradients_in_one_pass(shares)
     return {
         name: _Part(share.trainer, share.shard, statistics, seen[name])
@@ -104,7 +104,7 @@ def _pass(every: Mapping[str, tuple[MegatronTrainer, TrainShard]], index: int) -
     }
 
 
-def gradients_in_one_pass(shares: Sequence[Share]) -> list[LossStatistics]:
+def gradients_in_one_pass(shares: Sequence[AdapterShare]) -> list[LossStatistics]:
     """Forward and backward of all shares in one pass. A collective.
 
     Each trainer's buffers hold its own gradients alone, as this rank computed them: `TrainedModel.reduce_gradients` and
