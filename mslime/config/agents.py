@@ -32,8 +32,8 @@ class AgentLimits(Section):
     tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
     idle_s: Seconds = Field(
         default=3600,
-        description="Seconds between a reply and the next request. An agent that asks nothing for longer has died: the "
-        "rollout ends with an error (rollout.on_error).",
+        description="Seconds without a request after which an agent counts as dead: the rollout ends with an error "
+        "(rollout.on_error).",
     )
     wall_s: Seconds = Field(
         default=4 * 3600,
@@ -52,8 +52,8 @@ class AgentServer(Section):
     port: int = Field(default=0, ge=0, le=65535, description="0: a free one.")
     token: Token | None = Field(
         default=None,
-        description="With which the key of every rollout begins, so that a proxy can refuse all other requests: "
-        "env:NAME, file:PATH, or the token itself.",
+        description="First part of every rollout's key, so that a proxy can refuse other requests: env:NAME, "
+        "file:PATH, or the token itself.",
     )
     max_request_mib: int = Field(default=64, ge=1, le=4096, description="Largest request.")
 

@@ -49,8 +49,8 @@ class AdvantageConfig(Section):
     )
     whiten: bool | None = Field(
         default=None,
-        description="Advantages to mean 0 and variance 1 over the trained tokens of all ranks. Default: on for "
-        "reinforce_pp, reinforce_pp_baseline and gae.",
+        description="Advantages to mean 0 and variance 1 over all trained tokens. Default: on for reinforce_pp, "
+        "reinforce_pp_baseline and gae.",
     )
     gamma: float = Field(
         default=1.0, ge=0, le=1, description="reinforce_pp, gae: discount of one trained token to the next."
@@ -247,8 +247,8 @@ class CorrectionConfig(Section):
     )
     function: str | None = Field(
         default=None,
-        description="`module:function`(log_ratio, TokenBatch) -> (weights, mask): what each token weighs, and which "
-        "stay in the loss (docs/extending.md). Stands in for action, level, metric and bounds.",
+        description="`module:function`(log_ratio, TokenBatch) -> (weights, mask), in place of action, level, metric "
+        "and bounds (docs/extending.md).",
     )
     level: Literal["token", "segment", "sequence", "geometric"] = Field(
         default="token",
@@ -287,14 +287,14 @@ class CorrectionConfig(Section):
     )
     outward_only: bool = Field(
         default=False,
-        description="mask and drop, level token: only tokens that have moved where their advantage pushes them, "
-        "(pi - mu) A > 0, can leave the loss.",
+        description="mask and drop, level token: only tokens moved in the direction of their advantage, (pi - mu) A > "
+        "0, leave the loss.",
     )
     max_age: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens of segments sampled by weights more than this many versions old weigh `old_weight` times "
-        "as much; null: no bound.",
+        description="Tokens of segments older than this many versions weigh `old_weight` times as much; null: no "
+        "bound.",
     )
     old_weight: float = Field(default=0.0, ge=0, lt=1, description="Of tokens beyond max_age; 0 masks them.")
 
@@ -458,8 +458,8 @@ class CriticConfig(Section):
 
     path: Path | None = Field(
         default=None,
-        description="Hugging Face checkpoint that it starts from, of any supported family with the policy's "
-        "vocabulary; the value head starts at 0. Default: model.path.",
+        description="Hugging Face checkpoint to start from, of any family with the policy's vocabulary; the value "
+        "head starts at 0. Default: model.path.",
     )
     placement: Literal["shared", "separate"] = Field(
         default="shared",
@@ -474,7 +474,7 @@ class CriticConfig(Section):
     value_clip: float | None = Field(
         default=0.2,
         gt=0,
-        description="How far a value may move from the one before the update without losing its gradient; null: any.",
+        description="How far a value may move in an update without losing its gradient; null: any.",
     )
 
 

@@ -45,8 +45,8 @@ class AtroposConfig(Section):
     )
     keep_s: Seconds = Field(
         default=900,
-        description="Seconds after its last reply for which a conversation is kept that was not handed in. Its tokens "
-        "are dropped then (ledger/dropped/unused_tokens).",
+        description="Seconds after its last reply for which an unused conversation is kept "
+        "(ledger/dropped/unused_tokens).",
     )
     waiting: int = Field(
         default=256,

@@ -67,12 +67,12 @@ class ClusterConfig(Section):
     gpu_network_gbits: float = Field(
         default=400,
         gt=0,
-        description="Network of one GPU, in Gb/s, for the least time of a weight sync in `mslime plan`.",
+        description="Network of one GPU, in Gb/s, for the least time of a sync in `mslime plan`.",
     )
     gpu_nvlink_gb_per_s: float = Field(
         default=450,
         gt=0,
-        description="From GPU to GPU of one machine, in GB/s, for the least time of a weight sync in `mslime plan`.",
+        description="From GPU to GPU of one host, in GB/s, for the least time of a sync in `mslime plan`.",
     )
     gpu_host_gb_per_s: float = Field(
         default=25,
@@ -95,15 +95,14 @@ class ClusterConfig(Section):
         default=0,
         le=1e9,
         ge=0,
-        description="Seconds to wait for machines that are still joining the Ray cluster; 0: a cluster that is too "
-        "small is refused at once.",
+        description="Seconds to wait for hosts that are joining the Ray cluster; 0: a cluster that is too small is "
+        "refused at once.",
     )
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Restarts in a row of trainer and rollout service from the newest checkpoint after a lost "
-        "process; engines stay, and a new checkpoint resets the count. 0, and always with placement colocated or "
-        "several adapters: the run ends.",
+        description="Restarts in a row after a lost trainer rank or rollout service; engines stay, and a new "
+        "checkpoint resets the count. 0, placement colocated or several adapters: the run ends.",
     )
     env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,

@@ -49,8 +49,8 @@ class DataConfig(Section):
     )
     tools_key: str | None = Field(
         default=None,
-        description="Key of a list of tool definitions, or of one written as JSON, handed to the chat template and to "
-        "rollout functions; null: none.",
+        description="Key of a list of tool definitions (or the same as JSON) for the chat template and rollout "
+        "functions; null: none.",
     )
     metadata_key: str | None = Field(
         default=None, description="Key of an object that rewards and filters get with the sample; null: none."
@@ -64,7 +64,7 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(
         default=True,
-        description="Draw rows in an order that follows from the seed, anew in each pass; else in the files' order.",
+        description="Rows in an order by the seed, anew in each pass; else in the files' order.",
     )
     max_prompt_tokens: int | None = Field(
         default=None, ge=1, description="Longer prompts are skipped, and counted in data/skipped_rows."

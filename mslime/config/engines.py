@@ -83,8 +83,8 @@ class SGLangConfig(EngineSection):
     num_engines: int = Field(default=1, ge=1, le=65536, description="Servers to launch (ignored when `urls` is given).")
     restarts: int = Field(
         default=3, ge=0,
-        description="Restarts in a row of a launched engine that died. It takes part from the next weight sync on; "
-        "ten syncs reset the count. If no engine is left, the run waits.",
+        description="Restarts in a row of a launched engine that died; ten syncs reset the count. If no engine is "
+        "left, the run waits.",
     )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
@@ -100,19 +100,18 @@ class SGLangConfig(EngineSection):
     nnodes: int = Field(
         default=1,
         ge=1,
-        description="Hosts of one launched engine, each with an equal share of its GPUs; more than 1 only if it needs "
-        "more than one host's GPUs.",
+        description="Hosts of one launched engine that needs more GPUs than a host has, with equal shares.",
     )
     pairs: KVTransfer | None = Field(
         default=None,
-        description="Launch each engine as a pair of servers, one for prefill and one for decoding, of tp_size GPUs "
-        "each, and move caches by this transfer backend. null: one server does both.",
+        description="Each engine is two servers of tp_size GPUs, one for prefill and one for decoding, with this way "
+        "to move caches. null: one server.",
     )
     ep_size: int = Field(default=1, ge=1, description="GPUs of an engine that its experts are divided over.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Of the engines' weights. auto: float32 on a CPU; on a GPU the checkpoint's bfloat16, or "
-        "megatron.params_dtype (default bfloat16) for a float32 checkpoint. Never float16.",
+        description="Of the engines' weights. auto: float32 on a CPU, on a GPU the checkpoint's bfloat16 or "
+        "megatron.params_dtype. Never float16.",
     )
     mem_fraction_static: float | None = Field(
         default=None, gt=0, lt=1, description="Share of a GPU's memory for weights and cache; null: SGLang decides."

@@ -36,8 +36,8 @@ class ObserveConfig(Section):
     )
     wandb: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of wandb.init: entity, group, tags, notes, job_type, mode (offline) and so on. "
-        "They are written to the run's config.yaml: no secrets here.",
+        description="Further arguments of wandb.init (entity, group, tags, mode ...), written to config.yaml: no "
+        "secrets.",
     )
     eval_every: int = Field(
         default=10,

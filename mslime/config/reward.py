@@ -34,8 +34,7 @@ class RewardServersConfig(Section):
     )
     auth_env: str | None = Field(
         default=None,
-        description="Environment variable with the token of the header `Authorization: Bearer TOKEN`, which is "
-        "neither logged nor written to config.yaml.",
+        description="Environment variable with the token of the header `Authorization: Bearer TOKEN`; never logged.",
     )
 
     @property
@@ -66,7 +65,7 @@ class JudgeConfig(RewardServersConfig):
     system: str | None = Field(default=None, description="A system message before it.")
     pattern: str | None = Field(
         default=None,
-        description="Regular expression whose last match in the reply holds the number in its first group, for example "
+        description="Regular expression; the first group of its last match in the reply is the number, for example "
         "`Score: ([0-9.]+)`.",
     )
     field: str | None = Field(
@@ -138,7 +137,7 @@ class ScoringConfig(GraderConfig):
     )
     parts: list[RewardPartConfig] = Field(
         default_factory=list[RewardPartConfig],
-        description="Several graders; the reward is the sum of weight x reward. `kind` and `function` are unused then.",
+        description="Several graders in place of `kind` and `function`; the reward is the sum of weight x reward.",
     )
 
     @property

@@ -61,8 +61,8 @@ class RolloutConfig(Section):
     )
     on_error: OnError = Field(
         default="fail",
-        description="If a rollout function raises or returns a failed rollout. fail: the run ends; after a resume, a "
-        "second failure drops the group. drop: the rollout leaves its group (in an evaluation it counts as wrong).",
+        description="If a rollout function raises or fails. fail: the run ends; a second failure after a resume drops "
+        "the group. drop: the rollout leaves its group; in an evaluation it is wrong.",
     )
     renderer: str | None = Field(
         default=None,
@@ -100,9 +100,9 @@ class RolloutConfig(Section):
     partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
     on_stale: Literal["auto", "keep", "mask", "reroll", "drop"] = Field(
         default="auto",
-        description="Tokens older than max_staleness. keep: train them under the correction, up to "
-        "correction.max_age. mask: do not train them. reroll: generate the response again. drop: drop its group. "
-        "auto: keep if max_staleness > 0 with a correction, else mask.",
+        description="Tokens older than max_staleness. keep: train under the correction, up to correction.max_age. "
+        "mask: do not train. reroll: generate again. drop: drop the group. auto: keep with max_staleness > 0 and a "
+        "correction, else mask.",
     )
     dynamic_filter: DynamicFilter | str = Field(
         default="none",
@@ -110,8 +110,8 @@ class RolloutConfig(Section):
     )
     mask_truncated: bool = Field(
         default=False,
-        description="Responses cut at a length limit count in their group's advantages, and none of their tokens is "
-        "trained (DAPO's overlong filtering); ledger/masked/truncated_tokens counts them.",
+        description="Do not train responses cut at a length limit (DAPO's overlong filtering, "
+        "ledger/masked/truncated_tokens); they count in their group's advantages.",
     )
     max_response_tokens: int = Field(
         default=1024, ge=1, description="Longest response; longer ones are truncated, and counted."
@@ -135,8 +135,8 @@ class RolloutConfig(Section):
     top_k: int = Field(
         default=-1,
         ge=-1,
-        description="Tokens are drawn from so many of the likeliest ones, 2 to 4096 (sglang.sampling_mask_max_tokens "
-        "raises that), and trained likewise. -1: off.",
+        description="Draw from so many of the likeliest tokens, 2 to 4096 (sglang.sampling_mask_max_tokens), and "
+        "train likewise. -1: off.",
     )
     min_p: float = Field(
         default=0.0,
@@ -159,9 +159,8 @@ class RolloutConfig(Section):
     )
     pause_mode: PauseMode = Field(
         default="abort",
-        description="Running requests in a weight update with max_staleness > 0. abort: return partial results and "
-        "continue as new requests. retract: prefill again, old tokens get new routes. in_place: continue on the cache "
-        "of old weights.",
+        description="Running requests in a weight update with max_staleness > 0. abort: continue as new requests. "
+        "retract: prefill again, old tokens get new routes. in_place: continue on the old cache.",
     )
 
     @field_validator("temperature", mode="before")

@@ -69,8 +69,8 @@ class ServeConfig(Section):
         | None
     ) = Field(
         default=None,
-        description="What clients must send, beginning with tml-: env:NAME, file:PATH, or the key itself. Default: a "
-        "new one each time, in RUN/serve.json.",
+        description="Key of clients, beginning with tml-: env:NAME, file:PATH, or the key itself. Default: a new one "
+        "in RUN/serve.json.",
     )
     model_name: str | None = Field(
         default=None,

@@ -87,8 +87,8 @@ class TrainConfig(Section):
     )
     sft_too_long: Literal["refuse", "skip", "cut"] = Field(
         default="refuse",
-        description="sft: what becomes of rows of more tokens than rollout.max_total_tokens (default: the model's "
-        "positions). skip and cut are counted in data/skipped_rows and data/cut_rows.",
+        description="sft: rows of more tokens than rollout.max_total_tokens (default: the model's positions); skip "
+        "and cut are counted in data/skipped_rows and data/cut_rows.",
     )
 
     @property
