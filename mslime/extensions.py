@@ -94,7 +94,8 @@ def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
         raise ConfigError(setting, spec, raised(error, about), "mend the function") from error
 
 
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(_HERE), str(_HERE.with_name("mslime_plugins")))
 _LOGGED = set[str]()
 
 

@@ -1,6 +1,6 @@
 """How every process of a run logs: a line begins with the time and the process; phases say when they begin and end.
 
-Our lines go through `logging` under the name `mslime`. A process that is all ours (a rank, an engine's actor, the
+Our lines go through `logging` under the names `mslime` and `mslime_plugins`. A process that is all ours (a rank, an engine's actor, the
 rollout service) logs to its standard error, which is its file in RUN/logs, warnings of its libraries included. The
 driver may be somebody's notebook: there only our own lines are taken, into RUN/logs/driver.log. Standard library only.
 """
@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-OURS = "mslime"
+OURS = ("mslime", "mslime_plugins")
+"""Names of our packages' loggers."""
 _HIDDEN: set[str] = set()
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Lines(logging.Formatter):
         """The line, with a traceback if the record has one, and without secrets."""
         when = datetime.fromtimestamp(record.created).astimezone()
         stamp = f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d}{when:%z}"
-        whose = "" if record.name.partition(".")[0] == OURS else f"{record.name}: "
+        whose = "" if record.name.partition(".")[0] in OURS else f"{record.name}: "
         line = f"{stamp} {self._process} {record.levelname} {whose}{super().format(record)}"
         for secret in _HIDDEN:
             line = line.replace(secret, "(redacted)")
@@ -52,26 +53,29 @@ def log_process(process: str, level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(Lines(process))
     logging.getLogger().addHandler(handler)
-    logging.getLogger(OURS).setLevel(level.upper())
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())
 
 
 @contextmanager
 def log_file(path: Path, process: str, level: str) -> Iterator[None]:
     """Append our lines to a file as long as the block lasts; what ends it early is the last of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler, logger = logging.FileHandler(path, encoding="utf-8"), logging.getLogger(OURS)
+    handler, loggers = logging.FileHandler(path, encoding="utf-8"), [logging.getLogger(name) for name in OURS]
     handler.setFormatter(Lines(process))
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
     try:
         yield
     except BaseException as error:
         _log.error("ended by %s: %s", type(error).__name__, error)
         raise
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for logger, own_level in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(own_level)
         handler.close()
 
 

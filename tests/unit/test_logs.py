@@ -26,6 +26,7 @@ def test_a_process_writes_its_own_lines_and_its_libraries_warnings() -> None:
         "ours, theirs = logging.getLogger('mslime.x'), logging.getLogger('megatron.core')\n"
         "ours.debug('no'), theirs.info('no'), theirs.warning('beware of sesame')\n"
         "with phase(ours, 'step 1: training'): pass\n"
+        "logging.getLogger('mslime_plugins.serve').info('one pass')\n"
         "try:\n"
         "    with phase(ours, 'saving'): raise OSError('sesame is full\\nmore')\n"
         "except OSError: ours.exception('it')\n"
@@ -34,7 +35,7 @@ def test_a_process_writes_its_own_lines_and_its_libraries_warnings() -> None:
     lines = told.stderr.splitlines()
     expected = (
         r"WARNING megatron\.core: beware of \(redacted\)", r"INFO step 1: training",
-        r"INFO step 1: training: done in \d+\.\d\d s", r"INFO saving",
+        r"INFO step 1: training: done in \d+\.\d\d s", "INFO one pass", r"INFO saving",
         r"ERROR saving: failed after \d+\.\d\d s: OSError: \(redacted\) is full", "ERROR it",
     )  # fmt: skip
     for line, pattern in zip(lines[: len(expected)], expected, strict=True):
@@ -68,7 +69,7 @@ def test_the_driver_s_file_holds_what_was_said_and_why_it_ended_and_the_callers_
 
 def test_the_level_decides_what_is_written(tmp_path: Path) -> None:
     with logs.log_file(tmp_path / "driver.log", "driver", "warning"), logs.phase(logging.getLogger("mslime.x"), "work"):
-        logging.getLogger("mslime.x").warning("beware")
+        logging.getLogger("mslime_plugins.x").warning("beware")
     assert (tmp_path / "driver.log").read_text().endswith("WARNING beware\n")
     assert len((tmp_path / "driver.log").read_text().splitlines()) == 1
 

@@ -65,7 +65,7 @@ class WorkerProcess:
         """
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, logging.getLevelName(logging.getLogger(OURS).getEffectiveLevel()),
+            sys.executable, "-m", module, logging.getLevelName(logging.getLogger(OURS[0]).getEffectiveLevel()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )  # fmt: skip
