@@ -1,8 +1,9 @@
 """How every process of a run logs: a line begins with the time and the process; phases say when they begin and end.
 
-Our lines go through `logging` under the names `mslime` and `mslime_plugins`. A process that is all ours (a rank, an engine's actor, the
-rollout service) logs to its standard error, which is its file in RUN/logs, warnings of its libraries included. The
-driver may be somebody's notebook: there only our own lines are taken, into RUN/logs/driver.log. Standard library only.
+Our lines go through `logging` under the names `mslime` and `mslime_plugins`. A process that is all ours (a rank, an
+engine's actor, the rollout service) logs to its standard error, which is its file in RUN/logs, warnings of its
+libraries included. The driver may be somebody's notebook: there only our own lines are taken, into RUN/logs/driver.log.
+Standard library only.
 """
 
 from __future__ import annotations
