@@ -8,9 +8,11 @@ point of the group `mslime.transports`: its Traits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from mslime.config.errors import ConfigError
 from mslime.config.plugins import found, load
 
 AUTO = "auto"
@@ -105,8 +107,13 @@ def transport_names() -> tuple[str, ...]:
 
 
 def transports() -> dict[str, Traits]:
-    """All transports by name, those of packages too. Raises ConfigError for a package that cannot be imported."""
-    return {name: traits_of(name) for name in transport_names() if name != AUTO}
+    """All transports by name, but for those of packages that cannot be imported: a run that names none of them needs
+    none of them."""
+    known = dict(BUILT_IN)
+    for name in found("mslime.transports"):
+        with suppress(ConfigError):
+            known[name] = traits_of(name)
+    return known
 
 
 def traits_of(transport: str) -> Traits:

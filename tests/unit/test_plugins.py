@@ -131,6 +131,22 @@ def test_a_broken_package_is_named_and_takes_only_its_own_command_away(
     assert end.value.code == 0 and "ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_a_broken_package_refuses_no_run_but_by_a_check_of_its_own(
+    tmp_path: Path, run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check that silently went missing would let through what it is for."""
+    groups = ("commands", "rewards", "environments", "transports")
+    install(tmp_path, "cracked", "".join(f"[mslime.{group}]\ncracked = cracked:X\n" for group in groups), "1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", run_file]) == 0, capsys.readouterr().err
+    assert main(["check", run_file, "--weights.transport", "cracked"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    install(tmp_path, "cracks", "[mslime.checks]\nsite = cracks:X\n", "1 / 0")
+    monkeypatch.syspath_prepend(tmp_path / "nothing")  # what is installed is read once for each `sys.path`
+    assert main(["check", run_file]) == 2
+    assert "mslime.checks = 'site'" in capsys.readouterr().err
+
+
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
         load("mslime.commands", "plann", "command line")
