@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mslime import __version__
 from mslime.cli.command import Command, add_run_file, config_of
-from mslime.cli.convert import CONVERT
+from mslime.cli.convert import CONVERT, CONVERT_RUN
 from mslime.cli.scale import SCALE
 from mslime.config.errors import ConfigError, UserError, nearest
 from mslime.config.plugins import found, load
@@ -70,9 +70,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     """The arguments of a command; `command` of them is the command itself."""
     if not words or words[0].startswith("-"):
         return _list_of_commands().parse_args(words)
-    name, rest = (words[0], words[1:]) if words[:2] != ["convert", "run"] else ("convert run", words[2:])
-    command = _command(name)
-    prog = f"mslime {name}"
+    if words[:2] == ["convert", "run"]:  # the one kind that takes settings
+        prog, command, rest = "mslime convert run", CONVERT_RUN, words[2:]
+    else:
+        prog, command, rest = f"mslime {words[0]}", _command(words[0]), words[1:]
     if command.takes_settings:
         from mslime.config.flags import FlagParser, add_help, add_settings, normalised
 
@@ -93,7 +94,7 @@ def _command(name: str) -> Command:
     """The command of this name, ours or that of a plug-in. Raises ConfigError."""
     if (own := COMMANDS.get(name)) is not None:
         return own
-    names = [*(known for known in COMMANDS if " " not in known), *found("mslime.commands")]
+    names = [*COMMANDS, *found("mslime.commands")]
     if name not in names:
         hint = nearest(name, names) or f"one of {', '.join(names)}"
         if not found("mslime.commands"):
@@ -112,8 +113,7 @@ def _list_of_commands() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        if " " not in name:
-            commands.add_parser(name, help=command.about)
+        commands.add_parser(name, help=command.about)
     for name in found("mslime.commands"):
         if name not in COMMANDS:
             commands.add_parser(name, help=_about(name))
@@ -165,12 +165,6 @@ def _add_check(parser: Any) -> None:
         "--try", action="store_true", dest="try_functions",
         help="also call the functions of yours that the settings name, on made-up input (docs/extending.md)",
     )  # fmt: skip
-
-
-def _add_convert_run(parser: Any) -> None:
-    parser.add_argument("config", type=Path, help="the run's config.yaml")
-    parser.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
 
 
 def _add_models(parser: Any) -> None:
@@ -255,14 +249,6 @@ def _print_fields(section: str, markdown: bool) -> int:
     return 0
 
 
-def _convert_run(args: argparse.Namespace) -> int:
-    from mslime.control.export import export
-
-    export(config_of(args), args.checkpoint, args.out)
-    print(args.out)
-    return 0
-
-
 def _models(args: argparse.Namespace) -> int:
     from mslime.convert.support import as_markdown, as_table, support_rows
 
@@ -295,9 +281,6 @@ COMMANDS = {
     "check": Command("validate RUN.yaml without starting an engine", _add_check, _check, takes_settings=True),
     "scale": SCALE,
     "convert": CONVERT,
-    "convert run": Command(
-        "write a run's checkpoint as a Hugging Face checkpoint", _add_convert_run, _convert_run, takes_settings=True
-    ),
     "models": Command("list the model families and what works with each", _add_models, _models),
     "env": Command("print versions and devices, for a bug report", lambda parser: None, _env),
 }  # fmt: skip

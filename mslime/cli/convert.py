@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mslime.cli.command import Command
+from mslime.cli.command import Command, config_of
 from mslime.config.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 def _add_kinds(parser: Any) -> None:
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    kinds.add_parser("run", help="write a run's checkpoint as a Hugging Face checkpoint")  # parsed with its settings
+    kinds.add_parser("run", help=CONVERT_RUN.about)  # for the list; `CONVERT_RUN` has a parser with the settings
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
     to_megatron.add_argument(
@@ -275,4 +275,21 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     return sides[0], sides[1]
 
 
+def _add_run(parser: Any) -> None:
+    parser.add_argument("config", type=Path, help="the run's config.yaml")
+    parser.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+
+
+def _export_run(args: argparse.Namespace) -> int:
+    from mslime.control.export import export
+
+    export(config_of(args), args.checkpoint, args.out)
+    print(args.out)
+    return 0
+
+
+CONVERT_RUN = Command(
+    "write a run's checkpoint as a Hugging Face checkpoint", _add_run, _export_run, takes_settings=True
+)
 CONVERT = Command("convert, inspect and compare checkpoints", _add_kinds, lambda args: args.convert(args))

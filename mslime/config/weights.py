@@ -72,7 +72,11 @@ class WeightsConfig(Section):
     @property
     def carrier(self) -> str:
         """By what buckets go: the transport, or what changes are sent over."""
-        return self.delta_over if traits_of(self.transport).sends_changes else self.transport
+        return self.carrier_of(self.transport)
+
+    def carrier_of(self, transport: str) -> str:
+        """The same of another transport, which `auto` came to."""
+        return self.delta_over if traits_of(transport).sends_changes else transport
 
     @property
     def own_settings(self) -> dict[str, str]:
@@ -155,8 +159,7 @@ def _check_on_engines_gpus(transport: str, engine: SGLangConfig, cluster: Cluste
 
 def _check_colocated(weights: WeightsConfig, transport: str) -> None:
     """Trainer and engines take turns on the same GPUs."""
-    carrier = weights.delta_over if traits_of(transport).sends_changes else transport
-    if traits_of(carrier).joins_engines:
+    if traits_of(weights.carrier_of(transport)).joins_engines:
         raise ConfigError(
             "weights.delta_over" if traits_of(transport).sends_changes else "weights.transport", weights.carrier,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",

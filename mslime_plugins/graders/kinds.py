@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from mslime.rollout.rewards.kinds import RewardKind, text_problem
+from mslime.rollout.rewards.kinds import RewardKind, problem_of, text_problem
 from mslime_plugins.graders import words
 from mslime_plugins.graders.labels import letter_of, math_labels
 
 MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
 SHOWN = 60
-
-
-def _problem(read: Callable[[Any], object]) -> Callable[[Any], str]:
-    """What `read` raises about a label, as text."""
-
-    def problem(label: Any) -> str:
-        try:
-            read(label)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    return problem
 
 
 def unread_labels(labels: Iterable[tuple[str, Any]], number: int) -> list[str]:
@@ -58,10 +45,10 @@ def _summary(unread: int, rows: int, first: str) -> list[str]:
 
 
 MATH = RewardKind(
-    "mslime_plugins.graders.mathematics:graded_math", _problem(math_labels), 5.0, MATH_MEMORY, unread_labels
+    "mslime_plugins.graders.mathematics:graded_math", problem_of(math_labels), 5.0, MATH_MEMORY, unread_labels
 )
 ANSWER_LINE = RewardKind(
-    "mslime_plugins.graders.mathematics:graded_answer_line", _problem(math_labels), 5.0, MATH_MEMORY, unread_labels
+    "mslime_plugins.graders.mathematics:graded_answer_line", problem_of(math_labels), 5.0, MATH_MEMORY, unread_labels
 )
-LETTERS = RewardKind(words.letters, _problem(letter_of))
+LETTERS = RewardKind(words.letters, problem_of(letter_of))
 F1 = RewardKind(words.f1, text_problem)

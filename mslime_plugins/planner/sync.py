@@ -165,9 +165,8 @@ def _seconds_a_byte(
         return 1 / rates.network
     gpus, near = receiving.engines * receiving.ranks, near_ranks(receiving.ranks, cluster.gpus_per_node)
     files = -(-gpus // cluster.gpus_per_node) / rates.directory + 1 / rates.host
-    changes = traits_of(transport).sends_changes
-    share = CHANGED if changes else 1
-    match traits_of(weights.delta_over if changes else transport).way:
+    share = CHANGED if traits_of(transport).sends_changes else 1
+    match traits_of(weights.carrier_of(transport)).way:
         case "gpus":
             return (gpus - cluster.colocated) / rates.nvlink  # all but the sender's own, at the same time
         case "host":

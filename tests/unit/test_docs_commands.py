@@ -222,8 +222,7 @@ def test_every_key_of_a_yaml_block_exists(page: Path) -> None:
 
 
 def told_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    name = " ".join(command) if command == ["convert", "run"] else command[0]
-    everything = ["all"] if _command(name).takes_settings else []
+    everything = ["all"] if command == ["convert", "run"] or _command(command[0]).takes_settings else []
     with pytest.raises(SystemExit) as end:
         main([*command, "--help", *everything])
     assert end.value.code == 0, command

@@ -71,13 +71,17 @@ def alternatives(label: Any) -> list[str]:
     return [text]
 
 
-def text_problem(label: Any) -> str:
-    """Why a label is neither a text, a number nor a list of those; empty if it is."""
-    try:
-        alternatives(label)
-    except ValueError as error:
-        return str(error)
-    return ""
+def problem_of(read: Callable[[Any], object]) -> Callable[[Any], str]:
+    """`RewardKind.label_problem` out of a function that reads a label: the text of the ValueError that it raises."""
+
+    def problem(label: Any) -> str:
+        try:
+            read(label)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return problem
 
 
 def exact(response: str, label: Any) -> float:
@@ -85,4 +89,6 @@ def exact(response: str, label: Any) -> float:
     return float(any(response.strip() == text.strip() for text in alternatives(label)))
 
 
+text_problem = problem_of(alternatives)
+"""Why a label is neither a text, a number nor a list of those; empty if it is."""
 EXACT = RewardKind(exact, text_problem)
