@@ -334,12 +334,12 @@ class Relay:
 def join(updater: Any, request: JoinRelayGroup) -> Answer:
     """Let this rank join a sender's group, if it receives from that. Raises RuntimeError on every rank of the engine if
     one of them cannot."""
-    place, joined, message = ranks(), True, ""
+    place, group, joined, message = ranks(), request.group, True, ""
     receives = request.sender % place.near.count == place.near.rank and request.machine in (None, place.machine)
     if receives:  # one on each machine joins, or the one on this; SGLang adds the rank within the engine
-        own = request.rank + (place.machine if request.machine is None else 0) - updater.tp_rank
+        own = group.rank + (place.machine if request.machine is None else 0) - updater.tp_rank
         joined, message = updater.init_weights_update_group(
-            request.host, request.port, own, request.world_size, request.name, request.backend
+            group.host, group.port, own, group.world_size, group.name, group.backend
         )
     place.whole.heard("" if joined else message, None)
     return Answer()

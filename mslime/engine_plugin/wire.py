@@ -139,40 +139,35 @@ class TakeIpc:
 
 
 @dataclass(frozen=True)
+class JoinGroup:
+    """All ranks of the engine join a process group. SGLang's own request, for a server without the plug-in too.
+
+    Attributes:
+        name: of the process group.
+        host, port: of the group's store.
+        rank: of the engine's first member.
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True)
 class JoinRelayGroup:
     """On each machine of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
 
     Attributes:
         sender: its number.
-        name: of the process group.
-        host, port: of the group's store.
-        rank: of the engine's first member.
         machine: only the rank on this machine joins; None: one on each.
     """
 
     sender: int
-    name: str
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    backend: str
+    group: JoinGroup
     machine: int | None = None
-
-
-@dataclass(frozen=True)
-class JoinGroup:
-    """All ranks of the engine join a process group. SGLang's own request, for a server without the plug-in too.
-
-    Attributes: as of `JoinRelayGroup`.
-    """
-
-    name: str
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    backend: str
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ def meet(
     store = open_store(host, world_size, timeout)
     joins: list[Future[Any]] = []
     for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False):
-        place = link.name, host, store.port, rank, world_size, link.backend
-        request = wire.JoinGroup(*place) if sender is None else wire.JoinRelayGroup(sender, *place, machine)
+        group = wire.JoinGroup(link.name, host, store.port, rank, world_size, link.backend)
+        request = group if sender is None else wire.JoinRelayGroup(sender, group, machine)
         joins.append(link.engine_port.ask(engine, request))
     # In a thread of its own: an engine's refusal ends the wait at once, while the thread still waits for it.
     joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)

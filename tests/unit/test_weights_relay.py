@@ -202,8 +202,9 @@ def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: 
     monkeypatch.setattr(EngineClient, "join_group", join_group)
     monkeypatch.setattr(EngineClient, "ask", ask)
     engine = EngineInfo("http://127.0.0.1:9")
-    lanes = [JoinRelayGroup(3, "n", "h", 5, 2, 4, "gloo", machine) for machine in (None, 1)]
-    for request in (wire.JoinGroup("n", "h", 5, 2, 4, "gloo"), *lanes):
+    group = wire.JoinGroup("n", "h", 5, 2, 4, "gloo")
+    lanes = [JoinRelayGroup(3, group, machine) for machine in (None, 1)]
+    for request in (group, *lanes):
         link.engine_port.ask(engine, request).result()
     assert asked == [("h", 5, 2, 4, "n", "gloo"), *lanes]
 
