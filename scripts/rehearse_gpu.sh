@@ -87,8 +87,8 @@ fi
 
 [ -z "$fresh" ] || rm -rf "$out/families" "$out/outcomes"
 # What is rehearsed: another state of these files makes all results anew.
-state="$(find mslime scripts/models scripts/lib/layouts.sh tests/rehearsal tests/fixtures tests/engines pyproject.toml -type f \
-  -not -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum | cut -d ' ' -f 1)"
+state="$(find mslime mslime_plugins scripts/models scripts/lib/layouts.sh tests/rehearsal tests/fixtures tests/engines \
+  pyproject.toml -type f -not -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum | cut -d ' ' -f 1)"
 believing=(env "LD_PRELOAD=$venv/fake/libfakecuda.so" "LD_LIBRARY_PATH=$venv/fake:${LD_LIBRARY_PATH:-}" "PYTHONPATH=$PWD" "CUDA_HOME=$venv/fake"
   TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$venv/bin/python" -W ignore)
 if [ -n "$list" ]; then exec "${believing[@]}" -m tests.rehearsal.run "$out" --only "$only" --list; fi

@@ -66,6 +66,12 @@ def test_what_is_missing_is_one_sentence_with_a_way_out(
 # ------------------------------------------------------------------------------------------------ cases and judgement
 
 
+def test_a_change_of_any_package_of_ours_makes_all_results_anew() -> None:
+    script = (ROOT / "scripts/rehearse_gpu.sh").read_text()
+    watched = script.partition('state="$(find ')[2].partition(" -type f")[0].split()
+    assert {path.parent.name for path in ROOT.glob("mslime*/__init__.py")} <= set(watched)
+
+
 def test_every_family_and_every_launch_script_is_rehearsed() -> None:
     found = cases()
     assert len({case.name for case in found}) == len(found)
