@@ -64,7 +64,7 @@ def different_after_loading(trainer: MegatronTrainer, directory: Path) -> list[s
     """Wipe the weights, load them with megatron-core's own loader, and name what is not what HF gave before."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from mslime.backends.megatron.checkpoint import SHARDING
+    from mslime.backends.megatron.checkpoint_files import SHARDING
     from mslime.backends.megatron.model.naming import named_local_params
 
     before = {name: tensor.detach().clone() for name, tensor in named_local_params(trainer.chunks)}

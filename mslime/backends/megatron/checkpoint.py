@@ -31,7 +31,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mslime.backends.megatron.checkpoint_files import InProcessSave, SafeLoad
+from mslime.backends.megatron.checkpoint_files import SHARDING, InProcessSave, SafeLoad
 from mslime.backends.megatron.generators import load_generators, save_generators
 from mslime.backends.megatron.step.optimizer import begin_states, load_states, states_of, without_classes
 from mslime.config.errors import CheckpointError
@@ -41,13 +41,6 @@ from mslime.data.manifest import Manifest, read_manifest
 
 T = TypeVar("T")
 
-SHARDING = {
-    # Optimizer state is stored per parameter of the whole model, not per data-parallel piece of a buffer.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # The same keys whether one optimizer or two (dense and expert parameters) are chained.
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
 # torch's CheckpointException does not derive from Exception. A dead rank shows as a RuntimeError of the collective.
 FAILURES = (
     OSError,

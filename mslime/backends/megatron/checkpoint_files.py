@@ -39,6 +39,14 @@ from torch.futures import Future
 from mslime.convert.torch_dist import METADATA, load_metadata
 from mslime.data.checksums import FileSum, SummedFile
 
+SHARDING = {
+    # Optimizer state is stored per parameter of the whole model, not per data-parallel piece of a buffer.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # The same keys whether one optimizer or two (dense and expert parameters) are chained.
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
 
 class SummingFileSystem(FileSystem):
     """torch's file system, which remembers the sums of the files written through it.

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from mslime.backends.megatron.checkpoint import SHARDING
+from mslime.backends.megatron.checkpoint_files import SHARDING
 from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
 from mslime.backends.megatron.step.own_state import parts_of_entry
 from mslime.config.layout import ParallelLayout
