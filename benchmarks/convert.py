@@ -100,7 +100,7 @@ def seconds(work: Callable[[Path], object], root: Path) -> float:
 
 
 def _place(rank: int, world_size: int, init_method: str, config: dict[str, Any], source: Path) -> ModelPlacement:
-    from mslime.backends.megatron.model.placement import model_placement
+    from mslime.backends.megatron.checkpoint_files import model_placement
 
     return model_placement(config, source)
 
@@ -137,7 +137,7 @@ def _load_both(rank: int, world_size: int, init_method: str, source: Path, round
     from transformers import AutoConfig
 
     from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-    from mslime.backends.megatron.model.settings import transformer_config
+    from mslime.backends.megatron.model.megatron_config import transformer_config
     from mslime.backends.megatron.parallel import start_process_groups
     from mslime.config.schema import RunConfig
     from mslime.config.training import policy_spec

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.megatron.log_probs.support import LabelSupport
+from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
 from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.generating import GenerateRequest, parse_generation

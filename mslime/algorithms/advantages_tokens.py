@@ -270,7 +270,7 @@ def _kl(log_p: NDArray[np.floating], log_q: NDArray[np.floating], kind: KLType) 
     """`kl_estimate` of arrays, [N]. For trainers: whoever shards a rollout imports this module without torch."""
     import torch
 
-    from mslime.algorithms.kl import kl_estimate
+    from mslime.algorithms.token_batch import kl_estimate
 
     p, q = (torch.as_tensor(x, dtype=torch.float64) for x in (log_p, log_q))
     return kl_estimate(p, q, kind).numpy()

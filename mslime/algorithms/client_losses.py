@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mslime.algorithms.kl import clamp_log_ratio
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
+from mslime.algorithms.token_batch import clamp_log_ratio
 from mslime.config.serve import LossChoice
 
 

@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mslime.algorithms.kl import clamp_log_ratio, kl_of
-from mslime.algorithms.token_batch import TokenBatch
+from mslime.algorithms.token_batch import TokenBatch, clamp_log_ratio, kl_of
 from mslime.config.algorithm import CorrectionConfig
 from mslime.config.errors import ConfigError
 from mslime.extensions import calling, load_function

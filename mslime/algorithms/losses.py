@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.corrections import Correction, correction_weights
-from mslime.algorithms.kl import kl_estimate, kl_to_reference
 from mslime.algorithms.policies import TokenLoss, token_losses
 from mslime.algorithms.statistics import LossStatistics
-from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
+from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch, kl_estimate, kl_to_reference
 from mslime.config.algorithm import AlgorithmConfig
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mslime.algorithms.kl import clamp_log_ratio
-from mslime.algorithms.token_batch import LOSS_SETTING, TokenBatch
+from mslime.algorithms.token_batch import LOSS_SETTING, TokenBatch, clamp_log_ratio
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
 from mslime.extensions import bad_metric_name, calling, load_function

@@ -88,6 +88,6 @@ def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, about how it is trained
-        from mslime.backends.megatron.model.placement import model_placement
+        from mslime.backends.megatron.checkpoint_files import model_placement
 
         return model_placement(config, directory)

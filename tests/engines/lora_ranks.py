@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.model.naming import named_factors, named_local_params
+from mslime.backends.megatron.model.chunks import named_factors, named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
@@ -83,7 +83,7 @@ def trainer_of(config: RunConfig, rank: int, world_size: int, init_method: str) 
 def gradients(trainer: MegatronTrainer, shard: Any) -> float:
     """Leave the reduced gradients of a shard in the buffers; the loss over all ranks."""
     from mslime.algorithms.statistics import finalise
-    from mslime.backends.megatron.step.metrics import over_all_ranks
+    from mslime.backends.megatron.step.reductions import over_all_ranks
 
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()

@@ -215,8 +215,8 @@ def _rows(lengths: tuple[int, ...], sequence: int) -> np.ndarray:
 def _gradients(trainer: Any, shard: TrainShard) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss over all ranks and this rank's reduced gradients by canonical name, without an optimizer step."""
     from mslime.algorithms.statistics import finalise
-    from mslime.backends.megatron.model.naming import named_local_params
-    from mslime.backends.megatron.step.metrics import over_all_ranks
+    from mslime.backends.megatron.model.chunks import named_local_params
+    from mslime.backends.megatron.step.reductions import over_all_ranks
 
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mslime.backends.megatron.model.adapters import adapters_of
-from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.base import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer

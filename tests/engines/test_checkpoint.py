@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mslime.backends.megatron import checkpoint
-from mslime.backends.megatron.step.asleep import optimizer_tensors
+from mslime.backends.megatron.step.offload import optimizer_tensors
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError

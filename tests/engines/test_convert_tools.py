@@ -31,7 +31,7 @@ ALL = {"tp": 2, "pp": 2, "ep": 2}
 
 
 def _place(rank: int, world_size: int, init_method: str, model: Path) -> ModelPlacement:
-    from mslime.backends.megatron.model.placement import model_placement
+    from mslime.backends.megatron.checkpoint_files import model_placement
 
     return model_placement(read_hf_config(model), model)
 
@@ -65,7 +65,7 @@ def different_after_loading(trainer: MegatronTrainer, directory: Path) -> list[s
     from megatron.core import dist_checkpointing, parallel_state
 
     from mslime.backends.megatron.checkpoint_files import SHARDING
-    from mslime.backends.megatron.model.naming import named_local_params
+    from mslime.backends.megatron.model.chunks import named_local_params
 
     before = {name: tensor.detach().clone() for name, tensor in named_local_params(trainer.chunks)}
     metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -129,7 +129,7 @@ def test_a_training_checkpoint_becomes_the_trainers_own_export_without_a_trainer
 
 def round_trips(rank: int, world_size: int, init_method: str, root: Path) -> dict[str, list[str]]:
     """Every family's tiny model to Megatron and back; what differs, by case."""
-    from mslime.backends.megatron.model.placement import model_placement
+    from mslime.backends.megatron.checkpoint_files import model_placement
 
     different: dict[str, list[str]] = {}
     for number, case in enumerate(CASES.values()):
@@ -166,7 +166,7 @@ def test_a_copy_that_is_none_is_not_lost_silently(tmp_path: Path) -> None:
 
 
 def worst_difference(trainer: MegatronTrainer, plain: Path) -> tuple[int, float]:
-    from mslime.backends.megatron.model.naming import named_local_params
+    from mslime.backends.megatron.model.chunks import named_local_params
 
     checkpoint = HFCheckpoint(plain)
     tensors = dict(named_local_params(trainer.chunks))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.advantages_tokens import TokenColumns, gae
-from mslime.backends.megatron.model.value_head import is_value_head
+from mslime.backends.megatron.model.layers import is_value_head
 from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
-from mslime.backends.megatron.model.naming import layer_ids
+from mslime.backends.megatron.model.chunks import fake_process_group, layer_ids, meta_chunks
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
-from mslime.backends.megatron.model.settings import transformer_config
+from mslime.backends.megatron.model.chunks import build_chunks, fake_process_group, load_hf_weights, meta_chunks
+from mslime.backends.megatron.model.megatron_config import transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig

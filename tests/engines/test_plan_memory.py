@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.megatron.model.naming import layer_ids
+from mslime.backends.megatron.model.chunks import layer_ids
 from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.trainer import MegatronTrainer

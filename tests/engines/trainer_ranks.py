@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mslime.algorithms.statistics import finalise
-from mslime.backends.megatron.model.naming import named_local_params
-from mslime.backends.megatron.step.metrics import over_all_ranks
+from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.pipeline import RouteHooks
+from mslime.backends.megatron.step.reductions import over_all_ranks
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec

@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel import schedules
 from transformer_engine.pytorch.triton import permutation
 
 import tests.rehearsal.on_gpu as on_gpu
-from mslime.backends.megatron.model.naming import unwrap
+from mslime.backends.megatron.model.chunks import unwrap
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.keys import Endpoint, EngineInfo

@@ -121,7 +121,7 @@ def without_a_driver() -> list[Check]:
     """The GPU packages where no runtime pretends anything: a login node that converts checkpoints."""
     env = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
     code = "import mslime.backends.cpu.megatron as cpu; print(len(cpu.install())); import mslime.offline.workers"
-    code += "; import mslime.backends.megatron.model.meta_model"
+    code += "; import mslime.backends.megatron.model.chunks"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     said = done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]

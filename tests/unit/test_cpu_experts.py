@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from mslime.backends.cpu.experts import CpuExperts  # noqa: E402
+from mslime.backends.cpu.megatron_layers import CpuExperts  # noqa: E402
 
 
 class PlainLinear(torch.nn.Linear):

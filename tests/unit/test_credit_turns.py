@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mslime.algorithms.advantages import STD_EPS, GroupRewards
 from mslime.algorithms.advantages_tokens import Reduce
-from mslime.backends.megatron.step.advantages import completed
+from mslime.backends.megatron.step.reductions import completed
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble, grouped_rewards

@@ -10,8 +10,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mslime.backends.megatron.model.grouped_state import share_empty_states
-from mslime.backends.megatron.model.settings import transformer_config
+from mslime.backends.megatron.model.megatron_config import transformer_config
+from mslime.backends.megatron.model.moe import share_empty_states
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields, fp8_rows

@@ -23,9 +23,9 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules  # noqa: E
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
+from mslime.backends.cpu.megatron_layers import ZeroCentredRMSNorm  # noqa: E402
+from mslime.backends.megatron.model.chunks import fake_process_group  # noqa: E402
 from mslime.backends.megatron.model.gated_delta import HeadNorm, HostPackedSeqParams, PackedGatedDeltaNet  # noqa: E402
-from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 from tests.fixtures.delta_rule import chunk_gated_delta_rule  # noqa: E402
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
-from mslime.backends.megatron.step.advantages import completed
 from mslime.backends.megatron.step.batches import RowLayout, build_micro_batch
+from mslime.backends.megatron.step.reductions import completed
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample

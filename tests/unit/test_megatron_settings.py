@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.model.settings import (
+from mslime.backends.megatron.model.megatron_config import (
     OptimizerConfig,
     ddp_config,
     device_of,

@@ -16,7 +16,7 @@ install()
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
 
-from mslime.backends.megatron.step.own_state import _parts, rectangles  # noqa: E402
+from mslime.backends.megatron.checkpoint_files import _parts, rectangles  # noqa: E402
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -18,10 +18,13 @@ install()
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 
-from mslime.backends.megatron.model.chunks import build_chunks, mark_parameters  # noqa: E402
-from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
-from mslime.backends.megatron.model.naming import named_local_params  # noqa: E402
-from mslime.backends.megatron.model.settings import transformer_config  # noqa: E402
+from mslime.backends.megatron.model.chunks import (  # noqa: E402
+    build_chunks,
+    fake_process_group,
+    mark_parameters,
+    named_local_params,
+)
+from mslime.backends.megatron.model.megatron_config import transformer_config  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 from mslime.config.training import policy_spec  # noqa: E402
 from mslime.convert.families import get_family, read_hf_config  # noqa: E402

@@ -14,7 +14,10 @@ from mslime.backends.cpu.megatron import install
 
 install()
 
-from mslime.backends.megatron.step import asleep, reference  # noqa: E402
+from mslime.backends.megatron.step import (  # noqa: E402
+    offload,
+    reference,
+)
 from mslime.backends.megatron.step.reference import ReferencePolicy  # noqa: E402
 
 
@@ -69,7 +72,7 @@ def test_copies_lie_in_blocks_of_one_size_which_are_pinned_for_a_gpu(
     class FakeOnGpu(torch.nn.Parameter):
         is_cuda = True  # type: ignore[assignment]
 
-    monkeypatch.setattr(asleep, "CHUNK", 1 << 3)
+    monkeypatch.setattr(offload, "CHUNK", 1 << 3)
     monkeypatch.setattr(torch, "empty", empty)
     if on_gpu:
         model.weight = FakeOnGpu(model.weight.detach())
@@ -84,8 +87,8 @@ def test_a_trainer_that_sleeps_puts_away_what_is_large_can_shrink_and_lies_on_it
     large, of_numpy = torch.arange(4096.0), torch.from_numpy(np.arange(4096.0))
     held = [torch.nn.Parameter(each) for each in (large, torch.ones(8), of_numpy, torch.empty(4096, device="meta"))]
     wrapped: Any = SimpleNamespace(module=torch.nn.ParameterList(held), buffers=[], expert_parallel_buffers=[])
-    state = asleep.DeviceState([wrapped], SimpleNamespace(), torch.device("cpu"), tmp_path)  # type: ignore[arg-type]
+    state = offload.DeviceState([wrapped], SimpleNamespace(), torch.device("cpu"), tmp_path)  # type: ignore[arg-type]
     state.hold(("optimizer", "gradients"))
     assert [each.untyped_storage().nbytes() for each in held] == [0, 8 * 4, 4096 * 8, 4096 * 4]
-    state.hold(asleep.PARTS)
+    state.hold(offload.PARTS)
     assert torch.equal(held[0].detach(), torch.arange(4096.0))

@@ -11,7 +11,7 @@ import torch
 from mslime.algorithms.advantages import group_rewards, rollout_advantages
 from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
-from mslime.backends.megatron.step import metrics
+from mslime.backends.megatron.step import reductions
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
 
@@ -119,11 +119,11 @@ def test_a_rank_without_the_loss_learns_what_the_others_report(monkeypatch: pyte
     def gathered(names: list[Any], own: tuple[str, ...], group: object) -> None:
         names[:] = [own, told.user_names]
 
-    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor, **_: tensor.add_(next(others)))
-    monkeypatch.setattr(metrics.dist, "all_gather_object", gathered)
-    monkeypatch.setattr(metrics.dist, "get_world_size", lambda group: 2)
-    found = finalise(metrics.over_all_ranks(LossStatistics.zeros()))
+    monkeypatch.setattr(reductions.dist, "all_reduce", lambda tensor, **_: tensor.add_(next(others)))
+    monkeypatch.setattr(reductions.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(reductions.dist, "get_world_size", lambda group: 2)
+    found = finalise(reductions.over_all_ranks(LossStatistics.zeros()))
     assert found == finalise(told) and "user/ratio" in found
     others = iter([torch.zeros_like(told.sums), torch.zeros_like(told.maxima)])
-    monkeypatch.setattr(metrics.dist, "all_gather_object", None)  # nothing is reported, so nothing is gathered
-    assert metrics.over_all_ranks(LossStatistics.zeros()).user_names == ()
+    monkeypatch.setattr(reductions.dist, "all_gather_object", None)  # nothing is reported, so nothing is gathered
+    assert reductions.over_all_ranks(LossStatistics.zeros()).user_names == ()

@@ -373,7 +373,7 @@ def _(overrides: _Overrides) -> None:
 def _(overrides: _Overrides) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from mslime.backends.cpu.norm import ZeroCentredRMSNorm
+    from mslime.backends.cpu.megatron_layers import ZeroCentredRMSNorm
 
     original = WrappedTorchNorm.__new__
 

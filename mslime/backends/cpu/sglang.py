@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mslime.backends.cpu import lora, pairs, quantised
+from mslime.backends.cpu import sglang_layers
 from mslime.backends.cpu.stubs import STUBS
 from mslime.config.errors import EngineError
 from mslime.config.passthrough import installed_version
@@ -251,46 +251,52 @@ PATCHES: tuple[SglangPatch, ...] = (
         _murmur_hash,
     ),
     SglangPatch(
-        "adapters_unpinned", "sglang.srt.lora.layers", "layers with adapters pin their offsets' memory", lora.unpinned
+        "adapters_unpinned",
+        "sglang.srt.lora.layers",
+        "layers with adapters pin their offsets' memory",
+        sglang_layers.unpinned,
     ),
     SglangPatch(
-        "adapter_batches_unpinned", "sglang.srt.lora.backend.torch_backend", "so do tables of batches", lora.unpinned
+        "adapter_batches_unpinned",
+        "sglang.srt.lora.backend.torch_backend",
+        "so do tables of batches",
+        sglang_layers.unpinned,
     ),
     SglangPatch(
         "merged_segments",
         "sglang.srt.lora.backend.base_backend",
         "a check for a GPU kernel ends the server when requests of one adapter have more than 256 tokens together",
-        lora.merged_segments,
+        sglang_layers.merged_segments,
     ),
     SglangPatch(
         "expert_adapters",
         "sglang.srt.lora.layers",
         "experts with adapters exist as Triton and Marlin kernels only",
-        lora.expert_adapters,
+        sglang_layers.expert_adapters,
     ),
     SglangPatch(
         "emulated_fp8",
         "sglang.srt.layers.quantization.fp8",
         "FP8 layers need kernels of a GPU or of AMX; the bits are kept, and what they stand for computes",
-        quantised.emulated_fp8,
+        sglang_layers.emulated_fp8,
     ),
     SglangPatch(
         "emulated_int4",
         "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe",
         "INT4 experts need Marlin or Triton kernels; the bits are kept, and what they stand for computes",
-        quantised.emulated_int4,
+        sglang_layers.emulated_int4,
     ),
     SglangPatch(
         "every_dtype_beside_int4",
         "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors",
         "kernels want 16 bits, and the CPU platform serves float32 as well",
-        quantised.every_dtype_beside_int4,
+        sglang_layers.every_dtype_beside_int4,
     ),
     SglangPatch(
         "plain_indices",
         "sglang.srt.disaggregation.mooncake.conn",
         "a server that prefills for another one pins the numbers of its pages, and waits for a stream",
-        pairs.plain_indices,
+        sglang_layers.plain_indices,
     ),
 )
 

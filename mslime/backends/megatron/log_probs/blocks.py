@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import Gradients, Shard, ShardSums, Softmax
-from mslime.backends.megatron.log_probs.support import LabelSupport
+from mslime.backends.megatron.log_probs.shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
 from mslime.backends.megatron.log_probs.vocab_parallel import (
     LogProbs,
     Way,

@@ -1,4 +1,4 @@
-"""What the two ways of computing log-probs share: the rank's part of the vocabulary and the numbers of a row."""
+"""What the ways of computing log-probs share: the rank's part of the vocabulary, the numbers of a row, their support."""
 
 from __future__ import annotations
 
@@ -105,3 +105,99 @@ class Gradients:
             return None if x is None else torch.where(rows, x, 0)
 
         return Gradients(keep(self.log_probs), keep(self.entropy))
+
+
+# The softmax of tokens that were drawn from a part of the vocabulary (top-k, top-p), over that part alone.
+#
+# The supports of a batch are one ragged array, and all work is on gathered logits: no mask of the logits' size. Both
+# ways of `log_probs` use it as it stands; a row's whole logits are read as well, and not used, in the forward pass.
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """Values [k] float32 of the gradient with respect to the logits of `ids` [k] in the rows `row` [k]."""
+
+    row: Tensor
+    ids: Tensor
+    value: Tensor
+
+    def add_to(self, out: Tensor, shard: Shard) -> None:
+        """Add those of the shard's ids to `out` [n, columns or more], which is zero in rows that have a support."""
+        column, ours = shard.local(self.ids)
+        value = self.value.masked_fill(~ours, 0).to(out.dtype)  # at column 0 for other ids
+        out.index_put_((self.row, column), value, accumulate=True)
+
+
+@dataclass(frozen=True)
+class LabelSupport:
+    """The ids that each row's label was drawn from, as the engine reports them (`data.supports.Supports`).
+
+    Memory while it is used: at most 64 bytes per id.
+
+    Attributes:
+        ids: [k] int32 or int64, rows end to end; distinct within a row, over the whole vocabulary.
+        offsets: [n + 1] int64; row t is `ids[offsets[t]:offsets[t + 1]]`. An empty row means the full vocabulary.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    def check(self, labels: Tensor) -> None:
+        """Every row that has a support has its label in it, once. On CUDA the device checks, without waiting."""
+        assert self.offsets.shape == (labels.shape[0] + 1,), (self.offsets.shape, labels.shape)
+        found = torch.zeros(labels.shape[0] + 1, dtype=torch.int32, device=labels.device)
+        row = self._row()
+        found.index_add_(0, row, (self.ids == labels[row]).int())
+        right = ((found[:-1] == 1) | self.is_unrestricted()).all()
+        message = "a label is not, or not once, among the ids of its support"
+        if labels.is_cuda:
+            torch.ops.aten._assert_async.msg(right, message)
+        else:
+            assert bool(right), message
+
+    def is_unrestricted(self) -> Tensor:
+        """[n] bool: rows over the full vocabulary."""
+        return self.offsets[1:] == self.offsets[:-1]
+
+    def read(self, logits: Tensor, shard: Shard) -> Tensor:
+        """[k] float32: the logits of the ids; -inf for those that are not the shard's."""
+        column, ours = shard.local(self.ids)
+        return logits[self._row(), column].float().masked_fill_(~ours, -torch.inf)
+
+    def replace(self, sums: ShardSums, x: Tensor, shard: Shard) -> None:
+        """Put the sums over the support into the rows that have one, from its logits `x` (`read`)."""
+        row, (_, ours) = self._row(), shard.local(self.ids)
+        top = self._reduce(x, "max", -torch.inf)
+        d = ((x - top[row]) / shard.temperature).masked_fill_(~ours, -torch.inf)
+        weight = d.exp()
+        total = self._reduce(weight, "sum", 0.0)
+        moment = self._reduce(weight * d.clamp_(min=FAR), "sum", 0.0)
+        dense = self.is_unrestricted()
+        sums.top = torch.where(dense, sums.top, top)
+        sums.total = torch.where(dense, sums.total, total)
+        sums.moment = torch.where(dense, sums.moment, moment)
+
+    def gradient(
+        self, x: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+    ) -> SparseGradient:
+        """With respect to the support's logits `x` (`read`), of the rows that have a support."""
+        row = self._row()
+        log_p = (x - softmax.top[row]) / shard.temperature - softmax.log_total[row]
+        p = log_p.exp()
+        grad = torch.zeros_like(p)
+        if upstream.log_probs is not None:
+            grad += upstream.log_probs[row] * ((self.ids == labels[row]).float() - p)
+        if upstream.entropy is not None:
+            assert softmax.entropy is not None
+            grad -= upstream.entropy[row] * p * (log_p.clamp_(min=FAR) + softmax.entropy[row])
+        return SparseGradient(row, self.ids, grad / shard.temperature)
+
+    def _row(self) -> Tensor:
+        """[k] int64: the row of every id."""
+        n = self.offsets.shape[0] - 1
+        rows = torch.arange(n, device=self.offsets.device)
+        return rows.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
+
+    def _reduce(self, x: Tensor, how: str, empty: float) -> Tensor:
+        """[n] float32 from [k]: per row; `empty` where a row has no ids. The order of summation is fixed."""
+        return torch.segment_reduce(x, how, offsets=self.offsets, initial=empty, unsafe=True)

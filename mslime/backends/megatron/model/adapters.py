@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mslime.backends.megatron.model.naming import SHARED_BY_EXPERTS, named_factors, named_parameters
+from mslime.backends.megatron.model.chunks import SHARED_BY_EXPERTS, named_factors, named_parameters
 from mslime.backends.megatron.parallel import tensor_shard
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LORA_KEY, LoraConfig

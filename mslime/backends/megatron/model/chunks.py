@@ -1,34 +1,105 @@
-"""The model of one rank: one GPTModel for every virtual pipeline stage, its weights, and its data-parallel wrapper."""
+"""The model of one rank: a GPTModel for every virtual pipeline stage, its weights, its names, its data-parallel wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from mslime.backends.megatron.model.dispatch import forget_micro_batches
-from mslime.backends.megatron.model.grouped_state import share_empty_states
-from mslime.backends.megatron.model.naming import named_local_params
-from mslime.backends.megatron.model.norms import use_joint_qk_norms, use_post_norms
+from mslime.backends.megatron.model.layers import ValueHead, is_value_head, use_joint_qk_norms, use_post_norms
+from mslime.backends.megatron.model.megatron_config import transformer_config
+from mslime.backends.megatron.model.moe import forget_micro_batches, share_empty_states, use_own_routers
 from mslime.backends.megatron.model.rotary import use_packed_rotary
-from mslime.backends.megatron.model.routers import use_own_routers
 from mslime.backends.megatron.model.specs import block_spec
-from mslime.backends.megatron.model.value_head import ValueHead, is_value_head
-from mslime.backends.megatron.parallel import tensor_shard
+from mslime.backends.megatron.parallel import make_model_parallel_groups, tensor_shard
 from mslime.config.errors import CheckpointError
+from mslime.config.layout import ParallelLayout
+from mslime.config.training import ModelSpec
+from mslime.convert.adapters import is_factor
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
+from mslime.convert.families.mtp import mtp_depth
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import padded_vocab_size
+from mslime.convert.parameter_names import canonical_name, of_all_experts
 from mslime.convert.table import BoundRule, RuleTable
+
+# Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
+#
+# How names are spelled, Transformer Engine's included, is in `mslime.convert.parameter_names`; here is what only a
+# built model knows: which layers and which experts this rank holds.
+
+SHARED_BY_EXPERTS = "shared_by_experts"
+"""Attribute of a parameter that all experts of a layer share: modules of several experts hold it."""
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside data-parallel and precision wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def layer_ids(chunk: GPTModel) -> tuple[int, ...]:
+    """Global (0-based) ids of a chunk's layers, in order."""
+    return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)  # type: ignore[union-attr, misc]
+
+
+def moe_layer_ids(chunks: Iterable[GPTModel], all_moe_layers: Sequence[int]) -> tuple[int, ...]:
+    """Global ids of the MoE layers of these chunks, in order."""
+    return tuple(layer for chunk in chunks for layer in layer_ids(chunk) if layer in set(all_moe_layers))
+
+
+def first_local_expert(chunk: GPTModel) -> int:
+    """Global id of this rank's first expert; 0 in a dense model."""
+    experts = chunk.config.num_moe_experts or 0
+    size = parallel_state.get_expert_model_parallel_world_size()
+    return experts // size * parallel_state.get_expert_model_parallel_rank()
+
+
+def named_local_params(chunks: Iterable[GPTModel], *, tied_copies: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, local tensor) of every parameter of these chunks, and of the routers' expert bias; without
+    adapters.
+
+    Args:
+        tied_copies: include the last pipeline stage's copy of a tied embedding (`output_layer.weight`), which is
+            loaded but never exported.
+    """
+    for chunk in chunks:
+        biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
+        for name, tensor in _named(chunk, [*chunk.named_parameters(), *biases]):
+            tied = name == "output_layer.weight" and chunk.share_embeddings_and_output_weights
+            if not is_factor(name) and (tied_copies or not tied):
+                yield name, tensor
+
+
+def named_parameters(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, tensor) of a chunk's parameters, adapters included, in the order of `chunk.named_parameters`."""
+    return _named(chunk, chunk.named_parameters())
+
+
+def named_factors(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, local tensor) of the factors of these chunks' adapters."""
+    return ((name, tensor) for chunk in chunks for name, tensor in named_parameters(chunk) if is_factor(name))
+
+
+def _named(chunk: GPTModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    layers, first = layer_ids(chunk), first_local_expert(chunk)
+    for local, tensor in tensors:
+        name = canonical_name(local, first, layers)
+        yield (of_all_experts(name) if hasattr(tensor, SHARED_BY_EXPERTS) else name), tensor
+
 
 WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 """Linear layers that tensor parallelism does not split."""
@@ -196,3 +267,42 @@ def _in_bfloat16(config: TransformerConfig, chunk: GPTModel) -> Float16Module:
     for router, bias in biases:
         router.expert_bias = bias
     return module
+
+
+# A trainer rank's model without its memory: on the meta device, in a world of which only this process exists.
+#
+# Used where only names and shapes matter: learning how megatron-core stores a model in a checkpoint, and checking the
+# conversion rules of a full-size model in a layout of any size. Never in a process that trains.
+
+
+@contextmanager
+def fake_process_group(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
+    """Rank `rank` of a world whose other ranks are not there: groups exist, collectives must not be entered."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "this process already belongs to a world"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        make_model_parallel_groups(layout, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def meta_chunks(spec: ModelSpec, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
+    """The chunks that `build_chunks` would give this rank, all parameters on the meta device.
+
+    Call it within `fake_process_group`.
+
+    Args:
+        mtp: with the checkpoint's multi-token-prediction layers, which a trainer leaves out.
+    """
+    device = torch.device("cpu")
+    settings, family = transformer_config(spec, hf_config, device), get_family(hf_config)
+    settings.perform_initialization = False
+    depth = mtp_depth(family.rules(hf_config))
+    settings.mtp_num_layers = depth if mtp else None
+    with torch.device("meta"):
+        return build_chunks(settings, family.model_fields(hf_config), torch.device("meta"), mtp and depth > 0)

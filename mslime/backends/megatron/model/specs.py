@@ -95,7 +95,7 @@ def _cuda_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
 
 def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     from mslime.backends.cpu.attention import CpuCoreAttention, DuplicatedLinear
-    from mslime.backends.cpu.experts import CpuExperts
+    from mslime.backends.cpu.megatron_layers import CpuExperts
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage

@@ -12,10 +12,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.naming import moe_layer_ids
-from mslime.backends.megatron.model.output_layer import limit_logits
-from mslime.backends.megatron.model.settings import device_of, transformer_config
+from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights, moe_layer_ids
+from mslime.backends.megatron.model.layers import limit_logits
+from mslime.backends.megatron.model.megatron_config import device_of, transformer_config
 from mslime.backends.megatron.parallel import ParallelState, start_process_groups
 from mslime.backends.megatron.replay.routing import Routing
 from mslime.backends.megatron.replay.routing_replay import RoutingReplay

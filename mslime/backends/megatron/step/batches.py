@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.support import LabelSupport
+from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.data.packing import padded_lengths
 from mslime.data.shard import TrainShard
 from mslime.data.supports import Supports

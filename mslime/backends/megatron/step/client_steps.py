@@ -18,8 +18,8 @@ from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.batches import MicroBatch, on_device
-from mslime.backends.megatron.step.metrics import over_all_ranks
 from mslime.backends.megatron.step.optimizer import parts_of
+from mslime.backends.megatron.step.reductions import over_all_ranks
 from mslime.backends.megatron.step.together import AdapterShare, gradients_in_one_pass
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError

@@ -16,7 +16,7 @@ from torch import Tensor
 from mslime.algorithms.losses import LossOutput, value_loss
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.settings import device_of, transformer_config
+from mslime.backends.megatron.model.megatron_config import device_of, transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline

@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mslime.backends.megatron.step.own_state import keep_own_state
+from mslime.backends.megatron.checkpoint_files import keep_own_state
 from mslime.config.train import TrainConfig
 
 # At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such

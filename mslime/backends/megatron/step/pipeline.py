@@ -26,10 +26,10 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, 
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.model.chunks import unwrap
 from mslime.backends.megatron.model.gated_delta import HostPackedSeqParams
-from mslime.backends.megatron.model.naming import unwrap
-from mslime.backends.megatron.model.output_layer import output_layer, output_weight
-from mslime.backends.megatron.model.routers import excludes_padding
+from mslime.backends.megatron.model.layers import output_layer, output_weight
+from mslime.backends.megatron.model.moe import excludes_padding
 from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch, on_device
 from mslime.config.training import PolicySpec

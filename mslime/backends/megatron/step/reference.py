@@ -14,9 +14,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from mslime.backends.megatron.model.chunks import load_hf_weights
-from mslime.backends.megatron.model.naming import named_local_params
-from mslime.backends.megatron.step.asleep import MemoryStore
+from mslime.backends.megatron.model.chunks import load_hf_weights, named_local_params
+from mslime.backends.megatron.step.offload import MemoryStore
 
 
 class ReferencePolicy:

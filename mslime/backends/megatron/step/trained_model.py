@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.model.chunks import wrap
-from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
+from mslime.backends.megatron.model.megatron_config import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import ParallelState
-from mslime.backends.megatron.step.asleep import DeviceState, gradient_buffers
-from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
+from mslime.backends.megatron.step.offload import DeviceState, gradient_buffers
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate, rates_of
+from mslime.backends.megatron.step.reductions import over_all_ranks, refuse_not_finite
 from mslime.config.choices import TrainerPart
 from mslime.config.errors import TrainerError
 from mslime.config.fp8 import fp8_rows

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -31,14 +31,12 @@ from mslime.backends.megatron.model.adapters import (
     check_same_adapters,
     trained_adapters,
 )
-from mslime.backends.megatron.model.naming import named_factors, named_local_params
-from mslime.backends.megatron.parallel import stop_process_groups
-from mslime.backends.megatron.step.advantages import with_token_advantages
+from mslime.backends.megatron.model.chunks import named_factors, named_local_params
+from mslime.backends.megatron.parallel import ParallelState, stop_process_groups
 from mslime.backends.megatron.step.base import Base
-from mslime.backends.megatron.step.metrics import normalising_scale
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
+from mslime.backends.megatron.step.reductions import normalising_scale, with_token_advantages
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.lora import LORA_KEY
 from mslime.config.training import PolicySpec
@@ -56,6 +54,54 @@ from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
 from mslime.weights.transport import EnginePort
+
+# Log-probs of a few sequences as the trainer computed them, for people to read beside the sampler's.
+#
+# They are taken where a step has them anyway, so nothing is computed or sent for them: of the pass before the first
+# update where there is one, else of the gradient pass. A rank of the last stage has those of its own rows, and the
+# ranks of a context-parallel group together have all.
+
+
+@dataclass
+class Watch:
+    """Sequences whose log-probs are wanted, and what this rank found.
+
+    Attributes:
+        parallel: where this rank stands.
+        sequences: ids of the step's sequences (`TrainShard.sequence_ids`).
+        found: by id, [T] float32; NaN for tokens that another context-parallel rank has, and for first tokens.
+    """
+
+    parallel: ParallelState
+    sequences: frozenset[int] = frozenset()
+    found: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
+
+    def begin(self, sequences: Iterable[int]) -> None:
+        """Watch these sequences, and forget what was found of others."""
+        self.sequences, self.found = frozenset(sequences), {}
+
+    def column(self, shard: TrainShard, device: torch.device) -> Tensor | None:
+        """[N] float32 for what the gradient pass finds of the shard; None where nothing is to be kept of it."""
+        if shard.old_log_probs is not None or not self._held(shard):
+            return None
+        return torch.full((len(shard.tokens),), torch.nan, device=device)
+
+    def keep(self, shard: TrainShard, column: Tensor | None) -> None:
+        """Keep what is known of the shard: its old log-probs, or `column` after the gradient pass."""
+        known = shard.old_log_probs if column is None else column.cpu().numpy()
+        if known is None:
+            return
+        spans = shard.spans()
+        for place in self._held(shard):
+            start, stop = spans[place]
+            self.found[int(shard.sequence_ids[place])] = known[start:stop].copy()
+
+    def _held(self, shard: TrainShard) -> list[int]:
+        """Places of the watched sequences in the shard; none on ranks that leave it to another one."""
+        if not self.parallel.counts:
+            return []
+        return [place for place, number in enumerate(shard.sequence_ids.tolist()) if number in self.sequences]
+
 
 _log = logging.getLogger(__name__)
 

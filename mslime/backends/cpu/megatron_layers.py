@@ -1,4 +1,4 @@
-"""Routed experts on machines without Transformer Engine: megatron-core's, with one activation for all of them.
+"""Layers of machines without Transformer Engine: routed experts with one activation for all of them, and an RMS norm.
 
 A small expert's two matrix products take less time than the dozen small operations around them, each of which also
 comes back in the backward pass. So the products are each expert's own, and what is done feature by feature between
@@ -45,3 +45,21 @@ class CpuExperts(SequentialMLP):
         inner = config.activation_func(gate) * linear
         weighted = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
         return products("linear_fc2", weighted), None
+
+
+# A zero-centred RMS norm for machines without Transformer Engine, which alone has one in megatron-core.
+
+
+class ZeroCentredRMSNorm(torch.nn.Module):
+    """RMS norm scaled by 1 + weight, computed in float32 (transformers `Qwen3NextRMSNorm`)."""
+
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape and dtype."""
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normal * (1.0 + self.weight.float())).type_as(x)

@@ -1,4 +1,4 @@
-"""Routers that megatron-core 0.16.1 does not build, put into the layer spec where a family needs them.
+"""Parts of MoE layers that megatron-core 0.16.1 does not build or keeps too long: routers, dispatchers, experts' state.
 
 DeepSeek-V2's softmax router chooses experts from the groups whose best expert scores highest (arXiv 2405.04434, section
 2.2.2). megatron-core ranks groups by the sum of several experts (`moe_utils.group_limited_topk`): DeepSeek-V3's rule.
@@ -10,11 +10,12 @@ mask, and a division by zero where a micro-batch is padding alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -145,3 +146,56 @@ def _refuse(config: TransformerConfig) -> None:
                 f"megatron.{name}", "set", "the router of DeepSeek-V2 with limited groups is mslime's own, without it",
                 "remove it",
             )  # fmt: skip
+
+
+# megatron-core's token dispatchers, which forget a micro-batch once its tokens are back.
+#
+# Version 0.16.1 leaves a layer's routing weights with its dispatcher until the layer's next forward pass. They hang on
+# the graph of what computed them: the input of every MoE layer, its router's and the sum behind its attention stay in
+# memory through the rest of the backward pass, the optimizer's step and a weight sync, 2 x [T / TP, H] a layer.
+
+KEPT = ("probs", "local_probs", "routing_map", "local_map", "reversed_local_input_permutation_mapping")
+"""Attributes of dispatchers that are read from a forward pass's beginning to its end, and not after it."""
+
+
+def forget_micro_batches(chunk: torch.nn.Module) -> None:
+    """Let the dispatchers of all MoE layers drop these attributes at the end of each pass, a recomputed one too."""
+    for layer in chunk.modules():
+        if isinstance(layer, MoELayer):
+            _forget_after_combining(layer.token_dispatcher)
+
+
+def _forget_after_combining(dispatcher: Any) -> None:
+    combine = dispatcher.combine_postprocess
+
+    def combine_and_forget(hidden: Tensor) -> Tensor:
+        out = combine(hidden)
+        for name in KEPT:
+            if name in vars(dispatcher):
+                setattr(dispatcher, name, None)
+        return out
+
+    dispatcher.combine_postprocess = combine_and_forget
+
+
+# Grouped experts' checkpoints where Transformer Engine keeps no state of FP8.
+#
+# megatron-core 0.16.1 hands a grouped layer's state of FP8 on to its experts, and takes it for granted that a layer
+# that multiplies in FP8 has one. With recipes without a history of maxima (`train.fp8`) Transformer Engine 2.20 has
+# none, and says so by an empty tensor, of which nothing can be handed on: saving failed.
+
+_SPLIT = "_split_extra_state"
+
+
+def share_empty_states(chunk: torch.nn.Module) -> None:
+    """Give each expert of every grouped layer the layer's state where that is empty."""
+    for layer in chunk.modules():
+        if hasattr(layer, _SPLIT):
+            setattr(layer, _SPLIT, _sharing(getattr(layer, _SPLIT), layer))
+
+
+def _sharing(split: Callable[[Tensor], list[Tensor]], layer: Any) -> Callable[[Tensor], list[Tensor]]:
+    def share(state: Tensor) -> list[Tensor]:
+        return split(state) if state.numel() else [state] * layer.num_gemms
+
+    return share
