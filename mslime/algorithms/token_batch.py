@@ -1,4 +1,4 @@
-"""Tokens of a micro-batch as losses and corrections see them, sums over their sequences, and estimates of KL divergence.
+"""Tokens of a micro-batch as losses and corrections see them, sums over sequences, and estimates of KL divergence.
 
 mu is the policy that sampled a token, pi_old the trainer's before this update, pi the one being updated.
 """

@@ -1,4 +1,4 @@
-"""What the ways of computing log-probs share: the rank's part of the vocabulary, the numbers of a row, their support."""
+"""What the ways of computing log-probs share: a rank's part of the vocabulary, the numbers of a row, supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of one rank: a GPTModel for every virtual pipeline stage, its weights, its names, its data-parallel wrapper."""
+"""The model of one rank: a GPTModel for every virtual stage, its weights, names, and data-parallel wrapper."""
 
 from __future__ import annotations
 

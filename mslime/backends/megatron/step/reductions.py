@@ -1,4 +1,4 @@
-"""From each rank's numbers of a step to numbers that are the same on every rank: advantages, metrics, whether finite."""
+"""From each rank's numbers of a step to numbers that are the same on every rank: advantages and metrics."""
 
 from __future__ import annotations
 
