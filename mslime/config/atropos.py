@@ -17,7 +17,7 @@ FUNCTION = "atropos"
 GIVEN = "mslime.algorithms.given:advantages"
 """`algorithm.advantage` that takes the numbers that an environment gives."""
 
-Token = Annotated[
+AtroposToken = Annotated[
     SecretStr,
     AfterValidator(partial(refuse_empty, "rollout.atropos.token")),
     PlainSerializer(shown_secret, return_type=str),
@@ -33,7 +33,7 @@ class AtroposConfig(Section):
         "a token.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
-    token: Token | None = Field(
+    token: AtroposToken | None = Field(
         default=None,
         description="First part of every URL's path, because Atropos' environments send no key: env:NAME, file:PATH, "
         "or the token itself. null: random, in RUN/atropos.json.",
