@@ -57,7 +57,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
     from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
     from mslime.backends.megatron.step.base import Base
     from mslime.config.loader import build
-    from mslime.config.training import policy_spec
+    from mslime.config.resolved import policy_spec
 
     config = build({
         "model": {"path": str(model)}, "data": {"prompts": ["unused.jsonl"]}, "lora": {"rank": 8},

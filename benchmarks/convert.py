@@ -139,8 +139,8 @@ def _load_both(rank: int, world_size: int, init_method: str, source: Path, round
     from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
     from mslime.backends.megatron.model.megatron_config import transformer_config
     from mslime.backends.megatron.parallel import start_process_groups
+    from mslime.config.resolved import policy_spec
     from mslime.config.schema import RunConfig
-    from mslime.config.training import policy_spec
     from mslime.convert.families import read_hf_config
 
     hf_config = read_hf_config(source)

@@ -26,8 +26,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mslime.backends.sglang import server
 from mslime.backends.sglang.flags import command_line
+from mslime.config.resolved import engine_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 SPAWNED = """

@@ -44,9 +44,8 @@ from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.loader import build
+from mslime.config.resolved import engine_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec
-from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.headers import read_header

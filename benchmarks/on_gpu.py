@@ -174,7 +174,7 @@ def _measure(
 ) -> dict[str, float]:
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
-    from mslime.config.training import policy_spec
+    from mslime.config.resolved import policy_spec
     from mslime.network import free_port
 
     most = min(8192, args.tokens)

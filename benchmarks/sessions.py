@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts

@@ -138,7 +138,7 @@ def _mslime(model: Path, threads: int) -> tuple[Callable[[list[np.ndarray]], Ste
     """What makes a training step on given sequences, and what ends the trainer."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
-    from mslime.config.training import policy_spec
+    from mslime.config.resolved import policy_spec
     from mslime.data.packing import build_shards
     from mslime.data.sample import Sample
     from mslime.network import free_port

@@ -42,8 +42,8 @@ def report(
     Raises:
         UserError: a directory is not there, holds no metrics, or a broken file.
     """
-    from mslime.config.adapters import directories
     from mslime.config.errors import reading_run
+    from mslime.config.lora import directories
     from mslime_plugins.report.compare import FILE_NAME, write_comparison
     from mslime_plugins.report.page import write_report
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mslime.config.algorithm import GROUP_RELATIVE, SAME_REWARD, AdvantageName
-from mslime.config.choices import is_function
+from mslime.config.base import is_function
 from mslime.config.errors import ConfigError, RewardError, UserError
 from mslime.extensions import calling, load_function
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.algorithm import AlgorithmConfig
-from mslime.config.choices import KLType
+from mslime.config.base import KLType
 
 WHITEN_EPS = 1e-8
 """Added to the variance before the square root."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mslime.config.choices import KLType
+from mslime.config.base import KLType
 
 # Per-token estimates of KL divergence from log-probabilities of the sampled token (Schulman 2020, "Approximating KL
 # divergence"). With tokens drawn from p, k1 and k3 are unbiased estimates of KL(p || q).

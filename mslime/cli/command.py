@@ -47,8 +47,7 @@ def add_run_file(parser: Any, about: str = "YAML file; optional when everything 
 
 def values_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings in RUN.yaml and flags, not yet validated. Raises ConfigError for a file that cannot be read."""
-    from mslime.config.flags import given_settings
-    from mslime.config.loader import merge, parse_yaml, read_yaml
+    from mslime.config.loader import given_settings, merge, parse_yaml, read_yaml
 
     return merge(read_yaml(args.config) if args.config else {}, given_settings(args, parse_yaml))
 

@@ -75,7 +75,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     else:
         prog, command, rest = f"mslime {words[0]}", _command(words[0]), words[1:]
     if command.takes_settings:
-        from mslime.config.flags import FlagParser, add_help, add_settings, normalised
+        from mslime.config.loader import FlagParser, add_help, add_settings, normalised
 
         rest = normalised(rest)
         usage = f"{prog} [RUN.yaml] [options] [--SECTION.SETTING VALUE ...]"

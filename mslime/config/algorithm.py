@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Known, Section
-from mslime.config.choices import KLType, check_choice, is_function
+from mslime.config.base import KLType, Known, Section, check_choice, is_function
 from mslime.config.errors import ConfigError
 from mslime.config.train import TrainConfig
 

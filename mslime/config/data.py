@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from mslime.config.base import Section
-from mslime.config.choices import check_choice
+from mslime.config.base import Section, check_choice
 from mslime.config.errors import ConfigError
 from mslime.config.reward import ScoringConfig, check_scoring
 from mslime.config.train import TrainConfig

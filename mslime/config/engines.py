@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mslime.config.base import EngineSection
-from mslime.config.choices import KVTransfer, Placement, check_url
+from mslime.config.base import EngineSection, KVTransfer, Placement, check_url
 from mslime.config.cluster import ClusterConfig, engine_nccl, not_colocated
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys, Secret, read_secret

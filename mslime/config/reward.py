@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mslime.config.base import Seconds, Section
-from mslime.config.choices import check_choice, check_url
+from mslime.config.base import Seconds, Section, check_choice, check_url
 from mslime.config.errors import ConfigError, nearest
 from mslime.config.plugins import found
 

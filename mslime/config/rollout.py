@@ -1,21 +1,186 @@
-"""The section `rollout`: what is generated, by whom, and how far ahead of the trainer."""
+"""The section `rollout`: what is generated, by whom, how far ahead of the trainer, and by which agents and environments."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+import ipaddress
+from functools import partial
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, field_validator, model_validator
 
-from mslime.config.agents import AgentLimits, AgentServer
 from mslime.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
-from mslime.config.atropos import FUNCTION, GIVEN, AtroposConfig
-from mslime.config.base import Section
-from mslime.config.choices import OnError, PauseMode, Task, check_choice
+from mslime.config.base import OnError, PauseMode, Seconds, Section, Task, check_choice
 from mslime.config.data import DataConfig
-from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.errors import ConfigError
+from mslime.config.keys import read_secret, refuse_empty, shown_secret
 from mslime.config.plugins import found
 from mslime.config.reward import RewardConfig
+
+# Settings of runs whose rollouts are those of Atropos' environments; `rollout` has the rules about them.
+
+FUNCTION = "atropos"
+"""`rollout.function` of such a run."""
+
+GIVEN = "mslime.algorithms.given:advantages"
+"""`algorithm.advantage` that takes the numbers that an environment gives."""
+
+AtroposToken = Annotated[
+    SecretStr,
+    AfterValidator(partial(refuse_empty, "rollout.atropos.token")),
+    PlainSerializer(shown_secret, return_type=str),
+]
+
+
+class AtroposConfig(Section):
+    """Where Atropos' environments find the run: the model below /v1, the trainer beside it (docs/environments.md)."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on, and under which environments find the run. Another one than loopback needs "
+        "a token.",
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
+    token: AtroposToken | None = Field(
+        default=None,
+        description="First part of every URL's path, because Atropos' environments send no key: env:NAME, file:PATH, "
+        "or the token itself. null: random, in RUN/atropos.json.",
+    )
+    silent_s: Seconds = Field(
+        default=600,
+        description="Seconds without a request of any environment, while groups are needed, after which the rollout "
+        "fails (rollout.on_error).",
+    )
+    keep_s: Seconds = Field(
+        default=900,
+        description="Seconds after its last reply for which an unused conversation is kept "
+        "(ledger/dropped/unused_tokens).",
+    )
+    waiting: int = Field(
+        default=256,
+        ge=1,
+        description="Groups that may wait, handed in before they were needed. Further ones are dropped "
+        "(rollout/atropos/no_room).",
+    )
+
+    def secret(self) -> str:
+        """The token; empty where there is none. Raises ConfigError when it cannot be found."""
+        return "" if self.token is None else read_secret(self.token, "rollout.atropos.token")
+
+    @model_validator(mode="after")
+    def _closed_to_others(self) -> Self:
+        check_address("rollout.atropos", self.host, self.token is not None)
+        return self
+
+
+# Environments of users: which class, and what one of its episodes may take.
+
+Credit = Literal["auto", "episode", "steps"]
+"""What the rewards of an environment's steps are beside the episode's reward."""
+
+TurnsOf = Literal["text", "chat"]
+"""What an episode is made of."""
+
+TIMED_ADVANTAGES = ("reinforce_pp", "gae")
+"""Advantages that read when a reward came."""
+
+
+class EnvironmentLimitsConfig(Section):
+    """What an episode in an environment may take, and the processes that environments live in."""
+
+    turns: int = Field(
+        default=16, ge=1, description="Turns of the model; an episode that is not done then ends as it stands."
+    )
+    call_s: Seconds = Field(
+        default=60, description="Seconds for one call of the environment: what takes longer has failed."
+    )
+    episode_s: Seconds | None = Field(
+        default=None,
+        description="Seconds of all calls of an episode to its environment, without the model's time; then the "
+        "episode ends as it is. null: no limit.",
+    )
+    workers: int = Field(
+        default=2, ge=1, le=65536, description="Processes that environments live in, each with as many as are needed."
+    )
+    memory_mib: float | None = Field(
+        default=4096,
+        gt=0,
+        description="Memory that a process may take beyond what it holds when the class is imported; null: no limit.",
+    )
+
+
+# Settings of rollouts that chat: what one may take, and the server that agents speak to.
+
+Token = Annotated[
+    SecretStr,
+    AfterValidator(partial(refuse_empty, "rollout.server.token")),
+    PlainSerializer(shown_secret, return_type=str),
+]
+
+
+class AgentLimits(Section):
+    """What one rollout that chats may take. A request beyond is refused by the limit's name; what was said is kept."""
+
+    turns: int = Field(default=200, ge=1, description="Replies of the model.")
+    sequences: int = Field(
+        default=32,
+        ge=1,
+        description="Training samples of a rollout. An edited history, or a template that drops reasoning, begins "
+        "another one; the error counts the reasons (docs/agents.md).",
+    )
+    tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
+    idle_s: Seconds = Field(
+        default=3600,
+        description="Seconds without a request after which an agent counts as dead: the rollout ends with an error "
+        "(rollout.on_error).",
+    )
+    wall_s: Seconds = Field(
+        default=4 * 3600,
+        description="Seconds from the first request to the last accepted one. The tokens are kept; without a running "
+        "request the rollout ends as with a dead agent.",
+    )
+
+
+class AgentServer(Section):
+    """The server that OpenAI's and Anthropic's clients speak to; it starts when a rollout asks for its endpoint."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on, and under which agents find it. Another one than loopback needs a token.",
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="0: a free one.")
+    token: Token | None = Field(
+        default=None,
+        description="First part of every rollout's key, so that a proxy can refuse other requests: env:NAME, "
+        "file:PATH, or the token itself.",
+    )
+    max_request_mib: int = Field(default=64, ge=1, le=4096, description="Largest request.")
+
+    def secret(self) -> str:
+        """The token; empty where there is none. Raises ConfigError when it cannot be found."""
+        return "" if self.token is None else read_secret(self.token, "rollout.server.token")
+
+    @model_validator(mode="after")
+    def _closed_to_others(self) -> Self:
+        check_address("rollout.server", self.host, self.token is not None)
+        return self
+
+
+def check_address(section: str, host: str, has_token: bool) -> None:
+    """Raise ConfigError for an address that others reach without a token, or that is none to be found under."""
+    if not has_token and not _is_loopback(host):
+        raise ConfigError(f"{section}.token", None, f"the server would be reached by others, at {host}",
+                          f"set a token (env:NAME), or leave {section}.host at 127.0.0.1")  # fmt: skip
+    if host in ("", "0.0.0.0", "::", "*"):
+        raise ConfigError(f"{section}.host", host, "is no address under which agents find the server",
+                          "give an address of this machine")  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
 
 FUNCTIONS = ("single_turn", "environment")
 """Rollout functions of mslime itself; entry points of the group `mslime.environments` name the others."""

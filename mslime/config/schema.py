@@ -23,31 +23,30 @@ from pydantic import (
     model_validator,
 )
 
-from mslime.config.adapters import (
+from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorithm, check_critic
+from mslime.config.base import Seconds, Section, Task, check_choice
+from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
+from mslime.config.data import DataConfig, check_data
+from mslime.config.dtypes import check_fp8
+from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.layout import ParallelLayout
+from mslime.config.lora import (
     DIRECTORY,
     OWN_SECTIONS,
     SHARED,
+    LoraConfig,
+    check_lora,
     check_names,
     merged_entry,
     placed,
     plain_entry,
     refuse_shared,
 )
-from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorithm, check_critic
-from mslime.config.atropos import FUNCTION as ATROPOS
-from mslime.config.base import Seconds, Section
-from mslime.config.checkpoint import CheckpointConfig, check_checkpoint
-from mslime.config.choices import Task, check_choice
-from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
-from mslime.config.data import DataConfig, check_data
-from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
-from mslime.config.errors import ConfigError, UserError
-from mslime.config.fp8 import check_fp8
-from mslime.config.layout import ParallelLayout
-from mslime.config.lora import LoraConfig, check_lora
 from mslime.config.megatron import MegatronConfig, check_megatron
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import CheckpointConfig, ObserveConfig, check_checkpoint
 from mslime.config.reward import RewardConfig, check_reward
+from mslime.config.rollout import FUNCTION as ATROPOS
 from mslime.config.rollout import RolloutConfig, check_rollout
 from mslime.config.serve import ServeConfig
 from mslime.config.train import TrainConfig, check_train

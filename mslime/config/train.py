@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mslime.config.base import Section
-from mslime.config.choices import Fp8Recipe, ReplayMode, SftLossOn, Task
+from mslime.config.base import Fp8Recipe, ReplayMode, Section, SftLossOn, Task
 from mslime.config.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from mslime.config.algorithm import (
     CriticConfig,
     loss_traits,
 )
-from mslime.config.choices import is_function
+from mslime.config.base import is_function
 from mslime.config.cluster import ClusterConfig
 from mslime.config.data import DataConfig
 from mslime.config.engines import SGLangConfig

@@ -8,8 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Section
-from mslime.config.choices import Task, Verify, check_choice
+from mslime.config.base import Section, Task, Verify, check_choice
 from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mslime.backends.sglang.serving_adapters import AdapterVersion
-from mslime.config.choices import adapter_directory
+from mslime.config.base import adapter_directory
 from mslime.config.errors import WeightSyncError
 from mslime.config.schema import RunConfig
 from mslime.control.delivery import Delivered, names_engine

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mslime.config.errors import TrainerError
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import BaseActor, RankGroup, Report
 from mslime.control.trainer_turn import Offer, TrainerTurn

@@ -22,7 +22,7 @@ from mslime.algorithms.advantages import (
 )
 from mslime.algorithms.advantages_tokens import advantage_metrics, is_token_level
 from mslime.config.algorithm import AlgorithmConfig
-from mslime.config.choices import is_function
+from mslime.config.base import is_function
 from mslime.config.errors import RewardError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig

@@ -29,12 +29,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.backends.sglang.guard import kill_all
-from mslime.config.choices import Device
+from mslime.config.base import Device
 from mslime.config.cluster import RAY_START, ClusterConfig, Parts, worker_environment
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
+from mslime.config.resolved import Role
 from mslime.config.schema import RunConfig
-from mslime.config.serving import Role
 from mslime.control.placement import (
     ActorPlacement,
     Spot,

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mslime.config.dtypes import engine_dtype
-from mslime.config.hf_config import checkpoint_dtype
-from mslime.config.serving import served_lora
+from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.resolved import served_lora
 from mslime.logs import hide
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class EngineSide:
         update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
-        from mslime.config.choices import ENGINE_TAGS
+        from mslime.config.base import ENGINE_TAGS
         from mslime.control.attached import make_clean
 
         hide(address.keys.api, address.keys.admin)

@@ -20,8 +20,8 @@ import ray
 
 from mslime.config.errors import ConfigError, EngineError, TrainerError, UserError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
+from mslime.config.resolved import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.control.calls import POLL_SECONDS, call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 from mslime.control.placement import ActorPlacement

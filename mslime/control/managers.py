@@ -47,7 +47,7 @@ async def open_manager(
         config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
         places: at the engines, if several adapters share them. report_every_s: see `Manager`.
     """
-    from mslime.backends.sglang.endings import end_ids
+    from mslime.backends.sglang.generating import end_ids
     from mslime.rollout.manager import Manager
     from mslime.rollout.protocols import EngineLimits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from mslime.config.choices import Verify
+from mslime.config.base import Verify
 from mslime.config.errors import EngineError
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.delivery import Delivered, Delivery

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 from ray.exceptions import RayError
 
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.control.calls import call, gather
 from mslime.control.cluster import own_host, redirect_output, remote_class, use_own_interface
 from mslime.logs import log_process, phase

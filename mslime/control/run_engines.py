@@ -14,11 +14,11 @@ from mslime.control.remote import verb
 from mslime.logs import phase
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.comparison import Sums
-    from mslime.backends.sglang.probing import ProbeRequest
+    from mslime.backends.sglang.generating import ProbeRequest
+    from mslime.backends.sglang.port import Sums
     from mslime.backends.sglang.server import EngineAddress
     from mslime.backends.sglang.serving_adapters import AdapterVersion
-    from mslime.config.choices import EngineTag
+    from mslime.config.base import EngineTag
     from mslime.control.managers import Member
     from mslime.control.scoring_side import ScoringSide
     from mslime.data.probe import Probed

@@ -28,7 +28,7 @@ from mslime.observe.progress import RolloutCounts, summary_line
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.adapter_engines import AdapterEngines
-    from mslime.backends.sglang.probing import ProbeRequest
+    from mslime.backends.sglang.generating import ProbeRequest
     from mslime.control.run_engines import RunEngines
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
@@ -211,7 +211,7 @@ class RunRollouts:
             return await self._engines.probe(request)
 
     def _probe_request(self, version: int) -> ProbeRequest | None:
-        from mslime.backends.sglang.probing import ProbeRequest
+        from mslime.backends.sglang.generating import ProbeRequest
         from mslime.data import probe
 
         config, model = self.config, self._run.model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
-    from mslime.config.choices import EngineTag
+    from mslime.config.base import EngineTag
     from mslime.config.schema import RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
@@ -52,8 +52,8 @@ class ScoringSide:
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
         """The teacher behind these servers, which are checked; None when there are none."""
         from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.handshake import meet_teachers
         from mslime.backends.sglang.pool import EnginePool
-        from mslime.backends.sglang.teacher import meet_teachers
         from mslime.rollout.teacher import ServedTeacher
 
         if not addresses:

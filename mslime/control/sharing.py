@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from mslime.config.choices import ENGINE_TAGS, EngineTag, TrainerPart
+from mslime.config.base import ENGINE_TAGS, EngineTag, TrainerPart
 from mslime.config.errors import EngineError, UserError
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import LOOK_EVERY_S

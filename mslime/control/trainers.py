@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.choices import TrainerPart
+from mslime.config.base import TrainerPart
 from mslime.config.keys import Endpoint
+from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import critic_spec, policy_spec
 from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, Span, fetched

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
-from mslime.config.hf_config import language_model
+from mslime.config.model_facts import language_model
 from mslime.convert.files import tensor_bytes
 from mslime.convert.headers import AGAIN, TensorInfo, read_header
 from mslime.convert.kinds import Shape

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mslime.config.choices import Resume
+from mslime.config.base import Resume
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.data.checksums import FileSum, check_sizes, check_sums, sum_file
 from mslime.data.manifest import Manifest, read_manifest, write_manifest

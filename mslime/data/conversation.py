@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mslime.config.choices import SftLossOn
+from mslime.config.base import SftLossOn
 from mslime.config.errors import DataError, reading
 from mslime.data.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from mslime.config.choices import Kept
+from mslime.config.base import Kept
 from mslime.data.sample import Group, Sample, SampleStatus, Segment
 from mslime.data.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from mslime.config.errors import ConfigError, DataError, reading
-from mslime.config.hf_config import eos_ids, language_model
+from mslime.config.model_facts import eos_ids, language_model
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 
-from mslime.config.choices import FileKind
-from mslime.config.handles import HandleFields, take_handle
+from mslime.config.base import FileKind
 from mslime.engine_plugin import delta
 from mslime.engine_plugin.copy_plan import Named, Received, RecordedBucket, buckets_of
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, all_ranks
@@ -44,8 +43,10 @@ from mslime.engine_plugin.wire import (
     ForgetDirectory,
     FromBroadcast,
     FromFile,
+    HandleFields,
     ReadDirectory,
     ReadMemory,
+    take_handle,
 )
 
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load
 
-from mslime.config.choices import CHANGES, version_name
+from mslime.config.base import CHANGES, version_name
 from mslime.config.keys import BucketVersion
 from mslime.engine_plugin.copy_plan import Copies, Held, Received, RecordedBucket
 from mslime.tensor_sums import word_sum

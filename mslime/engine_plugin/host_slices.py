@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import HostSlice, HostSlices, Slice
+from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.rank_slices import ElementView, RankSlice
+from mslime.engine_plugin.wire import HostSlice, HostSlices, Slice
 
 _Runs = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a `Slice`."""

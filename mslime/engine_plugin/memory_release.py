@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from mslime.backends.cpu.pages import drop_pages
-from mslime.config.choices import ENGINE_TAGS
+from mslime.config.base import ENGINE_TAGS
 from mslime.engine_plugin.wire import Released
 
 _RUNS = "requests run"

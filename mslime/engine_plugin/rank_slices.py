@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.copy_plan import Buffer, Copies, RecordedBucket
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.relay_groups import aligned

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import HostSlice, HostSlices, machine_lane
+from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.copy_plan import (
     Buckets,
     Buffer,
@@ -39,7 +38,17 @@ from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
 from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slices_of
 from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
 from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
-from mslime.engine_plugin.wire import RECORDED, Answer, JoinRelayGroup, Loaded, RelaySync, encode
+from mslime.engine_plugin.wire import (
+    RECORDED,
+    Answer,
+    HostSlice,
+    HostSlices,
+    JoinRelayGroup,
+    Loaded,
+    RelaySync,
+    encode,
+    machine_lane,
+)
 
 _RELAYS: dict[int, Relay] = {}
 """By the `id` of SGLang's updater."""

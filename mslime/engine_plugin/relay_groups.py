@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mslime.config.choices import NOT_ARRIVED
+from mslime.config.base import NOT_ARRIVED
 
 _ALIGNED = 16
 

@@ -12,9 +12,13 @@ A server without the plug-in refuses an action that it does not know (`UNKNOWN`)
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,9 +26,71 @@ import numpy as np
 import orjson
 from pydantic import TypeAdapter
 
-from mslime.config.choices import ENGINE_TAGS, EngineTag, FileKind
+from mslime.config.base import ENGINE_TAGS, EngineTag, FileKind
 from mslime.config.keys import AnnouncedBucket, BucketVersion
-from mslime.config.slices import HostSlices
+
+# Which elements of a bucket each machine of an engine keeps: what engines say, and what senders pack (`relay`).
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of a bucket: runs of neighbours that lie at equal distances. Packed they lie one after the other.
+
+    Attributes:
+        start: the first element.
+        width: neighbours in a run.
+        sizes, strides: how many runs there are, and their distances in elements, outermost first; empty: one run.
+    """
+
+    start: int
+    width: int
+    sizes: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.width * math.prod(self.sizes)
+
+
+HostSlice = tuple[Slice, ...]
+"""What one machine keeps of a bucket, in the order in which it is packed; empty: nothing."""
+
+
+@dataclass(frozen=True)
+class HostSlices:
+    """What each machine of an engine keeps of the buckets of a plan.
+
+    Attributes:
+        name: the same for the same cuts, and for no others.
+        buckets: of each bucket, the cut of each machine; None where it goes to all machines as a whole.
+    """
+
+    name: str
+    buckets: tuple[tuple[HostSlice, ...] | None, ...]
+
+    @classmethod
+    def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
+        """With their name."""
+        return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
+
+
+def machine_lane(lane: str, machine: int) -> str:
+    """The process group by which a sender sends to one machine of each engine.
+
+    Args:
+        lane: the group by which it sends to all of them.
+    """
+    return f"{lane}-machine{machine}"
+
+
+def _encoded(buckets: Sequence[tuple[HostSlice, ...] | None]) -> str:
+    rows = [
+        None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
+        for cuts in buckets
+    ]
+    return json.dumps(rows, separators=(",", ":"))
+
 
 PATH_ENTRY = Path(__file__).with_name("path_entry")
 """Directory for the `PYTHONPATH` of a server: SGLang finds the plug-in there as if it were an installed package."""
@@ -344,3 +410,36 @@ def update_request(buckets: Sequence[AnnouncedBucket], group: str = "", load: Lo
             "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
         }
     )
+
+
+# Handles of memory that a process shares with others on its machine, as files: each is for one process to open.
+
+HandleFields = tuple[bytes | int, ...]
+"""What torch needs to open memory; the first says on which kind of device: 0 a CPU, 1 CUDA."""
+
+
+def write_handle(path: Path, number: int, fields: HandleFields) -> None:
+    """Write one of several handles of the memory that `path` names. Raises OSError."""
+    said = [field.hex() if isinstance(field, bytes) else field for field in fields]
+    path.with_name(f"{path.name}.{number}").write_text(json.dumps(said))
+
+
+def take_handle(path: Path) -> HandleFields:
+    """A handle that no other process has taken, nor will.
+
+    Raises:
+        OSError: there is none left, or none was written.
+    """
+    for number in count():
+        own = path.with_name(f"{path.name}.{number}")
+        taken = own.with_name(f"{own.name}.taken")
+        try:
+            own.rename(taken)
+        except FileNotFoundError:
+            if not taken.exists():
+                raise
+            continue
+        return tuple(
+            bytes.fromhex(said) if isinstance(said, str) else int(said) for said in json.loads(taken.read_text())
+        )
+    raise AssertionError("numbers do not end")

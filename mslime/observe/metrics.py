@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from mslime.config.errors import UserError, nearest
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 from mslime.observe.names import METRICS, is_known
 from mslime.observe.sinks import Sink, open_sinks
 

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from mslime.config.choices import ProgressMode
+from mslime.config.base import ProgressMode
 
 _log = logging.getLogger(__name__)
 _SHOWN = (

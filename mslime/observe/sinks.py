@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from mslime.config.errors import UserError, nearest
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 
 
 class Sink(Protocol):

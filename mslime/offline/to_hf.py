@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
-from mslime.config.hf_config import checkpoint_dtype
+from mslime.config.model_facts import checkpoint_dtype
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.placement import ModelPlacement

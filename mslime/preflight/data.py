@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mslime.config.atropos import FUNCTION as ATROPOS
-from mslime.config.choices import SftLossOn
+from mslime.config.base import SftLossOn
 from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
+from mslime.config.rollout import FUNCTION as ATROPOS
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.algorithm import CriticConfig
-from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.engines import TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.reward import RewardConfig, RewardPartConfig
+from mslime.config.rollout import FUNCTION as ATROPOS
 from mslime.config.schema import RunConfig
 from mslime.config.warnings import warnings
 from mslime.preflight.environment import gpu_warnings

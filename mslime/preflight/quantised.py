@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError
-from mslime.config.hf_config import language_model
+from mslime.config.model_facts import language_model
 from mslime.config.schema import RunConfig
 from mslime.config.transports import AUTO, transport_names
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mslime.config.choices import Task
+from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 from mslime.config.plugins import found, load
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
@@ -238,7 +238,7 @@ def _check_engine_tp(tp: int, family: Family) -> None:
 
 def _check_teacher(path: Path | None, model: ModelFields, tokenizer: Tokenizer) -> None:
     """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
-    from mslime.backends.sglang.teacher import embedding_rows
+    from mslime.backends.sglang.handshake import embedding_rows
 
     if path is None:
         return

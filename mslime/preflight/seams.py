@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mslime.config.choices import is_function
+from mslime.config.base import is_function
 from mslime.config.schema import RunConfig
 from mslime.extensions import check_parameters, load_function
 from mslime.rollout.environments.protocol import SETTING as ENVIRONMENT

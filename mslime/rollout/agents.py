@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from mslime.config.agents import AgentLimits
 from mslime.config.errors import UserError
-from mslime.config.rollout import RolloutConfig
+from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
 from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import Tools

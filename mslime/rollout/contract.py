@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, RolloutError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
-from mslime.backends.sglang.endings import Endings
-from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
-from mslime.config.choices import ReplayMode
+from mslime.backends.sglang.generating import Endings, Finish, GenerateRequest, GenerateResult
+from mslime.config.base import ReplayMode
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import EngineError, reading
 from mslime.config.model_facts import ModelFacts

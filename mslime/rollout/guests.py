@@ -10,7 +10,7 @@ import itertools
 import uuid
 from collections.abc import Callable
 
-from mslime.config.agents import AgentLimits
+from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents import Agents

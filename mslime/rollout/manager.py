@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts

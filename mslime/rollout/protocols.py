@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.config.choices import OnError
+from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus

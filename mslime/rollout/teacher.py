@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.scoring import ScoreRequest
-from mslime.config.choices import EngineTag
+from mslime.backends.sglang.generating import ScoreRequest
+from mslime.config.base import EngineTag
 from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 

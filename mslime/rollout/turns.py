@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.choices import OnError
+from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.extensions import raised

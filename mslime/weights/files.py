@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from mslime.config.choices import CHANGES, FileKind, version_name
+from mslime.config.base import CHANGES, FileKind, version_name
 from mslime.config.errors import ChangesRefused, WeightSyncError
 from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.convert.hf import INDEX_NAME

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from mslime.config.errors import WeightSyncError
-from mslime.config.handles import HandleFields, write_handle
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import wire
+from mslime.engine_plugin.wire import HandleFields, write_handle
 from mslime.weights.files import HINT, FileTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from mslime.config.choices import NOT_ARRIVED
+from mslime.config.base import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
-from mslime.config.slices import HostSlice, HostSlices, machine_lane
 from mslime.engine_plugin import wire
+from mslime.engine_plugin.wire import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype

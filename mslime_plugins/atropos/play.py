@@ -14,7 +14,7 @@ from collections import deque
 from functools import partial
 from typing import Any, cast
 
-from mslime.config.atropos import GIVEN
+from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
 from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.guests import Guests

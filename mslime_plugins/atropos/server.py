@@ -19,8 +19,8 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from mslime import network
-from mslime.config.atropos import AtroposConfig
 from mslime.config.errors import ConfigError
+from mslime.config.rollout import AtroposConfig
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.server.app import Patience, body_of, deliver, listen, own_clients, refusal
 from mslime.rollout.server.completions import Completions

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from mslime.config.gpus import nominal
+from mslime.config.cluster import nominal
 from mslime.preflight.environment import NEEDED_DRIVER, driver_version, failure
 from mslime_plugins.doctor.findings import Finding, Gpu, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.nvml import cuda_of_driver
@@ -88,7 +88,7 @@ def check_gpus(node: Node) -> Iterator[Finding]:
         yield ok(named, count=len(node.gpus), memory_gib=round(node.gpus[0].memory / GIB, 1))
     if unknown := [gpu.name for gpu in node.gpus if nominal(gpu.name) is None]:
         yield warn(f"no nominal figures are known for {unknown[0]}",
-                   "speeds are measured and compared with nothing; add it to mslime/config/gpus.py")  # fmt: skip
+                   "speeds are measured and compared with nothing; add it to mslime/config/cluster.py")  # fmt: skip
     if any(gpu.mig for gpu in node.gpus):
         yield fail(f"MIG is on for {_ids(gpu for gpu in node.gpus if gpu.mig)}",
                    "ask for whole GPUs, or nvidia-smi -mig 0: NCCL joins no parts of GPUs")  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mslime.config.gpus import Nominal, nominal
+from mslime.config.cluster import Nominal, nominal
 from mslime.network import free_port
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.network import rdma_ports

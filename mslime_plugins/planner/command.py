@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from mslime.config.cluster import usual_gpu
 from mslime.config.errors import ConfigError
-from mslime.config.gpus import usual_gpu
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config

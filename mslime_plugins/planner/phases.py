@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mslime.config.serving import Role
+from mslime.config.resolved import Role
 from mslime_plugins.planner.engine import EngineMemory
 from mslime_plugins.planner.stages import StagePlan
 from mslime_plugins.planner.trainer import CONTEXT_BYTES, TrainerMemory

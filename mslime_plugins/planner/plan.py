@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mslime.config.cluster import ClusterConfig
+from mslime.config.cluster import ClusterConfig, usual_gpu
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig
-from mslime.config.gpus import usual_gpu
 from mslime.config.layout import ParallelLayout
+from mslime.config.resolved import PolicySpec, ServerSpec, TrainingSpec, critic_spec, policy_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import ServerSpec, teacher_spec
-from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
 from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
 from mslime.convert.adapters import make_adapters

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mslime.config.engines import SGLangConfig
+from mslime.config.resolved import PolicySpec, Role
 from mslime.config.rollout import RolloutConfig
-from mslime.config.serving import Role
-from mslime.config.training import PolicySpec
 from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory
 from mslime_plugins.planner.phases import PhaseMemory
 from mslime_plugins.planner.rollouts import RolloutBytes

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mslime.config.checkpoint import CheckpointConfig
-from mslime.config.training import PolicySpec
+from mslime.config.output import CheckpointConfig
+from mslime.config.resolved import PolicySpec
 from mslime.config.transports import traits_of
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable

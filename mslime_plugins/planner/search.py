@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from mslime.config.cluster import GPUS, nominal, usual_gpu
 from mslime.config.dtypes import engine_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, UserError
-from mslime.config.gpus import GPUS, nominal, usual_gpu
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build, merge
+from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import PolicySpec, policy_spec
 from mslime.config.transports import for_shared_gpus
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family

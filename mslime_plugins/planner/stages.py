@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mslime.config.megatron import check_model
-from mslime.config.training import CriticSpec, PolicySpec, TrainingSpec
+from mslime.config.resolved import CriticSpec, PolicySpec, TrainingSpec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.base import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig
 from mslime.config.transports import traits_of

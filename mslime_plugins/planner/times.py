@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mslime.config.cluster import ClusterConfig
-from mslime.config.gpus import Nominal, nominal
+from mslime.config.cluster import ClusterConfig, Nominal, nominal
 from mslime.config.layout import ParallelLayout
+from mslime.config.resolved import PolicySpec
 from mslime.config.rollout import RolloutConfig
-from mslime.config.training import PolicySpec
 from mslime.config.transports import traits_of
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import Widths, matrix_elements_per_token

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mslime.config.adapters import DIRECTORY
+from mslime.config.lora import DIRECTORY
 from mslime.observe.progress import format_seconds
 from mslime.observe.rows import Row
 from mslime.observe.run_lock import LOCK, lives_here, owner_in

@@ -14,9 +14,9 @@ import ray
 
 from mslime.config.errors import ConfigError, TrainerError, UserError
 from mslime.config.lora import LORA_GROUPS
+from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.config.serve import AdamParams, LossChoice
-from mslime.config.training import PolicySpec, policy_spec
 from mslime.control.assemble import chunks_per_group
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import BaseActor, RankGroup, fetched

@@ -8,11 +8,11 @@ from typing import Any
 
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.base import Section
-from mslime.config.checkpoint import CheckpointConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
 from mslime.config.lora import LORA_GROUPS, LoraConfig
+from mslime.config.output import CheckpointConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig

@@ -19,9 +19,9 @@ from mslime.backends.sglang.handshake import Needs
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import ConfigError, EngineError, TrainerError
-from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.keys import read_secret
-from mslime.config.serving import served_lora
+from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.resolved import served_lora
 from mslime.control.cluster import resolved_device
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError, TrainerError
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.control.adapter_ranks import AdapterRanks
 from mslime.control.cluster import Cluster
 from mslime.control.trainers import TrainerGroup

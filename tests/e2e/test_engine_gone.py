@@ -19,7 +19,7 @@ import pytest
 
 from mslime.backends.sglang.server import ServerProcess
 from mslime.config.keys import NO_KEYS
-from mslime.config.serving import engine_spec
+from mslime.config.resolved import engine_spec
 from mslime.observe.rows import by_step
 from mslime.observe.samples import file_of, read_samples
 from mslime.observe.timeline import read_spans

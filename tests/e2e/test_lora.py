@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mslime.config.choices import adapter_directory
+from mslime.config.base import adapter_directory
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LoraConfig
 from mslime.config.schema import RunConfig

@@ -21,8 +21,8 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
 from mslime.config.model_facts import ModelFacts
+from mslime.config.resolved import engine_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
-from mslime.config.serving import engine_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.served_adapters import served_modules

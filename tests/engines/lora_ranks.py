@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import named_factors, named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from tests.engines.megatron_parity import Case, make_shards, run_config
 from tests.engines.megatron_parity import _rows as rows_of_sequence
 

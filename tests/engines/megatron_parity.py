@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 

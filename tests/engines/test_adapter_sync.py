@@ -21,12 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.generating import GenerateRequest
+from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
-from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.serving_adapters import AdapterVersion
-from mslime.config.choices import adapter_directory
+from mslime.config.base import adapter_directory
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.convert.peft import CONFIG, WEIGHTS

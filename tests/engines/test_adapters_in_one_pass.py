@@ -19,7 +19,7 @@ from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.base import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
-from mslime.config.training import PolicySpec
+from mslime.config.resolved import PolicySpec
 from mslime.data.shard import TrainShard
 from tests.engines.megatron_parity import STEPS, Case
 from tests.engines.megatron_ranks import run_ranks

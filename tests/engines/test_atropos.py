@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mslime.backends.sglang.endings import end_ids
+from mslime.backends.sglang.generating import end_ids
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig

@@ -20,8 +20,8 @@ from mslime.backends.megatron.step.base import Base
 from mslime.backends.megatron.step.client_steps import ClientTrainers, RankPassResult
 from mslime.config.errors import TrainerError
 from mslime.config.lora import LoraConfig
+from mslime.config.resolved import policy_spec
 from mslime.config.serve import AdamParams, LossChoice
-from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.client_batch import ClientShard, Datum, by_datum, client_shards

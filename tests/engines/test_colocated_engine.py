@@ -13,7 +13,7 @@ from mslime.backends.cpu.pages import drop_pages
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
-from mslime.config.choices import ENGINE_TAGS
+from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_beneath_the_cache, load_from_disk

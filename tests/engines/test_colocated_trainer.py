@@ -20,10 +20,10 @@ from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.offload import FileStore, MemoryStore, Store, optimizer_tensors
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.config.choices import TrainerPart
+from mslime.config.base import TrainerPart
 from mslime.config.errors import TrainerError
+from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import critic_spec, policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime_plugins.planner.parameters import stage_parameters
 from mslime_plugins.planner.trainer import optimizer_bytes, parameter_bytes

@@ -16,8 +16,8 @@ from mslime.algorithms.advantages_tokens import TokenColumns, gae
 from mslime.backends.megatron.model.layers import is_value_head
 from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import critic_spec, policy_spec
 from mslime.data.shard import TrainShard
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import make_config, make_shard

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
-from mslime.backends.sglang.probing import ProbeRequest
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint

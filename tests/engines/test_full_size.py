@@ -20,8 +20,8 @@ import torch
 from mslime.backends.megatron.model.chunks import fake_process_group, layer_ids, meta_chunks
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.convert.families import FAMILIES, get_family, refuse_unread
 from mslime.convert.families.family import HARMLESS
 from mslime.convert.parameter_names import canonical_name

@@ -20,8 +20,8 @@ from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.base import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError, TrainerError
+from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import PolicySpec, policy_spec
 from mslime.data.shard import TrainShard
 from tests.engines.lora_ranks import every_buffer, lora_config
 from tests.engines.megatron_parity import LENGTHS, STEPS, VOCAB, Case, make_shards

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mslime.config.errors import CheckpointError, TrainerError
-from mslime.config.training import policy_spec
+from mslime.config.resolved import policy_spec
 from tests.engines.megatron_parity import Case, compare, make_shards, record, run_config
 from tests.engines.megatron_ranks import RankFailed, run_ranks
 

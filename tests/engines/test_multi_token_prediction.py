@@ -18,8 +18,8 @@ from mslime.backends.megatron.model.chunks import build_chunks, fake_process_gro
 from mslime.backends.megatron.model.megatron_config import transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.parameter_names import canonical_name

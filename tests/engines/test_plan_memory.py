@@ -18,8 +18,8 @@ from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
+from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import critic_spec, policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.flops import read_widths
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements

@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.config.slices import HostSlices, machine_lane
 from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
-from mslime.engine_plugin.wire import Loaded, RelaySync
+from mslime.engine_plugin.wire import HostSlices, Loaded, RelaySync, machine_lane
 from mslime.weights.relay import pack_cut
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_relay_shares import BUCKETS, FakeModel, FakeUpdater, shape, value

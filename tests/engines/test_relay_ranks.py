@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.config.choices import NOT_ARRIVED
+from mslime.config.base import NOT_ARRIVED
 from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay

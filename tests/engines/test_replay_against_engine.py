@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.probing import ProbeRequest
+from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
 from mslime.data.probe import Probed, ProbeDifferences, joined_routes, routes_of

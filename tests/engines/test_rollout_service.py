@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mslime.backends.sglang.endings import end_ids
+from mslime.backends.sglang.generating import end_ids
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.data import EvalSetConfig
 from mslime.config.schema import RunConfig

@@ -28,7 +28,7 @@ from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.server import ServerProcess
 from mslime.config.errors import EngineError
-from mslime.config.serving import engine_spec
+from mslime.config.resolved import engine_spec
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.engine_calls import load
 from tests.fixtures.model_facts import model_facts

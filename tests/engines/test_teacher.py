@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.generating import GenerateRequest
+from mslime.backends.sglang.generating import GenerateRequest, ScoreRequest
+from mslime.backends.sglang.handshake import meet_teacher
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.scoring import ScoreRequest
-from mslime.backends.sglang.teacher import meet_teacher
 from mslime.config.errors import EngineError
 from mslime.control.assemble import assemble
 from mslime.data.sample import Sample

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.server import ServerPart, ServerProcess
-from mslime.config.choices import FileKind
+from mslime.config.base import FileKind
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
-from mslime.config.serving import engine_spec
+from mslime.config.resolved import engine_spec
 from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import RECORDED

@@ -21,8 +21,8 @@ from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.pipeline import RouteHooks
 from mslime.backends.megatron.step.reductions import over_all_ranks
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.convert.families import get_family
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard

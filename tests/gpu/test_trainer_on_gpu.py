@@ -20,9 +20,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mslime.config.choices import Fp8Recipe
+from mslime.config.base import Fp8Recipe
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from tests.fixtures.families import CASES

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from mslime.config.choices import Fp8Recipe
+from mslime.config.base import Fp8Recipe
 from mslime.config.loader import load_config
 from tests.engines.trainer_ranks import PARALLEL
 from tests.fixtures.families import CASES as FAMILIES

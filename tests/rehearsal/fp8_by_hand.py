@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mslime.config.choices import Fp8Recipe
+from mslime.config.base import Fp8Recipe
 
 WHOLE = (1 << 30, 1 << 30)
 LINE, SQUARE = (1, 128), (128, 128)

@@ -37,8 +37,8 @@ from mslime.backends.megatron.model.chunks import unwrap
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import PolicySpec, policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.writers import torch_dtype

@@ -17,7 +17,7 @@ import tests.rehearsal.on_gpu
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.port import SGLangPort
 from mslime.config.keys import Endpoint
-from mslime.config.training import policy_spec
+from mslime.config.resolved import policy_spec
 from mslime.convert.hf import HFCheckpoint
 from tests.engines import lora_ranks
 from tests.engines.megatron_parity import Case as ParityCase

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.config.choices import Fp8Recipe
+from mslime.config.base import Fp8Recipe
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from tests.engines import lora_ranks, megatron_parity

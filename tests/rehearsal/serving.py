@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
+from mslime.config.resolved import ServerSpec, engine_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import ServerSpec, engine_spec
 from tests.fixtures.launch_scripts import MODELS, launch
 from tests.rehearsal.outcomes import Check, attempt, finish, options, true
 

@@ -230,8 +230,8 @@ def own_step_after_load(work: Path) -> None:
 
 def new_trainer(work: Path) -> Any:
     from mslime.backends.megatron.step.trainer import MegatronTrainer
+    from mslime.config.resolved import policy_spec
     from mslime.config.schema import RunConfig
-    from mslime.config.training import policy_spec
 
     config = RunConfig.model_validate(
         {

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ScoreRequest
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts

@@ -19,12 +19,12 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, o
 from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
-from mslime.config.choices import adapter_directory
+from mslime.config.base import adapter_directory
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError, sync_error
 from mslime.config.loader import build
 from mslime.config.lora import LoraConfig
+from mslime.config.resolved import ServedLora, engine_spec, served_lora
 from mslime.config.schema import RunConfig
-from mslime.config.serving import ServedLora, engine_spec, served_lora
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError
+from mslime.config.rollout import AgentLimits
 from mslime.rollout.chat import clock
 from mslime.rollout.chat.clock import AgentClock
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config

@@ -16,9 +16,9 @@ import aiohttp
 import numpy as np
 import pytest
 
-from mslime.config.atropos import GIVEN
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
+from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import grouped_rewards, sample_advantages
 from mslime.data.sample import Sample, SampleStatus, check_invariants

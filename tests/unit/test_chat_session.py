@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mslime.config.agents import AgentLimits
+from mslime.config.rollout import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver

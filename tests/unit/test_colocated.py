@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from mslime.backends.sglang.flags import server_fields
-from mslime.config.choices import ENGINE_TAGS, EngineTag
+from mslime.config.base import ENGINE_TAGS, EngineTag
 from mslime.config.cluster import count_gpus, describe_gpus
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.loader import build
+from mslime.config.resolved import engine_spec, policy_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec, teacher_spec
-from mslime.config.training import policy_spec
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
 from mslime.engine_plugin.memory_release import backup_of, restore, to_release, to_resume

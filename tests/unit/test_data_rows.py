@@ -17,7 +17,7 @@ import pytest
 from mslime.cli import main
 from mslime.config.data import DataConfig
 from mslime.config.errors import CheckpointError, DataError, UserError, hub_download
-from mslime.config.hf_config import read_hf_config
+from mslime.config.model_facts import read_hf_config
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mslime.cli import main
+from mslime.config.cluster import GPUS, nominal
 from mslime.config.errors import ConfigError
-from mslime.config.gpus import GPUS, nominal
 from mslime_plugins.doctor import command, gpus, host, network, packages, speeds, step
 from mslime_plugins.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
 from mslime_plugins.doctor.nvml import REASONS, see_gpus

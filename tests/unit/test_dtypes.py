@@ -11,9 +11,9 @@ import pytest
 from mslime.backends.sglang.flags import server_fields
 from mslime.config.dtypes import declared_dtype, engine_dtype, export_dtype
 from mslime.config.errors import ConfigError
-from mslime.config.hf_config import checkpoint_dtype
+from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.resolved import engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec, teacher_spec
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import make_plan
 from tests.fixtures.full_size import CONFIGS, published_config

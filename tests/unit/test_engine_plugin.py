@@ -12,10 +12,10 @@ import pytest
 
 from mslime.backends.cpu.sglang import SGLANG_VERSION
 from mslime.config.keys import BucketVersion
-from mslime.config.slices import HostSlices, Slice
 from mslime.engine_plugin import dispatch, wire
 from mslime.engine_plugin.copy_plan import Buckets, Received
 from mslime.engine_plugin.relay import Relayed
+from mslime.engine_plugin.wire import HostSlices, Slice
 
 CUTS = HostSlices.of([None, ((Slice(3, 4, (2, 5), (70, 8)), Slice(0, 1)), ())])
 RECORDS: tuple[wire.Record, ...] = (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mslime.config.environments import EnvironmentLimitsConfig
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
+from mslime.config.rollout import EnvironmentLimitsConfig
 from mslime.data.sample import Sample, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.contract import check_rollout

@@ -10,9 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from mslime.config.agents import AgentLimits
 from mslime.config.errors import ConfigError, RolloutError
-from mslime.config.rollout import RolloutConfig
+from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.agents import Agents

@@ -17,8 +17,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.keys import REDACTED, EngineKeys
 from mslime.config.loader import build
 from mslime.config.passthrough import sglang_fields
+from mslime.config.resolved import engine_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec
 from mslime.control.run_directory import write_resolved
 
 LITERAL = "sk-very-secret"

@@ -26,7 +26,7 @@ from mslime.backends.megatron.model.megatron_config import transformer_config  #
 from mslime.backends.megatron.model.specs import stand_norms_alone  # noqa: E402
 from mslime.config.layout import ParallelLayout  # noqa: E402
 from mslime.config.megatron import MegatronConfig  # noqa: E402
-from mslime.config.training import ModelSpec  # noqa: E402
+from mslime.config.resolved import ModelSpec  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from mslime.backends.megatron.model.megatron_config import (
     transformer_config,
 )
 from mslime.config.errors import ConfigError
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.config.training import policy_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HF = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mslime.config.errors import UserError
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 from mslime.observe.metrics import MetricsLogger, read_rows
 from mslime.observe.names import METRICS, is_known, markdown
 from mslime.observe.sinks import TensorBoardSink
@@ -36,7 +36,7 @@ def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
 def test_rows_survive_a_killed_process(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib; from mslime.observe.metrics import MetricsLogger\n"
-        "from mslime.config.observing import ObserveConfig\n"
+        "from mslime.config.output import ObserveConfig\n"
         "log = MetricsLogger(pathlib.Path(sys.argv[1]), ObserveConfig())\n"
         "log.log(1, {'lr': 0.5}); log.log(2, {'lr': 0.25}); os.kill(os.getpid(), 9)"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from mslime.config.errors import UserError
 from mslime.config.loader import build, load_config
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 from mslime.observe.metrics import MetricsLogger
 
 

@@ -17,11 +17,10 @@ import pytest
 from aiohttp import web
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.comparison import compare
-from mslime.backends.sglang.generating import GenerateRequest
+from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
 from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pair import client_of
-from mslime.backends.sglang.probing import ProbeRequest
+from mslime.backends.sglang.port import compare
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError
 from mslime.config.loader import build

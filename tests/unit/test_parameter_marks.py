@@ -25,8 +25,8 @@ from mslime.backends.megatron.model.chunks import (  # noqa: E402
     named_local_params,
 )
 from mslime.backends.megatron.model.megatron_config import transformer_config  # noqa: E402
+from mslime.config.resolved import policy_spec  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
-from mslime.config.training import policy_spec  # noqa: E402
 from mslime.convert.families import get_family, read_hf_config  # noqa: E402
 from tests.fixtures.families import CASES  # noqa: E402
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.cli import main
-from mslime.config.cluster import ClusterConfig
-from mslime.config.gpus import usual_gpu
+from mslime.config.cluster import ClusterConfig, usual_gpu
 from mslime.convert.encoding import encoded_weights, expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from mslime.cli import main
+from mslime.config.cluster import GPUS, usual_gpu
 from mslime.config.errors import ConfigError
-from mslime.config.gpus import GPUS, usual_gpu
 from mslime.config.loader import build, load_config, merge
-from mslime.config.training import policy_spec
+from mslime.config.resolved import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.flops import read_widths
 from mslime_plugins.planner import times

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mslime.cli import main
-from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.base import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime_plugins.planner.sync import Receiving, lane_bytes, near_ranks, relay_bounds, relayed, sender_syncs
 from tests.fixtures.full_size import CONFIGS

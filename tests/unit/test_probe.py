@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest, parse_probe
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.probing import ProbeRequest, parse_probe
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.control.probe import WeightProbe

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.config.choices import SHARES_AT_MOST
-from mslime.config.slices import HostSlices, Slice
+from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slice_of, host_slices_of
 from mslime.engine_plugin.rank_slices import ElementView, RankSlice
 from mslime.engine_plugin.relay_groups import ArrivalSlot, arrival_slots
-from mslime.engine_plugin.wire import Loaded, decode, encode
+from mslime.engine_plugin.wire import HostSlices, Loaded, Slice, decode, encode
 from mslime.weights.relay import pack_cut
 
 ROWS, COLUMNS = 12, 10

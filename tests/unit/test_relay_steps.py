@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.copy_plan import Copies, Homes, RecordedBucket
 from mslime.engine_plugin.rank_slices import ElementView, ExchangeStep, RankSlice, rank_slice_of, steps
 

@@ -15,7 +15,7 @@ import pytest
 
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, load_config
-from mslime.config.observing import ObserveConfig
+from mslime.config.output import ObserveConfig
 from mslime.config.schema import RunConfig
 from mslime.control.loop import evaluation_due, save_due
 from mslime.control.run_directory import changed_settings, owned, write_resolved

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mslime.cli import main
-from mslime.config.choices import Kept
+from mslime.config.base import Kept
 from mslime.config.errors import UserError
 from mslime.config.loader import build
 from mslime.data.sample import Group, Sample, SampleStatus

@@ -15,8 +15,7 @@ import yaml
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import merge, read_yaml
-from mslime.config.serving import engine_spec
-from mslime.config.training import policy_spec
+from mslime.config.resolved import engine_spec, policy_spec
 from mslime_plugins.serve import proto
 from mslime_plugins.serve.backend import AdapterAsk, Continuation, SampleAsk
 from mslime_plugins.serve.engines import SGLangEngines, Shelf, name_of

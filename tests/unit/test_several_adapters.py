@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from mslime.config.adapters import BASE, OWN_SECTIONS, SHARED, directories
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, merge, parse_flags
+from mslime.config.lora import BASE, OWN_SECTIONS, SHARED, directories
+from mslime.config.resolved import ServedLora, engine_spec, policy_spec
 from mslime.config.schema import AdapterConfig, RunConfig
-from mslime.config.serving import ServedLora, engine_spec
 from mslime.config.settings import all_settings
-from mslime.config.training import policy_spec
 from mslime.control.adapters_session import with_base
 from mslime_plugins.api import report
 from mslime_plugins.planner.adapters import served_adapters, together

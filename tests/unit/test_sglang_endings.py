@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mslime.backends.sglang.endings import Endings, end_ids, head
-from mslime.backends.sglang.generating import Finish, GenerateResult
+from mslime.backends.sglang.generating import Endings, Finish, GenerateResult, end_ids, head
 from mslime.config.errors import DataError
 from tests.fixtures.supports import rows_of, supports_of
 from tests.unit.rollout_fakes import FakeTokenizer

@@ -25,8 +25,8 @@ from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.backends.sglang.server import ServerPart, ServerProcess, attach
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS
+from mslime.config.resolved import ServerSpec, engine_spec
 from mslime.config.schema import RunConfig
-from mslime.config.serving import ServerSpec, engine_spec
 from mslime.engine_plugin import dispatch
 from mslime.engine_plugin.wire import LOADER_VARIABLE
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use

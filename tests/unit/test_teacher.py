@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.flags import server_fields
+from mslime.backends.sglang.generating import ScoreRequest, parse_scores
+from mslime.backends.sglang.handshake import meet_teacher
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
-from mslime.backends.sglang.teacher import meet_teacher
-from mslime.config.choices import ENGINE_TAGS
+from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
+from mslime.config.resolved import teacher_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
-from mslime.config.serving import teacher_spec
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.rollout.state import pack_groups, unpack_groups

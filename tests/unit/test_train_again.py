@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mslime.config.adapters import DIRECTORY
+from mslime.config.lora import DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from mslime import network, web_server
-from mslime.config.atropos import AtroposConfig
+from mslime.config.rollout import AtroposConfig
 from mslime.control.endpoint import FILE_NAME, ControlEndpoint
 from mslime.control.orders import Orders
 from mslime.rollout.server.app import ModelServer

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.config.choices import version_name
+from mslime.config.base import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received

@@ -20,12 +20,11 @@ from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from mslime.config.errors import WeightSyncError
-from mslime.config.handles import take_handle, write_handle
 from mslime.config.keys import EngineInfo
 from mslime.convert.hf import INDEX_NAME
 from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
 from mslime.engine_plugin.copy_plan import Buckets
-from mslime.engine_plugin.wire import Answer, ReadDirectory
+from mslime.engine_plugin.wire import Answer, ReadDirectory, take_handle, write_handle
 from mslime.weights import contract, memory
 from mslime.weights.buckets import named_tensors
 from mslime.weights.contract import check_transport

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.config.choices import NOT_ARRIVED
+from mslime.config.base import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
-from mslime.config.slices import HostSlices, Slice
 from mslime.engine_plugin import wire
-from mslime.engine_plugin.wire import Answer, JoinRelayGroup, RelaySync, decode
+from mslime.engine_plugin.wire import Answer, HostSlices, JoinRelayGroup, RelaySync, Slice, decode
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport

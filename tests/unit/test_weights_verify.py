@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mslime import tensor_sums
-from mslime.backends.sglang.comparison import compare, why_not
+from mslime.backends.sglang.port import compare, why_not
 from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.checksums import held

@@ -47,7 +47,7 @@ from torch.futures import Future
 from mslime.backends.megatron.model.chunks import fake_process_group, meta_chunks
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
-from mslime.config.training import ModelSpec
+from mslime.config.resolved import ModelSpec
 from mslime.convert.families import get_family
 from mslime.convert.parameter_names import canonical_name
 from mslime.convert.placement import ModelPlacement, ParameterBox, whole

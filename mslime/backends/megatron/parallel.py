@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from mslime.backends.megatron.step.batches import RowLayout
 from mslime.config.errors import TrainerError
 from mslime.config.layout import ParallelLayout
-from mslime.config.training import TrainingSpec
+from mslime.config.resolved import TrainingSpec
 
 
 def start_process_groups(

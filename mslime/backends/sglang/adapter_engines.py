@@ -8,7 +8,7 @@ from dataclasses import replace
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.pool import EnginePool
-from mslime.config.choices import PauseMode
+from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 
 _SHARED = "engines that adapters share are never held for one of them"

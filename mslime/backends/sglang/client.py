@@ -28,16 +28,18 @@ from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
+    ProbeRequest,
+    ScoreRequest,
     answer_limit,
     format_version,
     of_version,
     parse_generation,
+    parse_probe,
+    parse_scores,
     parse_version,
 )
-from mslime.backends.sglang.probing import ProbeRequest, parse_probe
-from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
-from mslime.config.choices import EngineTag, PauseMode
+from mslime.config.base import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts

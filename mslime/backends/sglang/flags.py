@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.config.choices import Half
-from mslime.config.hf_config import read_hf_config
-from mslime.config.serving import ServedLora, ServerSpec
+from mslime.config.base import Half
+from mslime.config.model_facts import read_hf_config
+from mslime.config.resolved import ServedLora, ServerSpec
 from mslime.engine_plugin.wire import LOADER_VARIABLE, PATH_ENTRY
 
 CPU_MAX_TOTAL_TOKENS = 65536

@@ -1,4 +1,4 @@
-"""One request of /generate (SGLang 0.5.23) and its answer: what is asked, and what an answer must be to be believed.
+"""Requests of an SGLang server (0.5.23) and their answers: generating, scoring given tokens, the text of a probe.
 
 Bytes of an engine are foreign: lengths, ids, log-probs, versions and routes are compared with what was asked, nothing
 is repaired. Whatever is wrong surfaces as one of `MALFORMED`, which the client turns into an EngineError.
@@ -11,9 +11,12 @@ which is renormalised over them. Greedy requests (temperature 0) report log soft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -21,11 +24,74 @@ import pybase64
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
-from mslime.config.errors import EngineError
-from mslime.config.model_facts import ModelFacts
+from mslime.config.errors import DataError, EngineError, reading
+from mslime.config.model_facts import ModelFacts, eos_ids
+from mslime.data.probe import NEW_TOKENS, Probed
 from mslime.data.routes import narrowest_dtype
 from mslime.data.supports import Supports
+from mslime.data.tokenizer import Tokenizer
 from mslime.engine_plugin.wire import NARROW
+
+# Scoring given tokens on an SGLang server (0.5.23): one prefill, nothing is generated.
+#
+# Which log-prob it is (read in sglang/srt/layers/logprob_processor.py and logits_processor.py, kept by tests): that of
+# each token of the prompt after those before it, log softmax(logits). The request's temperature does not enter, unlike
+# with generated tokens, and there is no setting that makes it.
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One sequence to be scored.
+
+    Attributes:
+        rid: request id, unique among the requests in flight.
+        input_ids: [n] token ids.
+        start: first token whose log-prob is wanted, at least 1. What comes before it may be found in the prefix cache.
+        session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
+    """
+
+    rid: str
+    input_ids: Sequence[int] | NDArray[np.int32]
+    start: int = 1
+    session_id: str = ""
+
+    def payload(self) -> dict[str, Any]:
+        """The body of POST /generate."""
+        assert 1 <= self.start < len(self.input_ids), f"start {self.start} of {len(self.input_ids)} tokens"
+        return {
+            "rid": self.rid,
+            "input_ids": [int(t) for t in self.input_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": self.start - 1,  # the engine's first entry has no log-prob
+        }
+
+
+def parse_scores(request: ScoreRequest, answer: dict[str, Any], vocab_size: int | None) -> NDArray[np.float32]:
+    """[n] float32: index t holds the log-prob of token t, 0 before `request.start`.
+
+    Args:
+        vocab_size: of the served model, when it is known.
+
+    Raises:
+        AssertionError: the answer has not one finite log-prob for each token that was asked for.
+    """
+    meta = answer["meta_info"]
+    assert meta["finish_reason"]["type"] != "abort", f"aborted: {meta['finish_reason'].get('message')}"
+    asked = np.asarray(request.input_ids, np.int64)[request.start - 1 :]
+    pairs = meta["input_token_logprobs"]
+    assert len(pairs) == len(asked), f"{len(pairs) - 1} log-probs for {len(asked) - 1} tokens"
+    ids = np.asarray([pair[1] for pair in pairs], np.int64)
+    # The engine reports the last id of the vocabulary as 0 (it takes it for a placeholder of an image).
+    last = vocab_size is None or asked == vocab_size - 1
+    assert bool(((ids == asked) | ((ids == 0) & last)).all()), "log-probs of other tokens"
+    assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, where no log-prob is possible"
+    values = np.asarray([pair[0] for pair in pairs[1:]], np.float64)
+    assert bool(np.isfinite(values).all()), "log-probs that are not finite"
+    scores = np.zeros(len(request.input_ids), np.float32)
+    scores[request.start :] = np.minimum(values, 0.0)  # log of a rounded probability can exceed 0 by an ulp
+    return scores
+
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -302,3 +368,157 @@ def nothing(request: GenerateRequest, engine: str, meta: Mapping[str, Any]) -> G
     supports = Supports.empty() if request.restricted else None
     ids, log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
     return GenerateResult(ids, log_probs, "abort", (), None, supports, 0, "", engine, retractions)
+
+
+# Asking an SGLang server (0.5.23) for a fixed text: its log-probs and routes, and what follows it.
+#
+# The text is computed in one prefill, the tokens after it one by one. Some models do the two by different weights:
+# DeepSeek's attention reads the projections themselves in a prefill, and what it derived from them in a decoding step.
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """A text to be scored and continued, greedily.
+
+    Attributes:
+        rid: request id, unique among the requests in flight.
+        input_ids: [T] token ids, at least 2.
+        version: of the weights that must answer.
+        want_routes: return the experts of every token but the last.
+        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    version: int
+    want_routes: bool
+    adapter: str = ""
+
+    @property
+    def generation(self) -> GenerateRequest:
+        """The continuation. Its cache key keeps it apart from what other weights, and other requests, computed."""
+        return GenerateRequest(
+            self.rid, self.input_ids, NEW_TOKENS, temperature=0.0, ignore_eos=True, want_routes=self.want_routes,
+            cache_key=self.rid,
+        )  # fmt: skip
+
+    def payload(self) -> dict[str, Any]:
+        """The body of POST /generate."""
+        return self.generation.payload() | {"logprob_start_len": 0}
+
+
+def parse_probe(
+    request: ProbeRequest, answer: dict[str, Any], engine: str, model: ModelFacts, adapter: bool = False
+) -> Probed:
+    """What a probe found. Raises one of MALFORMED, also for an answer of another weight version.
+
+    Args:
+        adapter: it was answered with the adapter of its version, of which the engine says nothing.
+    """
+    text = parse_scores(ScoreRequest(request.rid, request.input_ids), answer, model.vocab_size)
+    return probed(request, text, parse_generation(request.generation, answer, engine, model), model, adapter)
+
+
+def probed(
+    request: ProbeRequest, text: NDArray[np.float32], new: GenerateResult, model: ModelFacts, adapter: bool = False
+) -> Probed:
+    """What `parse_probe` returns and raises.
+
+    Args:
+        text: [T] log-probs of the text.
+        new: what was added to it.
+    """
+    assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
+    versions = {version for version, _, _ in new.versions}
+    assert adapter or versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"
+    return Probed(
+        np.concatenate([np.asarray(request.input_ids, np.int32), new.output_ids]),
+        len(text),
+        np.concatenate([text, new.log_probs]),
+        None if new.routes is None else new.routes[:, list(model.moe_layer_ids)],
+    )
+
+
+# Which tokens end a response at an SGLang server, and where one ended although the server says that it was aborted.
+#
+# SGLang tests for an abort before it tests for an end (`Req.update_finish_state`, 0.5.23): when the token sampled
+# last ends the response and an abort came in the same step, the answer says `abort`. And it looks for stop texts in
+# the tokens of one request only, so one that begins before an abort and ends after it goes unseen. Continued, such a
+# response would grow beyond its end.
+
+_STOP_TEXTS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Added tokens that end a response wherever a tokenizer has them (`attach_additional_stop_token_ids`)."""
+
+
+def end_ids(checkpoint: Path | str, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end a response without being asked for: of config.json, generation_config.json and the tokenizer.
+
+    Raises DataError when one of the files cannot be read.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(checkpoint) / name
+        if path.is_file():
+            with reading(DataError, str(path), "is no JSON with integer eos_token_ids", "download the file again"):
+                found |= set(eos_ids(json.loads(path.read_text(encoding="utf-8"))))
+    encoded = [tokenizer.encode(text, special_tokens=False) for text in _STOP_TEXTS]
+    found |= {ids[0] for ids in encoded if len(ids) == 1}
+    return frozenset(found if tokenizer.eos_token_id is None else found | {tokenizer.eos_token_id})
+
+
+class Endings:
+    """Ends of responses that were interrupted.
+
+    Args:
+        ids: tokens that end a response.
+        texts: that end a response, their last token included.
+    """
+
+    def __init__(self, ids: Collection[int], texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._ids, self._texts, self._tokenizer = frozenset(ids), tuple(texts), tokenizer
+        self._reach = max((len(text.encode()) for text in texts), default=0)  # tokens: each has a byte at least
+
+    def settled(self, before: NDArray[np.int32], result: GenerateResult) -> GenerateResult:
+        """The answer as it would be if the response before it and its tokens were of one request.
+
+        Args:
+            before: [m] tokens that the response has already.
+        """
+        n = len(result.output_ids)
+        if n == 0:
+            return result
+        added = result.output_ids.tolist()
+        if (end := self._straddling(before, added)) is not None:
+            return head(result, end)
+        if result.finish == "abort" and (added[-1] in self._ids or self._ends_in_text(added)):
+            return dataclasses.replace(result, finish="stop")
+        return result
+
+    def _straddling(self, before: NDArray[np.int32], added: Sequence[int]) -> int | None:
+        """How many of the new tokens complete a stop text that begins in the old ones; None when there is none."""
+        tail = before[-self._reach :].tolist() if self._reach else []
+        if not tail:
+            return None
+        return next((k for k in range(1, min(len(added), self._reach) + 1) if self._in([*tail, *added[:k]])), None)
+
+    def _ends_in_text(self, added: Sequence[int]) -> bool:
+        return bool(self._texts) and self._in(added[-self._reach :])
+
+    def _in(self, ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(ids, special_tokens=True)
+        return any(stop in text for stop in self._texts)
+
+
+def head(result: GenerateResult, n: int) -> GenerateResult:
+    """The first `n` tokens of an answer, as one that ended with them; n >= 1."""
+    cut = len(result.output_ids) - n
+    return dataclasses.replace(
+        result,
+        output_ids=result.output_ids[:n],
+        log_probs=result.log_probs[:n],
+        finish="stop",
+        versions=tuple((version, start, min(end, n)) for version, start, end in result.versions if start < n),
+        routes=None if result.routes is None else result.routes[: len(result.routes) - cut],
+        supports=None if result.supports is None else result.supports.first(n),
+        text="",
+    )

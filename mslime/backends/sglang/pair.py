@@ -23,12 +23,14 @@ from mslime.backends.sglang.client import CONNECT_S, LARGEST_ANSWER, EngineClien
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
+    ProbeRequest,
+    ScoreRequest,
     answer_limit,
     nothing,
     parse_generation,
+    parse_scores,
+    probed,
 )
-from mslime.backends.sglang.probing import ProbeRequest, probed
-from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig

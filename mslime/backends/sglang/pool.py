@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 
 from mslime.backends.sglang import adapter_update
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.comparison import Sums, compare, why_not
-from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest, ScoreRequest
 from mslime.backends.sglang.heartbeat import Heartbeats
-from mslime.backends.sglang.probing import ProbeRequest
-from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.backends.sglang.port import Sums, compare, why_not
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.backends.sglang.slots import EngineSlot
-from mslime.config.choices import EngineTag, PauseMode
+from mslime.config.base import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
 

@@ -21,11 +21,11 @@ from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environ
 from mslime.backends.sglang.guard import descendants
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
-from mslime.config.choices import Half
+from mslime.config.base import Half
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
+from mslime.config.resolved import Role, ServerSpec
 from mslime.config.schema import DeadlineConfig
-from mslime.config.serving import Role, ServerSpec
 from mslime.network import free_port, port_in_use, url_of
 
 READY_ANSWER_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mslime.config.errors import CheckpointError
-from mslime.config.hf_config import read_hf_config
+from mslime.config.model_facts import read_hf_config
 from mslime.convert.families.deepseek_v2 import DeepseekV2
 from mslime.convert.families.deepseek_v3 import DeepseekV3
 from mslime.convert.families.dots1 import Dots1

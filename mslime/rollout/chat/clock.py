@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from mslime.config.agents import AgentLimits
+from mslime.config.rollout import AgentLimits
 
 
 class AgentClock:

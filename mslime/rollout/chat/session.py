@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError, UserError
+from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
 from mslime.rollout.chat.clock import AgentClock

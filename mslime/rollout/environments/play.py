@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from mslime.config.data import DataConfig
-from mslime.config.environments import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig
 from mslime.config.plugins import found, load
-from mslime.config.rollout import RolloutConfig
+from mslime.config.rollout import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig, RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts

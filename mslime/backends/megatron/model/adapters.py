@@ -36,7 +36,7 @@ from mslime.backends.megatron.model.chunks import SHARED_BY_EXPERTS, named_facto
 from mslime.backends.megatron.parallel import tensor_shard
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LORA_KEY, LoraConfig
-from mslime.config.training import PolicySpec
+from mslime.config.resolved import PolicySpec
 from mslime.convert.adapters import FACTORS, Adapters, BoundAdapter, stored_place
 from mslime.convert.families import get_family
 from mslime.convert.kinds import Sliceable

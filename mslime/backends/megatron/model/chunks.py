@@ -25,7 +25,7 @@ from mslime.backends.megatron.model.specs import block_spec
 from mslime.backends.megatron.parallel import make_model_parallel_groups, tensor_shard
 from mslime.config.errors import CheckpointError
 from mslime.config.layout import ParallelLayout
-from mslime.config.training import ModelSpec
+from mslime.config.resolved import ModelSpec
 from mslime.convert.adapters import is_factor
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.families.delta import FLOAT32_PARAMETERS

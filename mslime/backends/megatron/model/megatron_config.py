@@ -20,13 +20,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mslime.config.choices import Device
-from mslime.config.dtypes import trainer_dtype
+from mslime.config.base import Device
+from mslime.config.dtypes import fp8_fields, trainer_dtype
 from mslime.config.errors import ConfigError
-from mslime.config.fp8 import fp8_fields
 from mslime.config.megatron import MegatronConfig, check_model
+from mslime.config.resolved import ModelSpec
 from mslime.config.train import TrainConfig
-from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from mslime.backends.megatron.replay.route_rows import RouteRows, ShardRoutes, c
 from mslime.backends.megatron.replay.routing_replay import ReplayReport, RoutingReplay, Tally, complete
 from mslime.backends.megatron.step.batches import PADDING, MicroBatch, SequenceSlicer
 from mslime.backends.megatron.step.pipeline import RouteHooks
-from mslime.config.choices import ReplayMode
+from mslime.config.base import ReplayMode
 from mslime.convert.families import ModelFields
 from mslime.data.probe import RoutedRows
 from mslime.data.shard import TrainShard

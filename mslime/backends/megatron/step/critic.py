@@ -21,7 +21,7 @@ from mslime.backends.megatron.parallel import start_process_groups, stop_process
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.config.training import CriticSpec
+from mslime.config.resolved import CriticSpec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
 

@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mslime.backends.cpu.pages import trim_heap
 from mslime.backends.megatron.step.optimizer import parts_of
-from mslime.config.choices import TrainerPart
+from mslime.config.base import TrainerPart
 from mslime.config.errors import TrainerError
 
 PARTS: tuple[TrainerPart, ...] = get_args(TrainerPart)

@@ -32,7 +32,7 @@ from mslime.backends.megatron.model.layers import output_layer, output_weight
 from mslime.backends.megatron.model.moe import excludes_padding
 from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch, on_device
-from mslime.config.training import PolicySpec
+from mslime.config.resolved import PolicySpec
 from mslime.data.shard import TrainShard
 
 OnMicroBatch = Callable[[int, int], None]

@@ -39,7 +39,7 @@ from mslime.backends.megatron.step.reductions import normalising_scale, with_tok
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.lora import LORA_KEY
-from mslime.config.training import PolicySpec
+from mslime.config.resolved import PolicySpec
 from mslime.convert.encoding import Encoded, encoded_weights
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
