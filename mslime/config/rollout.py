@@ -1,4 +1,4 @@
-"""The section `rollout`: what is generated, by whom, how far ahead of the trainer, and by which agents and environments."""
+"""The section `rollout`: what is generated, by whom, how far ahead of the trainer, by which agents and environments."""
 
 from __future__ import annotations
 

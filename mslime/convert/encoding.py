@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
-from mslime.convert import codecs
+from mslime.convert.codecs import FP8_BLOCK, blocks, fp8_quantise, int4_quantise
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import Shape
 from mslime.convert.quantised import Fp8, Int4, Quantisation, check_quantisation, left_plain, scales_are_powers_of_two
@@ -52,17 +52,17 @@ class Fp8Blocks(Encoding):
     """
 
     power_of_two: bool
-    block: tuple[int, int] = codecs.FP8_BLOCK
+    block: tuple[int, int] = FP8_BLOCK
     suffix: str = "_scale_inv"
 
     def plans(self, name: str, dtype: str, shape: Shape) -> tuple[TensorPlan, ...]:
         """See `Encoding`."""
-        scales: Shape = tuple(codecs.blocks(size, block) for size, block in zip(shape, self.block, strict=True))
+        scales: Shape = tuple(blocks(size, block) for size, block in zip(shape, self.block, strict=True))
         return TensorPlan(name, "F8_E4M3", shape), TensorPlan(name + self.suffix, "F32", scales)
 
     def encode(self, weight: Tensor) -> Sequence[Tensor]:
         """See `Encoding`."""
-        return codecs.fp8_quantise(weight, self.block, power_of_two=self.power_of_two)
+        return fp8_quantise(weight, self.block, power_of_two=self.power_of_two)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Int4Groups(Encoding):
         """See `Encoding`."""
         import torch
 
-        return [*codecs.int4_quantise(weight, self.group), torch.tensor(weight.shape)]
+        return [*int4_quantise(weight, self.group), torch.tensor(weight.shape)]
 
 
 @dataclass(frozen=True)
