@@ -17,7 +17,7 @@ from mslime.config.errors import CheckpointError, reading
 from mslime.convert.kinds import Shape
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-_BITS = {
+_HEADER_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
@@ -75,8 +75,8 @@ def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
     shape, dtype = entry["shape"], entry["dtype"]
     start, end = entry["data_offsets"]
     assert all(type(n) is int and n >= 0 for n in [*shape, start, end]), f"{name}: shape or offsets are no sizes"
-    assert dtype in _BITS, f"{name}: the dtype {dtype!r} is unknown"
-    needed = math.prod(shape) * _BITS[dtype]
+    assert dtype in _HEADER_BITS, f"{name}: the dtype {dtype!r} is unknown"
+    needed = math.prod(shape) * _HEADER_BITS[dtype]
     if (end - start) * 8 != needed:
         raise CheckpointError(
             f"{path}: {name}", f"{end - start} bytes", f"{dtype} of shape {shape} has {needed / 8:g} bytes", AGAIN
