@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from mslime.convert.families import get_family
 from mslime.convert.hf import INDEX_NAME
-from mslime.convert.placement import ModelPlacement
+from mslime.convert.torch_dist import ModelPlacement
 from mslime.offline.jobs import run_job
 from mslime.offline.requantise import ToFp8
 from mslime.offline.to_hf import ToHf

@@ -48,7 +48,7 @@ from mslime.config.resolved import engine_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.headers import read_header
+from mslime.convert.files import read_header
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import served_modules
 from mslime.network import free_port

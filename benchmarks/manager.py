@@ -53,9 +53,9 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble
 from mslime.control.cluster import remote_class
-from mslime.control.garbage import search_seldom
-from mslime.control.managers import ManagerActor
-from mslime.control.remote import Remote
+from mslime.control.ray_calls import Remote
+from mslime.control.rollouts import ManagerActor
+from mslime.control.started import search_seldom
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer

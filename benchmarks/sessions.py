@@ -42,7 +42,7 @@ from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
-from mslime.control.garbage import search_seldom
+from mslime.control.started import search_seldom
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
 from mslime.rollout.agents import Agents

@@ -112,7 +112,7 @@ def _add_compare(kinds: Any) -> None:
 
 
 def _to_megatron(args: argparse.Namespace) -> int:
-    from mslime.control.export import placement
+    from mslime.control.run_checkpoints import placement
     from mslime.convert.families import read_hf_config
     from mslime.offline.jobs import refuse_existing
     from mslime.offline.to_megatron import ToMegatron
@@ -127,7 +127,7 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from mslime.control.export import export_job
+    from mslime.control.run_checkpoints import export_job
     from mslime.offline.jobs import refuse_existing
 
     refuse_existing(args.out)
@@ -256,7 +256,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     """The two checkpoints; what a training checkpoint is of is told by the other one, or by --source."""
-    from mslime.control.export import placement
+    from mslime.control.run_checkpoints import placement
     from mslime.convert.families import read_hf_config
     from mslime.convert.torch_dist import is_torch_dist
     from mslime.offline.compare import HFSide, MegatronSide
@@ -282,7 +282,7 @@ def _add_run(parser: Any) -> None:
 
 
 def _export_run(args: argparse.Namespace) -> int:
-    from mslime.control.export import export
+    from mslime.control.run_checkpoints import export
 
     export(config_of(args), args.checkpoint, args.out)
     print(args.out)

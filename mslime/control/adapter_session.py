@@ -19,7 +19,7 @@ from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.adapter_ranks import AdapterRanks
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
-from mslime.control.ray_watch import RayWatch
+from mslime.control.ray_calls import RayWatch
 from mslime.control.results import Beginning
 from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_engines import RunEngines

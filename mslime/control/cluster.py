@@ -46,7 +46,7 @@ from mslime.control.placement import (
     refuse_small_cluster,
     spots_of,
 )
-from mslime.control.ray_watch import leave_without_ray
+from mslime.control.ray_calls import leave_without_ray
 from mslime.control.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)

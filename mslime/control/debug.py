@@ -26,10 +26,10 @@ from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import SourceNames, assemble, references
 from mslime.control.cluster import resolved_device
-from mslime.control.export import export
 from mslime.control.results import StepShards
 from mslime.control.rollouts import RolloutProcess
 from mslime.control.run import only_run
+from mslime.control.run_checkpoints import export
 from mslime.control.run_directory import owned, write_resolved
 from mslime.control.run_rollouts import RunRollouts
 from mslime.control.session import TrainingRun

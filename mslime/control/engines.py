@@ -22,9 +22,9 @@ from mslime.config.errors import ConfigError, EngineError, TrainerError, UserErr
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.resolved import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.control.calls import POLL_SECONDS, call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 from mslime.control.placement import ActorPlacement
+from mslime.control.ray_calls import POLL_SECONDS, call, gather
 from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import ConfigError, EngineError, UserError
 from mslime.control.attached import AttachedEngines
+from mslime.control.endpoint import EngineState, Order, Orders
 from mslime.control.engines import EngineGroup
-from mslime.control.orders import EngineState, Order, Orders
 from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_engines import RunEngines
 from mslime.observe.progress import Progress

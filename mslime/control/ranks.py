@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.control.calls import call, gather
 from mslime.control.cluster import own_host, redirect_output, remote_class, use_own_interface
+from mslime.control.ray_calls import call, gather
 from mslime.logs import log_process, phase
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from mslime.config.schema import RunConfig
 from mslime.control.attached import groups_of, made_clean
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.ray_watch import RayWatch
+from mslime.control.ray_calls import RayWatch
 
 CLEAN_S = 30.0
 """For an engine's answers while it is made clean; who takes longer is started anew."""

@@ -11,7 +11,7 @@ import ray
 from mslime.data.checksums import FileSum
 
 if TYPE_CHECKING:
-    from mslime.control.remote import PendingCall
+    from mslime.control.ray_calls import PendingCall
     from mslime.preflight.resolve import ResolvedRun
 
 Spans = list[tuple[str, str, float, float, int]]

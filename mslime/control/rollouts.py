@@ -4,33 +4,42 @@ loop; and the driver's end of it. What it does with a step's groups is in `run_r
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
-from mslime.control.garbage import search_seldom
-from mslime.control.remote import Host, PendingCall, Remote, verb
+from mslime.control.ray_calls import Host, PendingCall, Remote, verb
 from mslime.control.results import Beginning, Evaluation, OfAdapter, SavedState
 from mslime.control.run_engines import RunEngines
 from mslime.control.run_rollouts import RunRollouts
+from mslime.control.started import search_seldom
 from mslime.logs import hide, log_process
 from mslime.observe.progress import RolloutCounts
 
 if TYPE_CHECKING:
+    from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.base import EngineTag
     from mslime.config.schema import RunConfig
-    from mslime.control.scoring_side import ScoringSide
+    from mslime.control.engine_side import EngineSide
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
+    from mslime.rollout.asked import Asked
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import Engines
+    from mslime.rollout.rewards.scorer import RewardScorer
     from mslime.rollout.shared_room import SharedRoom
+    from mslime.rollout.teacher import ServedTeacher
+
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,8 +112,6 @@ class RolloutActor(Host):
         """A manager in this process, or one for each adapter."""
         from mslime.backends.sglang.adapter_engines import AdapterEngines
         from mslime.control.engine_side import EngineSide
-        from mslime.control.managers import Member, open_manager
-        from mslime.control.scoring_side import ScoringSide
         from mslime.rollout.asked import Local
         from mslime.rollout.shared_room import SharedRoom
 
@@ -130,7 +137,6 @@ class RolloutActor(Host):
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
         """Several managers, each in a process of its own."""
-        from mslime.control.managers import ManagerProcesses
 
         managers = ManagerProcesses(self._run, self._log_path.parent, addresses)
         refused_input = await managers.start(teachers)
@@ -236,3 +242,208 @@ class RolloutProcess:
         """End the process, politely first."""
         ray.wait([self._actor.stop.remote()], timeout=5)
         ray.kill(self._actor, no_restart=True)
+
+
+# Rollout managers as Ray actors, beside the front that asks them: one process each, with its share of the engines.
+#
+# The front makes them (`RolloutActor`), and they end with it. A manager that dies fails the call that is under way,
+# which ends the session with its name and its log.
+
+
+async def open_manager(
+    config: RunConfig, run: ResolvedRun, engines: Engines, scoring: ScoringSide, refused_input: int,
+    teachers: Sequence[EngineAddress], tokenizer: Tokenizer, places: AbstractAsyncContextManager[None] | None = None,
+    report_every_s: float = 0.0,
+) -> Manager:  # fmt: skip
+    """A manager in this process, with what scores its responses.
+
+    Args:
+        config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
+        places: at the engines, if several adapters share them. report_every_s: see `Manager`.
+    """
+    from mslime.backends.sglang.generating import end_ids
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import EngineLimits
+
+    await scoring.open(teachers, tokenizer)
+    limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
+    return Manager(
+        config, engines, tokenizer, scoring.scorer, run.model, limits, teacher=scoring.teacher,
+        eval_scorers=scoring.eval_scorers, places=places, report_every_s=report_every_s,
+    )  # fmt: skip
+
+
+@dataclass
+class Member:
+    """The engines of one manager.
+
+    Attributes:
+        side, pool: what they are asked by, in the manager's process.
+    """
+
+    side: Asked[EngineSide]
+    pool: Asked[EnginePool]
+    engines: list[EngineAddress]
+
+    @property
+    def names(self) -> list[str]:
+        """Of its engines."""
+        return [engine.name for engine in self.engines]
+
+
+class ManagerActor(Host):
+    """One manager, with its engine clients and reward workers."""
+
+    def __init__(self, run: ResolvedRun, index: int, log_path: str) -> None:
+        from mslime.rollout.share import share_of
+
+        redirect_output(Path(log_path))
+        log_process(f"manager{index}", run.config.observe.log_level)
+        self.objects = {"process": self}
+        self._run, self._config = run, share_of(run.config, index)
+
+    async def meet(self, addresses: Sequence[EngineAddress]) -> int:
+        """Connect to the engines and check them; how many tokens they refuse to continue."""
+        from mslime.control.engine_side import EngineSide
+        from mslime.preflight.seams import check_seams
+
+        check_seams(self._config, "rollout service")
+        hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
+        self._side = EngineSide(self._run, self._config)
+        refused_input = await self._side.meet_engines(addresses)
+        self.objects |= {"engines": self._side, "weight sync": self._side.pool}
+        return refused_input
+
+    async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
+        """Make the manager, for engines of which the first refuses to continue so many tokens."""
+        from mslime.data.tokenizer import load_tokenizer
+        from mslime.rollout.manager import REPORT_EVERY_S
+
+        hide(*(key for a in teachers for key in (a.keys.api, a.keys.admin)))
+        self._scoring = ScoringSide(self._run, self._config)
+        tokenizer = load_tokenizer(self._config.model.tokenizer)
+        self.objects["rollout"] = await open_manager(
+            self._config, self._run, self._side.pool, self._scoring, refused_input, teachers, tokenizer,
+            report_every_s=REPORT_EVERY_S,
+        )  # fmt: skip
+        search_seldom()
+
+    async def stop(self) -> None:
+        """Close connections, end the reward workers."""
+        _log.info("stopping")
+        await self._side.close()
+        await self._scoring.close()
+
+
+class ManagerProcesses:
+    """All managers of a run.
+
+    Args:
+        log_dir: for a log of each.
+        engines: manager m of M has the engines m, m + M, ...
+
+    Attributes:
+        managers: as the front asks them.
+        members: their engines.
+    """
+
+    def __init__(self, run: ResolvedRun, log_dir: Path, engines: Sequence[EngineAddress]) -> None:
+        every, limits = run.config.rollout.managers, run.config.deadlines
+        made = remote_class(ManagerActor).options(**beside_the_driver(), max_concurrency=64)
+        self.managers: list[Asked[Manager]] = []
+        self.members: list[Member] = []
+        self._actors: list[Any] = []
+        self._processes: list[Remote[ManagerActor]] = []
+        for index in range(every):
+            log = str(log_dir / f"manager{index}.log")
+            actor, who = made.remote(run, index, log), f"rollout manager {index}"
+            self._actors.append(actor)
+            self._processes.append(Remote(actor, "process", who, log, limits))
+            self.managers.append(Remote(actor, "rollout", who, log, limits))
+            side: Remote[EngineSide] = Remote(actor, "engines", who, log, limits)
+            pool: Remote[EnginePool] = Remote(actor, "weight sync", who, log, limits)
+            self.members.append(Member(side, pool, [*engines[index::every]]))
+
+    async def start(self, teachers: Sequence[EngineAddress]) -> int:
+        """Connect to all engines and make the managers; how many tokens the engines refuse to continue."""
+        pairs = zip(self._processes, self.members, strict=True)
+        met = [process.ask(ManagerActor.meet, member.engines) for process, member in pairs]
+        refused_input = min(await asyncio.gather(*met))
+        await asyncio.gather(*(process.ask(ManagerActor.open, refused_input, teachers) for process in self._processes))
+        return refused_input
+
+    async def stop(self) -> None:
+        """End all managers, politely first."""
+        stopping = [process.ask(ManagerActor.stop) for process in self._processes]
+        await asyncio.gather(*stopping, return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+
+# What scores the responses of one configuration: its rewards, those of held-out sets, and a served teacher.
+
+
+class ScoringSide:
+    """Opened before a rollout service, and closed after it.
+
+    Args:
+        config: of the run, of one of its adapters, or what one of several managers has of it.
+
+    Attributes:
+        scorer, eval_scorers, teacher: see `RolloutService`; once it was opened.
+    """
+
+    scorer: RewardScorer
+    eval_scorers: dict[str, RewardScorer]
+    teacher: ServedTeacher | None
+
+    def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._teachers: EnginePool | None = None
+
+    async def open(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
+        """Start what scores responses of training and of held-out sets."""
+        from mslime.rollout.rewards.scorer import RewardScorer
+
+        config = self._config
+        self.scorer = RewardScorer(config.reward, tokenizer=tokenizer)
+        self.eval_scorers = {
+            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
+            for i, s in enumerate(config.data.eval_sets)
+            if s.reward is not None
+        }
+        for scorer in (self.scorer, *self.eval_scorers.values()):
+            await scorer.start()
+        self.teacher = await self._meet_teachers(teachers, tokenizer)
+
+    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
+        """The teacher behind these servers, which are checked; None when there are none."""
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.handshake import meet_teachers
+        from mslime.backends.sglang.pool import EnginePool
+        from mslime.rollout.teacher import ServedTeacher
+
+        if not addresses:
+            return None
+        config, model = self._config, self._run.model
+        rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
+        longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
+        limits = config.deadlines
+        clients = [EngineClient(a.url, a.name, limits, None, a.log_path, a.keys, a.identity) for a in addresses]
+        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
+        self._teachers = EnginePool(clients, config.teacher.concurrency)
+        return ServedTeacher(self._teachers)
+
+    async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
+        """Let the teacher's servers, on shared GPUs, hold these parts of their memory; names of those that are dead.
+        Raises EngineError where none is left."""
+        assert self.teacher is not None and self._teachers is not None, "a teacher shares the GPUs"
+        await self.teacher.hold_memory(tags)
+        return [*self._teachers.dead]
+
+    async def close(self) -> None:
+        """Close connections, end the reward workers."""
+        if self._teachers is not None:
+            await self._teachers.close()
+        for scorer in (self.scorer, *self.eval_scorers.values()):
+            await scorer.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from mslime.backends.sglang.pool import EnginePool, UpdateMembers, all_or_first_failure
 from mslime.config.errors import ConfigError
 from mslime.control.engine_side import EngineSide
-from mslime.control.remote import verb
+from mslime.control.ray_calls import verb
 from mslime.logs import phase
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
     from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.config.base import EngineTag
-    from mslime.control.managers import Member
-    from mslime.control.scoring_side import ScoringSide
+    from mslime.control.rollouts import Member, ScoringSide
     from mslime.data.probe import Probed
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from mslime.config.errors import EngineError, RewardError
-from mslime.control.remote import verb
+from mslime.control.ray_calls import verb
 from mslime.control.results import Evaluated, SavedState, Spans, StepShards
 from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog

@@ -15,14 +15,14 @@ from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, EngineError, TrainerError, WorkerError
 from mslime.control.adapter_delivery import AdapterDelivery
+from mslime.control.assemble import SupervisedRows
 from mslime.control.cluster import Cluster
 from mslime.control.delivery import Delivery
 from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
-from mslime.control.learnt import Learnt
 from mslime.control.probe import WeightProbe
-from mslime.control.publishing import Publisher
+from mslime.control.publish import Publisher
 from mslime.control.records import StepRecords
 from mslime.control.resources import Resources
 from mslime.control.results import Evaluated, Evaluation, StepShards
@@ -32,8 +32,7 @@ from mslime.control.run_engines import RunEngines
 from mslime.control.run_rollouts import RunRollouts
 from mslime.control.sharing import Apart, Shared
 from mslime.control.started import Started
-from mslime.control.stop import Stopped, StopSignals
-from mslime.control.supervised import SupervisedRows
+from mslime.control.stop import Learnt, Stopped, StopSignals
 from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_directory, saving_directory
 from mslime.data.checksums import FileSum, write_summed

@@ -17,9 +17,9 @@ from mslime.config.base import TrainerPart
 from mslime.config.keys import Endpoint
 from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, Span, fetched
+from mslime.control.ray_calls import gather
 from mslime.data.checkpoints import critic_directory
 from mslime.data.checksums import FileSum
 from mslime.data.probe import joined_routes

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import ConfigError, nearest
 from mslime.config.lora import LORA_GROUPS, LoraConfig
-from mslime.convert.kinds import (
+from mslime.convert.table import BoundRule, Rule, RuleTable, of_all_experts
+from mslime.convert.tensor_layouts import (
     FusedGatedMLP,
     FusedQKV,
     GatedMLP,
@@ -31,8 +32,6 @@ from mslime.convert.kinds import (
     Sliceable,
     cat,
 )
-from mslime.convert.parameter_names import of_all_experts
-from mslime.convert.table import BoundRule, Rule, RuleTable
 
 if TYPE_CHECKING:
     from torch import Tensor

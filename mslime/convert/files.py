@@ -1,23 +1,33 @@
-"""Output files of a conversion: a file grows under a temporary name, remembers a checksum of every tensor, and takes
-its own name when it is complete and on the disk. Afterwards it is read again, from the disk, and compared.
+"""Files of a conversion: safetensors headers that are read, output files with checksums, and the two formats written.
+Afterwards it is read again, from the disk, and compared.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import os
+import pickle
+import struct
+import zipfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import CheckpointError, reading
+from mslime.convert.tensor_layouts import Shape
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that have just been done."""
@@ -204,3 +214,327 @@ def _crc_of(descriptor: int, span: ByteRange, advance: Advance) -> int:
 
 def _different(path: Path, what: str, found: object, rule: str) -> CheckpointError:
     return CheckpointError(f"{path}: {what}", found, rule, "check the disk and its file system, then convert again")
+
+
+# The two formats a conversion writes, tensor by tensor: safetensors shards, and the records of `torch_dist` files.
+
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+TORCH_DTYPES = {short: name for name, short in SAFETENSORS_DTYPES.items()}
+_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16}
+_ZIP64_BYTES = 1 << 31
+_DATA = "archive/data/0"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A torch dtype by its own name (`bfloat16`) or by safetensors' (`BF16`)."""
+    import torch
+
+    dtype = getattr(torch, TORCH_DTYPES.get(name, name), None)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor that will be written: its name, safetensors dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * _BITS.get(self.dtype, 8) // 8
+
+
+def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
+    """What a shard begins with; the tensors' bytes follow one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for plan in plans:
+        header[plan.name] = {
+            "dtype": plan.dtype,
+            "shape": list(plan.shape),
+            "data_offsets": [at, at + plan.nbytes],
+        }
+        at += plan.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance) -> Written:
+    """One shard: the header, which is known before any tensor, then the tensors one at a time.
+
+    Args:
+        tensors: in the order of `plans`, on the CPU, in the planned dtypes and shapes.
+
+    Raises:
+        CheckpointError: the file could not be written.
+    """
+    text = safetensors_header(plans)
+    with OutputFile(path) as file:
+        file.write(text)
+        for plan, tensor in zip(plans, tensors, strict=True):
+            assert tuple(tensor.shape) == plan.shape, (plan, tensor.shape)
+            assert SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")] == plan.dtype, (plan, tensor.dtype)
+            file.write_tensor(plan.name, tensor.contiguous())
+            advance(plan.nbytes)
+        return file.complete()
+
+
+def write_record(file: OutputFile, name: str, tensor: Tensor) -> None:
+    """Append what `torch.save(tensor)` means: a zip archive of a small pickle and the tensor's bytes as they are.
+
+    Written by hand because torch computes its checksums at a tenth of the speed of zlib, and Python's zipfile takes
+    longer for an archive than a small tensor takes.
+
+    Args:
+        name: for `file.records` and `file.spans`.
+        tensor: contiguous, on the CPU.
+    """
+    data, start = tensor_bytes(tensor), file.at
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    crc = zlib.crc32(data)
+    if len(data) >= _ZIP64_BYTES:
+        begin = _write_large(file, name, _prelude(dtype, shape), data)
+    else:
+        template = _template(dtype, shape, len(data))
+        file.write(template.head, name)
+        begin = file.at
+        file.write(data, name)
+        file.write(template.tail(crc), name)
+    file.spans[name] = ByteRange(begin, len(data), crc)
+    file.records[name] = (start, file.at - start)
+
+
+def _write_large(file: OutputFile, name: str, members: Sequence[tuple[str, bytes]], data: memoryview) -> int:
+    """An archive with 64-bit sizes; returns where the data begins."""
+    with zipfile.ZipFile(_Appending(file, name), "w") as archive:  # pyright: ignore[reportArgumentType]
+        for member, content in members:
+            archive.writestr(zipfile.ZipInfo(member), content)
+        with archive.open(zipfile.ZipInfo(_DATA), "w", force_zip64=True) as stored:
+            begin = file.at
+            stored.write(data)
+    return begin
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The archive of every tensor of one dtype and shape, but for its bytes and their checksum.
+
+    Attributes:
+        head: everything before the tensor's bytes.
+        size: of those bytes.
+        directory: central directory and its end record; the data's checksum belongs at `crc_at`.
+    """
+
+    head: bytes
+    size: int
+    directory: bytes
+    crc_at: int
+
+    def tail(self, crc: int) -> bytes:
+        """Everything after the tensor's bytes."""
+        descriptor = struct.pack("<4s3L", b"PK\x07\x08", crc, self.size, self.size)
+        before, after = self.directory[: self.crc_at], self.directory[self.crc_at + 4 :]
+        return b"".join((descriptor, before, crc.to_bytes(4, "little"), after))
+
+
+@lru_cache(maxsize=256)
+def _template(dtype: str, shape: Shape, size: int) -> _Template:
+    """Made with `zipfile` from an archive whose data is missing; the format is PKWARE's APPNOTE.TXT, section 4.3."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for member, content in _prelude(dtype, shape):
+            archive.writestr(zipfile.ZipInfo(member), content)
+        archive.writestr(zipfile.ZipInfo(_DATA), b"")
+        end_of_head = buffer.tell()
+        entries = archive.filelist
+    whole = bytearray(buffer.getvalue())
+    local = entries[-1].header_offset
+    whole[local + 6] |= 8  # flags: checksum and sizes follow the data
+    after = end_of_head + size + 16  # the descriptor's length
+    directory = whole[end_of_head:]
+    own = len(directory) - 22 - 46 - len(_DATA)  # the last entry, before the end record
+    directory[own + 8] |= 8
+    struct.pack_into("<2L", directory, own + 20, size, size)
+    struct.pack_into("<L", directory, len(directory) - 6, after)
+    return _Template(bytes(whole[:end_of_head]), size, bytes(directory), own + 16)
+
+
+class _Appending(io.RawIOBase):
+    """A file from its present end on, which cannot be sought: zipfile then writes from front to back."""
+
+    def __init__(self, file: OutputFile, what: str) -> None:
+        self._target, self._what, self._start = file, what, file.at
+
+    def tell(self) -> int:
+        return self._target.at - self._start
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        raise io.UnsupportedOperation("seek")
+
+    def write(self, data: Any) -> int:
+        return self._target.write(data, self._what)
+
+
+@lru_cache(maxsize=256)
+def _prelude(dtype: str, shape: Shape) -> tuple[tuple[str, bytes], ...]:
+    """The members of the archive but the data (torch's `torch/serialization.py`, `_save`)."""
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, protocol=2).dump(_Described(dtype, shape))
+    return (
+        ("archive/data.pkl", buffer.getvalue()),
+        ("archive/byteorder", b"little"),
+        ("archive/version", b"3\n"),
+    )
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Stands for a contiguous tensor in a pickle."""
+
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for its storage."""
+
+    dtype: str
+    numel: int
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles a `_Described` the way torch pickles a tensor."""
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if not isinstance(obj, _Described):
+            return NotImplemented
+        stride = tuple(math.prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
+        storage = _Storage(obj.dtype, math.prod(obj.shape))
+        return _rebuild_function(), (storage, 0, obj.shape, stride, False, _no_hooks())
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        import torch
+
+        if not isinstance(obj, _Storage):
+            return None
+        names = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half", "float64": "Double", "int64": "Long"}
+        return "storage", getattr(torch, f"{names[obj.dtype]}Storage"), "0", "cpu", obj.numel
+
+
+def _rebuild_function() -> Any:
+    """The function that a pickled tensor names."""
+    import torch._utils  # pyright: ignore[reportMissingTypeStubs]
+
+    return torch._utils._rebuild_tensor_v2  # pyright: ignore
+
+
+def _no_hooks() -> OrderedDict[str, object]:
+    """Must not be made by calling the generic alias, which would leave its mark on the object."""
+    hooks: OrderedDict[str, object] = OrderedDict()
+    return hooks
+
+
+# Headers of safetensors files, checked as the safetensors library checks them, without reading a weight.
+#
+# The format: 8 bytes little-endian header length, JSON header, tensor data (huggingface.co/docs/safetensors,
+# "Format"; rules: `Metadata::validate` of the library). What the library refuses is refused here: otherwise a damaged
+# header would be read as other weights.
+
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_HEADER_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+AGAIN = "download the checkpoint again, or point model.path at a complete one"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: its file, safetensors dtype (`BF16`, `F32`, ...), shape, first byte in the file."""
+
+    file: str
+    dtype: str
+    shape: Shape
+    start: int = -1
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Names, shapes and dtypes of one safetensors file, whose length must be what its header promises.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or not safetensors, or its header contradicts itself.
+    """
+    with reading(CheckpointError, str(path), "the file's header is not safetensors", AGAIN):
+        length, size, header = _load(path)
+        metadata = header.pop("__metadata__", None)
+        assert metadata is None or isinstance(metadata, dict), "__metadata__ is no object"
+        found = {name: _tensor(path, name, entry, length) for name, entry in header.items()}
+        _check_layout(path, {name: (info, *header[name]["data_offsets"]) for name, info in found.items()}, length, size)
+        return found
+
+
+def _load(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """(bytes of the header, bytes of the file, the header)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(str(path), f"{size} bytes", "the file is truncated or not safetensors", AGAIN)
+            header = json.loads(file.read(length), object_pairs_hook=_once)
+    except FileNotFoundError as error:
+        raise CheckpointError(str(path), None, "the weight file is missing", AGAIN) from error
+    assert isinstance(header, dict), "it is no object"
+    return length, size, cast("dict[str, Any]", header)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    assert len(set(names)) == len(names), "a name stands twice"
+    return dict(pairs)
+
+
+def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
+    """One entry of the header, whose bytes must be those of its shape and dtype."""
+    shape, dtype = entry["shape"], entry["dtype"]
+    start, end = entry["data_offsets"]
+    assert all(type(n) is int and n >= 0 for n in [*shape, start, end]), f"{name}: shape or offsets are no sizes"
+    assert dtype in _HEADER_BITS, f"{name}: the dtype {dtype!r} is unknown"
+    needed = math.prod(shape) * _HEADER_BITS[dtype]
+    if (end - start) * 8 != needed:
+        raise CheckpointError(
+            f"{path}: {name}", f"{end - start} bytes", f"{dtype} of shape {shape} has {needed / 8:g} bytes", AGAIN
+        )
+    return TensorInfo(path.name, dtype, tuple(shape), 8 + length + start)
+
+
+def _check_layout(path: Path, spans: dict[str, tuple[TensorInfo, int, int]], length: int, size: int) -> None:
+    """Tensors lie one after the other, from the end of the header to the end of the file."""
+    at = 0
+    for name, (_, start, end) in sorted(spans.items(), key=lambda item: item[1][1:]):
+        if start != at:
+            raise CheckpointError(f"{path}: {name}", f"starts at byte {start}",
+                                  f"the tensor before it ends at byte {at}: the header is damaged", AGAIN)  # fmt: skip
+        at = end
+    promised = 8 + length + at
+    if size != promised:
+        last = max(spans, key=lambda name: spans[name][2], default="")
+        raise CheckpointError(
+            f"{path}: {last}",
+            f"{size} bytes",
+            f"the header promises {promised} bytes: the file is truncated or damaged",
+            AGAIN,
+        )

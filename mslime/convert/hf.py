@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
 from mslime.config.model_facts import language_model
-from mslime.convert.files import tensor_bytes
-from mslime.convert.headers import AGAIN, TensorInfo, read_header
-from mslime.convert.kinds import Shape
+from mslime.convert.files import AGAIN, SAFETENSORS_DTYPES, TensorInfo, read_header, tensor_bytes, torch_dtype
 from mslime.convert.quantised import (
     Box,
     Joined,
@@ -33,7 +31,7 @@ from mslime.convert.quantised import (
     refuse_plain_fp8,
     without_quantisation,
 )
-from mslime.convert.writers import SAFETENSORS_DTYPES, torch_dtype
+from mslime.convert.tensor_layouts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,10 +18,17 @@ from mslime.config.errors import CheckpointError, reading
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.convert.adapters import Adapters, make_adapters
-from mslime.convert.headers import AGAIN, TensorInfo, read_header
-from mslime.convert.kinds import Shape
+from mslime.convert.files import (
+    AGAIN,
+    SAFETENSORS_DTYPES,
+    TORCH_DTYPES,
+    TensorInfo,
+    TensorPlan,
+    read_header,
+    write_safetensors,
+)
 from mslime.convert.table import RuleTable
-from mslime.convert.writers import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan, write_safetensors
+from mslime.convert.tensor_layouts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from mslime.config.errors import CheckpointError
 from mslime.convert import codecs
-from mslime.convert.kinds import Shape, Sliceable
+from mslime.convert.tensor_layouts import Shape, Sliceable
 
 if TYPE_CHECKING:
     import torch

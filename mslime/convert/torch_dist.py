@@ -15,7 +15,7 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import MALFORMED, CheckpointError, reading
-from mslime.convert.files import tensor_bytes
-from mslime.convert.kinds import Shape
-from mslime.convert.writers import torch_dtype
+from mslime.convert.files import tensor_bytes, torch_dtype
+from mslime.convert.table import BoundRule, RuleTable
+from mslime.convert.tensor_layouts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 _AGAIN = "restore the file from another copy, or convert again"
@@ -451,3 +452,65 @@ def _locate(file: io.BufferedReader, chunk: Chunk) -> _Record:
     lengths = window.read(4)  # of the local header's name and extra field, which differ from the directory's
     begin = data.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     return _Record(chunk.start + begin, data.file_size, numel, offset, size, stride)
+
+
+# Where megatron-core keeps the elements of each parameter in a checkpoint: pure data, made by a built model
+# (`backends.megatron.model.placement`) and used without one. Layers and experts may be stacked in one stored tensor,
+# and a parameter may be stored in pieces (the halves of a gated MLP).
+
+
+@dataclass(frozen=True)
+class ParameterBox:
+    """A view of one parameter, and the box of a stored tensor that holds it.
+
+    Attributes:
+        key: of the stored tensor.
+        shape: of the stored tensor.
+        offsets, sizes: of the box; as many dimensions as `shape`.
+        start, size, stride: the view of the contiguous parameter: first element, shape and strides in elements.
+    """
+
+    key: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    start: int
+    size: Shape
+    stride: Shape
+
+    def cut(self, parameter: Tensor) -> Tensor:
+        """This piece of a parameter, in the box's shape; contiguous."""
+        return parameter.contiguous().as_strided(self.size, self.stride, self.start).reshape(self.sizes).contiguous()
+
+    def paste(self, parameter: Tensor, box: Tensor) -> None:
+        """Write what the box holds into its place in a contiguous parameter."""
+        parameter.as_strided(self.size, self.stride, self.start).copy_(box.reshape(self.size))
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """Where a whole model lies.
+
+    Attributes:
+        pieces: of every parameter, by canonical name.
+        objects: keys of what megatron-core stores beside tensors (modules' extra state, `None` in a fresh model).
+    """
+
+    pieces: Mapping[str, tuple[ParameterBox, ...]]
+    objects: Sequence[str]
+
+    def check(self, table: RuleTable) -> None:
+        """Every rule that is exported has its parameter, and pieces fill parameters; raises AssertionError."""
+        absent = [name for name, rule in table.all_bound.items() if rule.exported and name not in self.pieces]
+        assert not absent, f"no place for {absent[:3]}"
+        for name, pieces in self.pieces.items():
+            covered = sum(math.prod(piece.size) for piece in pieces)
+            expected = math.prod(table.bind(name).full_shape)
+            assert covered == expected, f"{name}: pieces of {covered} elements, the rule says {expected}"
+
+
+def whole(rule: BoundRule) -> ParameterBox:
+    """The place of a parameter that megatron-core does not build: under its own name."""
+    shape = rule.full_shape
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return ParameterBox(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.convert.families import get_family
-from mslime.convert.files import Advance
+from mslime.convert.files import TORCH_DTYPES, Advance, torch_dtype
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.kinds import Shape
-from mslime.convert.placement import ModelPlacement
 from mslime.convert.table import RuleTable
-from mslime.convert.writers import TORCH_DTYPES, torch_dtype
+from mslime.convert.tensor_layouts import Shape
+from mslime.convert.torch_dist import ModelPlacement
 from mslime.offline.jobs import ConversionProgress, Silent
 from mslime.offline.megatron_source import MegatronSource
 from mslime.offline.workers import Workers

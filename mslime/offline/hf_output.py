@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mslime.convert.files import Advance, Written
+from mslime.convert.files import Advance, TensorPlan, Written, write_safetensors
 from mslime.convert.hf import copy_side_files, write_index
-from mslime.convert.writers import TensorPlan, write_safetensors
 from mslime.offline.jobs import FileTask
 
 if TYPE_CHECKING:

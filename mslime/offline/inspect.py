@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.files import TORCH_DTYPES, torch_dtype
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.kinds import Shape
+from mslime.convert.tensor_layouts import Shape
 from mslime.convert.torch_dist import DistCheckpoint, is_torch_dist
-from mslime.convert.writers import TORCH_DTYPES, torch_dtype
 from mslime.data.manifest import NAME, read_manifest
 from mslime.offline.to_megatron import HF_FILES
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.kinds import Shape, Vocabulary
-from mslime.convert.placement import ModelPlacement, ParameterBox
+from mslime.convert.files import torch_dtype
 from mslime.convert.table import BoundRule, RuleTable
-from mslime.convert.torch_dist import DistCheckpoint
-from mslime.convert.writers import torch_dtype
+from mslime.convert.tensor_layouts import Shape, Vocabulary
+from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, ParameterBox
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError, nearest
 from mslime.convert.adapters import FACTORS, PREFIX
+from mslime.convert.files import TensorPlan, torch_dtype
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import WEIGHTS, AdapterFile
-from mslime.convert.writers import TensorPlan, torch_dtype
 from mslime.offline.hf_output import HFJob, Output
 from mslime.offline.jobs import source_identity
 

@@ -11,8 +11,8 @@ from mslime.convert.adapters import Adapters, make_adapters, stored_place
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import atomic_directory
 from mslime.convert.peft import write_adapter_files
-from mslime.convert.placement import ModelPlacement, ParameterBox
 from mslime.convert.table import BoundRule, Rule
+from mslime.convert.torch_dist import ModelPlacement, ParameterBox
 from mslime.offline.megatron_source import MegatronSource
 
 

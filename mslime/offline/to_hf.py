@@ -11,10 +11,10 @@ from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.convert.families import get_family
+from mslime.convert.files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.placement import ModelPlacement
 from mslime.convert.table import RuleTable
-from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
+from mslime.convert.torch_dist import ModelPlacement
 from mslime.offline.hf_output import HFJob, Output
 from mslime.offline.jobs import source_identity
 from mslime.offline.megatron_source import MegatronSource, Unit

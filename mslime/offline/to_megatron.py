@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family
 from mslime.convert.families.family import refuse_unread
-from mslime.convert.files import Advance, OutputFile, Written
+from mslime.convert.files import TORCH_DTYPES, Advance, OutputFile, Written, torch_dtype, write_record
 from mslime.convert.hf import HFCheckpoint, copy_side_files
-from mslime.convert.placement import ModelPlacement, ParameterBox
 from mslime.convert.table import BoundRule, RuleTable
-from mslime.convert.torch_dist import CONFIG, METADATA
-from mslime.convert.writers import TORCH_DTYPES, torch_dtype, write_record
+from mslime.convert.torch_dist import CONFIG, METADATA, ModelPlacement, ParameterBox
 from mslime.offline.jobs import FileTask, source_identity
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mslime.config.errors import sync_error
 from mslime.convert.encoding import Encoded
+from mslime.convert.files import SAFETENSORS_DTYPES
 from mslime.convert.table import RuleTable
-from mslime.convert.writers import SAFETENSORS_DTYPES
 from mslime.weights.plan import Bucket, BufferSlot, Entry
 
 TORCH_DTYPES = {

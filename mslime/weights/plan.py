@@ -16,9 +16,9 @@ from itertools import zip_longest
 
 from mslime.config.errors import ConfigError
 from mslime.convert.encoding import Encoded
-from mslime.convert.kinds import Shape
+from mslime.convert.files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
 from mslime.convert.table import BoundRule, RuleTable
-from mslime.convert.writers import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
+from mslime.convert.tensor_layouts import Shape
 from mslime.weights.senders import Senders
 
 DTYPE_BYTES = {

@@ -23,7 +23,7 @@ from mslime.config.transports import for_shared_gpus
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
-from mslime.convert.kinds import padded_vocab_size
+from mslime.convert.tensor_layouts import padded_vocab_size
 from mslime.weights.plan import WeightPlan
 from mslime.weights.senders import Senders
 from mslime_plugins.planner.adapters import together

@@ -10,8 +10,8 @@ from mslime.config.resolved import CriticSpec, PolicySpec, TrainingSpec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
-from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
+from mslime.convert.tensor_layouts import padded_vocab_size
 from mslime.weights.plan import WeightPlan
 from mslime.weights.senders import Senders
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters, work_per_token

@@ -24,8 +24,7 @@ from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import FAMILIES, get_family, refuse_unread
 from mslime.convert.families.family import HARMLESS
-from mslime.convert.parameter_names import canonical_name
-from mslime.convert.table import RuleTable
+from mslime.convert.table import RuleTable, canonical_name
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 PUBLISHED = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))

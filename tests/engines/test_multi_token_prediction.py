@@ -22,7 +22,7 @@ from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.parameter_names import canonical_name
+from mslime.convert.table import canonical_name
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_full_size import hf_config, run_config
 from tests.engines.trainer_ranks import make_config, run_trainers

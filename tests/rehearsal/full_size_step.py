@@ -40,8 +40,8 @@ from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.files import torch_dtype
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.writers import torch_dtype
 from mslime.data.routes import Routes, narrowest_dtype
 from mslime.data.shard import TrainShard
 from mslime.weights.plan import Bucket, WeightPlan

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mslime.cli import main
-from mslime.control import export
+from mslime.control import run_checkpoints
 from mslime.convert.hf import INDEX_NAME, HFCheckpoint, staging_directory
 from mslime.convert.torch_dist import METADATA
 from tests.fixtures.convert_tools import CONFIG, fake_placement, write_model
@@ -28,7 +28,7 @@ DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 @pytest.fixture(autouse=True)
 def no_megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parameters are placed without megatron-core; tests/engines shows the real thing."""
-    monkeypatch.setattr(export, "placement", fake_placement)
+    monkeypatch.setattr(run_checkpoints, "placement", fake_placement)
     yield
 
 

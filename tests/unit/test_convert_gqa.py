@@ -11,7 +11,7 @@ import pytest
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family, refuse_unread
-from mslime.convert.parameter_names import canonical_name
+from mslime.convert.table import canonical_name
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 

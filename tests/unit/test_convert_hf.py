@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.headers import read_header
+from mslime.convert.files import read_header
 from mslime.convert.hf import (
     INDEX_NAME,
     HFCheckpoint,

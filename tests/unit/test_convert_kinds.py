@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.convert.kinds import Column, FusedQKV, GatedMLP, Kind, Replicated, Row, Vocabulary, padded_vocab_size
+from mslime.convert.tensor_layouts import (
+    Column,
+    FusedQKV,
+    GatedMLP,
+    Kind,
+    Replicated,
+    Row,
+    Vocabulary,
+    padded_vocab_size,
+)
 
 KINDS: list[Kind] = [
     Replicated((12,)),

@@ -12,8 +12,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.parameter_names import canonical_name
-from mslime.convert.table import RuleTable
+from mslime.convert.table import RuleTable, canonical_name
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {

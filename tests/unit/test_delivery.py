@@ -17,8 +17,8 @@ from mslime.config.errors import EngineError, TrainerError, WeightSyncError, syn
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build
 from mslime.control.delivery import Delivery
+from mslime.control.endpoint import Order
 from mslime.control.fleet import FORGIVEN_AFTER, Fleet
-from mslime.control.orders import Order
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 from tests.fixtures.remote import fake_process

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mslime.control.garbage import search_seldom
+from mslime.control.started import search_seldom
 
 
 class Held:

@@ -16,7 +16,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.parameter_names import canonical_name
+from mslime.convert.table import canonical_name
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mslime.convert.kinds import FusedGatedMLP, InterleavedGatedMLP, Kind, TransposedRow
-from mslime.convert.kinds_delta import DeltaByKeyHead, DeltaConv, DeltaHeads, DeltaParts, GatedQKV
+from mslime.convert.tensor_layouts import (
+    DeltaByKeyHead,
+    DeltaConv,
+    DeltaHeads,
+    DeltaParts,
+    FusedGatedMLP,
+    GatedQKV,
+    InterleavedGatedMLP,
+    Kind,
+    TransposedRow,
+)
 
 HEADS = DeltaHeads(keys=4, values=12, key_dim=3, value_dim=2, hidden=5)
 KINDS: list[Kind] = [

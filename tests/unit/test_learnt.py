@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mslime.control.learnt import Learnt
+from mslime.control.stop import Learnt
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import WorkerError
 from mslime.config.schema import DeadlineConfig
-from mslime.control import managers, remote
-from mslime.control.managers import ManagerProcesses
-from mslime.control.remote import Host, PendingCall, Remote, verb
+from mslime.control import ray_calls, rollouts
+from mslime.control.ray_calls import Host, PendingCall, Remote, verb
+from mslime.control.rollouts import ManagerProcesses
 
 DEADLINES = DeadlineConfig(engine_control_s=7, rollout_step_s=50)
 
@@ -80,7 +80,7 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
         class ask:
             remote = staticmethod(lambda *args: args)
 
-    monkeypatch.setattr(remote, "call", call)
+    monkeypatch.setattr(ray_calls, "call", call)
     monkeypatch.setattr(PendingCall, "done", False)
     work = Remote[Work](FakeHandle, "work", "who", "who.log", DEADLINES, check)
     pending = work.begin(method, *args)
@@ -91,10 +91,10 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
 
 
 def test_what_has_ended_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "call", lambda *args: args[-1])
+    monkeypatch.setattr(ray_calls, "call", lambda *args: args[-1])
     monkeypatch.setattr(PendingCall, "done", True)
     work = Remote[Work](None, "work", "who", "who.log", DEADLINES, lambda: None)
-    found: Any = work.wait(PendingCall(None, remote._VERBS[Work.wait], "wait"))
+    found: Any = work.wait(PendingCall(None, ray_calls._VERBS[Work.wait], "wait"))
     assert found is None, "no check is handed on"
 
 
@@ -120,8 +120,8 @@ def test_engines_are_divided_and_the_first_to_refuse_an_input_limits_all(monkeyp
             made.append(FakeManager(index))
             return FakeActor(made[-1])
 
-    monkeypatch.setattr(managers, "remote_class", lambda cls: FakeClass())
-    monkeypatch.setattr(managers, "beside_the_driver", dict)
+    monkeypatch.setattr(rollouts, "remote_class", lambda cls: FakeClass())
+    monkeypatch.setattr(rollouts, "beside_the_driver", dict)
 
     class FakeRun:
         class config:

@@ -9,7 +9,7 @@ import pytest
 
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
-from mslime.control.managers import Member
+from mslime.control.rollouts import Member
 from mslime.control.run_engines import RunEngines
 from mslime.rollout.asked import Local
 

@@ -16,8 +16,7 @@ from aiohttp import web
 
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
-from mslime.control.endpoint import FILE_NAME, ControlEndpoint
-from mslime.control.orders import Orders
+from mslime.control.endpoint import FILE_NAME, ControlEndpoint, Orders
 from mslime.rollout.server.app import ModelServer
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.web_server import admitted, raise_file_limit, same_key, serve

@@ -383,7 +383,7 @@ def test_a_directory_that_cannot_be_written_to_or_is_too_small_is_named(link: Li
 
 def saved(path: Path, names: list[str]) -> Path:
     """Two tensors of two elements, as they are sent."""
-    from mslime.convert.writers import TensorPlan, safetensors_header
+    from mslime.convert.files import TensorPlan, safetensors_header
 
     path.write_bytes(safetensors_header([TensorPlan(name, "F32", (2,)) for name in names]) + bytes(range(16)))
     return path

@@ -49,9 +49,8 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.resolved import ModelSpec
 from mslime.convert.families import get_family
-from mslime.convert.parameter_names import canonical_name
-from mslime.convert.placement import ModelPlacement, ParameterBox, whole
-from mslime.convert.torch_dist import METADATA, load_metadata
+from mslime.convert.table import canonical_name
+from mslime.convert.torch_dist import METADATA, ModelPlacement, ParameterBox, load_metadata, whole
 from mslime.data.checksums import FileSum, SummedFile
 
 SHARDING = {

@@ -6,23 +6,18 @@ from collections.abc import Mapping
 
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import read_hf_config
-from mslime.convert.families.deepseek_v2 import DeepseekV2
-from mslime.convert.families.deepseek_v3 import DeepseekV3
+from mslime.convert.families.deepseek import DeepseekV2, DeepseekV3
 from mslime.convert.families.dots1 import Dots1
 from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread
-from mslime.convert.families.glm4 import Glm4
-from mslime.convert.families.glm4_moe import Glm4Moe
+from mslime.convert.families.glm4 import Glm4, Glm4Moe
 from mslime.convert.families.gpt_oss import GptOss
 from mslime.convert.families.llama import Llama
 from mslime.convert.families.minimax_m2 import MiniMaxM2
 from mslime.convert.families.mixtral import Mixtral
 from mslime.convert.families.olmoe import Olmoe
-from mslime.convert.families.qwen2 import Qwen2
-from mslime.convert.families.qwen2_moe import Qwen2Moe
-from mslime.convert.families.qwen3 import Qwen3
-from mslime.convert.families.qwen3_5_moe import Qwen35Moe
-from mslime.convert.families.qwen3_moe import Qwen3Moe
-from mslime.convert.families.qwen3_next import Qwen3Next
+from mslime.convert.families.qwen import Qwen2, Qwen3
+from mslime.convert.families.qwen3_next import Qwen3Next, Qwen35Moe
+from mslime.convert.families.qwen_moe import Qwen2Moe, Qwen3Moe
 
 _ALL: tuple[Family, ...] = (
     DeepseekV2(), DeepseekV3(), Dots1(), Glm4(), Glm4Moe(), GptOss(), Llama(), MiniMaxM2(), Mixtral(), Olmoe(),

@@ -8,9 +8,8 @@ from dataclasses import replace
 from mslime.config.errors import CheckpointError
 from mslime.convert.families.family import HFConfig, as_list, required_int
 from mslime.convert.families.gqa import Attention, attention_rules
-from mslime.convert.kinds import Column, Kind, Replicated, Row
-from mslime.convert.kinds_delta import DeltaConv, DeltaHeads, GatedQKV
 from mslime.convert.table import Rule
+from mslime.convert.tensor_layouts import Column, DeltaConv, DeltaHeads, GatedQKV, Kind, Replicated, Row
 
 FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
 """Ends of the names of parameters that stay in float32 in a bfloat16 model, as Qwen3.5 publishes them."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families.family import HFConfig, required_int, required_number
-from mslime.convert.kinds import GatedMLP, Replicated, Row
 from mslime.convert.table import Rule
+from mslime.convert.tensor_layouts import GatedMLP, Replicated, Row
 
 _M, _H = "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
 

@@ -1,4 +1,4 @@
-"""GLM-4 dense: Glm4ForCausalLM (https://arxiv.org/abs/2406.12793 for the series; transformers `models/glm4`).
+"""GLM-4 dense and MoE: Glm4ForCausalLM (https://arxiv.org/abs/2406.12793 for the series; transformers `models/glm4`).
 
 Grouped-query attention with biases on queries, keys and values, half of whose heads rotates in interleaved pairs; what
 attention and MLP add to the residual stream is normed first. The checkpoint holds gate and up projections as one.
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mslime.convert.families.family import HFConfig, ModelFields, Support, flag, required_int
+from mslime.convert.families.experts import Experts, read_experts
+from mslime.convert.families.family import HFConfig, ModelFields, Support, flag, refuse_unless, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
-from mslime.convert.kinds import FusedGatedMLP, Replicated, Row
-from mslime.convert.table import Rule
+from mslime.convert.families.mtp import with_multi_token_prediction
+from mslime.convert.table import Rule, RuleTable
+from mslime.convert.tensor_layouts import FusedGatedMLP, Replicated, Row
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -42,3 +44,41 @@ class Glm4(Decoder):
             Rule(f"{_M}mlp.linear_fc2.weight", (f"{_H}mlp.down_proj.weight",), Row((hidden, ffn)), at),
             Rule(f"{_M}mlp_bda.norm.weight", (f"{_H}post_mlp_layernorm.weight",), norm, at),
         )
+
+
+# GLM-4.5, 4.6 and 4.7 mixture of experts: Glm4MoeForCausalLM (https://arxiv.org/abs/2508.06471; transformers
+# `models/glm4_moe`).
+#
+# Grouped-query attention with biases on queries, keys and values, in the large models with a norm on every query and
+# key head; half of each head rotates. The experts are DeepSeek-V3's with one group, and so is the layer of multi-
+# token prediction behind the last.
+
+
+class Glm4Moe(Decoder):
+    """The MoE family."""
+
+    architecture = "Glm4MoeForCausalLM"
+    support = Support(
+        ("GLM-4.5", "GLM-4.5-Air", "GLM-4.7"),
+        renderers=("glm-4.5", "glm-5"),
+        served_adapters=True,
+        notes=("The layer of multi-token prediction is not trained; exports copy it from the source checkpoint.",),
+    )
+    partial_rotary = 0.5
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        norm = "head" if flag(hf_config, "use_qk_norm", False) else "none"
+        return read_attention(hf_config, flag(hf_config, "attention_bias", False), norm)
+
+    def experts(self, hf_config: HFConfig) -> Experts:
+        refuse_unless(hf_config, "norm_topk_prob", (None, True))
+        refuse_unless(hf_config, "n_group", (None, 1))
+        refuse_unless(hf_config, "topk_group", (None, 1))
+        experts = read_experts(hf_config)
+        return replace(experts, score="sigmoid", normalised=True, correction="gate.e_score_correction_bias")
+
+    def rules(self, hf_config: HFConfig) -> RuleTable:
+        layers, hidden = required_int(hf_config, "num_hidden_layers"), required_int(hf_config, "hidden_size")
+        names = ("num_nextn_predict_layers", "num_mtp_layers")  # transformers 4's and 5's
+        depth = required_int(hf_config, *names) if any(hf_config.get(name) for name in names) else 0
+        return with_multi_token_prediction(super().rules(hf_config), hidden, layers, depth)

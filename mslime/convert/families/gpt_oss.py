@@ -21,8 +21,8 @@ from mslime.convert.families.family import (
     yarn_fields,
 )
 from mslime.convert.families.gqa import Attention, Decoder, attention_rules, mlp_norm_rules, read_attention, whole_model
-from mslime.convert.kinds import Column, InterleavedGatedMLP, Replicated, TransposedRow
 from mslime.convert.table import Rule, RuleTable
+from mslime.convert.tensor_layouts import Column, InterleavedGatedMLP, Replicated, TransposedRow
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 

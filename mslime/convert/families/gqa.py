@@ -24,8 +24,8 @@ from mslime.convert.families.family import (
     rotary,
     yarn_fields,
 )
-from mslime.convert.kinds import FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
 from mslime.convert.table import Rule, RuleTable
+from mslime.convert.tensor_layouts import FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 

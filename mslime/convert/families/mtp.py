@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mslime.convert.kinds import Column, Replicated
 from mslime.convert.table import Rule, RuleTable
+from mslime.convert.tensor_layouts import Column, Replicated
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 

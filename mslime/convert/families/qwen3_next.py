@@ -6,16 +6,27 @@ whose output is gated; zero-centred norms, a quarter of each head rotates, many 
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
+from typing import cast
 
+from mslime.config.errors import CheckpointError
 from mslime.convert.families.delta import delta_heads, delta_rules, gated_attention_rules, linear_layers, mtp_rules
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, required_int
+from mslime.convert.families.family import (
+    Family,
+    HFConfig,
+    ModelFields,
+    Support,
+    as_object,
+    flag,
+    refuse_unless,
+    required_int,
+)
 from mslime.convert.families.gqa import Attention, Decoder, dense_mlp_rules, mlp_norm_rules, read_attention, whole_model
-from mslime.convert.families.qwen3_moe import moe_layer_ids, refuse_dense_layers_for_engine
-from mslime.convert.kinds import Kind
-from mslime.convert.kinds_delta import DeltaByKeyHead
+from mslime.convert.families.qwen_moe import moe_layer_ids, refuse_dense_layers_for_engine
 from mslime.convert.table import Rule, RuleTable
+from mslime.convert.tensor_layouts import DeltaByKeyHead, DeltaParts, FusedGatedMLP, Kind, Replicated, Row, Shape
 
 NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, of which there is no CPU package"
 _NO_CP = "megatron-core's gated delta-net layer has none"
@@ -96,3 +107,147 @@ class Qwen3Next(Decoder):
     def expert_rules(self, hf_config: HFConfig, hidden: int) -> tuple[Rule, ...]:
         """Router, experts and shared expert of the trained layers."""
         return self.experts(hf_config).rules(hidden)
+
+
+# Qwen3.5 mixture of experts: Qwen3_5MoeForConditionalGeneration (transformers `models/qwen3_5_moe`).
+#
+# The text part is Qwen3-Next's network with experts stacked in the file and the delta-net's projection in whole parts;
+# its settings stand in `text_config`. For text the three sections of its rotary embedding count alike, which is plain
+# rotation. The part that reads images is carried, not trained, and its tensors follow from `vision_config`.
+
+_M, _H = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
+
+
+class Qwen35MoeText(Qwen3Next):
+    """The text part, by its section of config.json; tensors are named as if it stood alone."""
+
+    harmless = frozenset({"mamba_ssm_dtype"})  # of the engine's recurrent state
+    own_dtype = "float32"
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        refuse_unless(hf_config, "attn_output_gate", (None, True))
+        refuse_unless(hf_config, "output_gate_type", (None, "swish"))
+        return super().attention(hf_config)
+
+    def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
+        refuse_unless(hf_config, "mlp_only_layers", (None, []))
+        refuse_unless(hf_config, "mtp_num_hidden_layers", (None, 0, 1))
+        refuse_unless(hf_config, "mtp_use_dedicated_embeddings", (None, False))
+        return super().transformer_fields(_with_all_routed(hf_config))
+
+    def model_fields(self, hf_config: HFConfig) -> ModelFields:
+        return super().model_fields(_for_text(hf_config))
+
+    def projection(self, hf_config: HFConfig) -> tuple[tuple[str, ...], Kind]:
+        return ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), DeltaParts(delta_heads(hf_config))
+
+    def expert_rules(self, hf_config: HFConfig, hidden: int) -> tuple[Rule, ...]:
+        experts = self.experts(hf_config)
+        if "quantization_config" in hf_config:
+            return experts.rules(hidden)  # published one by one in FP8
+        at, number = experts.layers, experts.number
+        joined, down = FusedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
+        return (
+            *(rule for rule in experts.rules(hidden) if not rule.experts),
+            Rule(f"{_M}linear_fc1.weight", (f"{_H}gate_up_proj",), joined, at, number),
+            Rule(f"{_M}linear_fc2.weight", (f"{_H}down_proj",), down, at, number),
+        )
+
+
+class Qwen35Moe(Family):
+    """The family: the text part under `model.language_model`, the part that reads images under `model.visual`."""
+
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    support = Support(
+        ("Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B"),
+        renderers=("qwen3.5", "qwen3.6", "qwen3.8"),
+        not_served=NOT_SERVED,
+        notes=(
+            "Trained on text; what reads images is copied from the source checkpoint when exporting.",
+            "Qwen3.6's files, which stack the experts of the multi-token-prediction layer too, are refused.",
+            *Qwen3Next.support.notes,
+        ),
+    )
+    harmless = frozenset({"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"})
+    text = Qwen35MoeText()
+    sections = {"text_config": text}
+
+    def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
+        return self.text.transformer_fields(_text_config(hf_config))
+
+    def model_fields(self, hf_config: HFConfig) -> ModelFields:
+        return self.text.model_fields(_text_config(hf_config))
+
+    def rules(self, hf_config: HFConfig) -> RuleTable:
+        table = self.text.rules(_text_config(hf_config))
+        rules = (replace(rule, hf=tuple(map(_under_language_model, rule.hf))) for rule in table.rules)
+        return replace(table, rules=(*rules, *_vision_rules(hf_config)))
+
+
+def _section(config: HFConfig, name: str) -> dict[str, object]:
+    section = as_object(config.get(name))
+    if section is None:
+        raise CheckpointError(
+            f"config.json: {name}", config.get(name), "must be an object", "use the config.json of the checkpoint"
+        )
+    return section
+
+
+def _text_config(config: HFConfig) -> HFConfig:
+    """The text part's settings; whether embeddings are tied is said outside of it."""
+    section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
+    if flag(section, "tie_word_embeddings", tied) != tied:
+        raise CheckpointError(
+            "config.json: tie_word_embeddings", tied, "text_config has another value", "make the two agree"
+        )
+    quantised = {name: config[name] for name in ("quantization_config",) if name in config}
+    return section | {"tie_word_embeddings": tied} | quantised
+
+
+def _with_all_routed(config: HFConfig) -> HFConfig:
+    """The settings with a dense layer's size, which megatron-core wants and no layer has."""
+    return ChainMap({"intermediate_size": config.get("moe_intermediate_size")}, cast("dict[str, object]", config))
+
+
+def _for_text(config: HFConfig) -> HFConfig:
+    """The settings with the rotary embedding of text: all its sections see the same position."""
+    rope = dict(_section(config, "rope_parameters"))
+    rope.pop("mrope_section", None)
+    rope.pop("mrope_interleaved", None)
+    return ChainMap({"rope_parameters": rope}, cast("dict[str, object]", config))
+
+
+def _under_language_model(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def _vision_rules(config: HFConfig) -> tuple[Rule, ...]:
+    """Shapes of transformers' `Qwen3_5MoeVisionModel`."""
+    vision = _section(config, "vision_config")
+    width, ffn, patch = (required_int(vision, name) for name in ("hidden_size", "intermediate_size", "patch_size"))
+    merged = width * required_int(vision, "spatial_merge_size") ** 2
+    pixels = (required_int(vision, "in_channels"), required_int(vision, "temporal_patch_size"), patch, patch)
+    block: dict[str, Shape] = {
+        **_linear("attn.qkv", 3 * width, width), **_linear("attn.proj", width, width),
+        **_linear("mlp.linear_fc1", ffn, width), **_linear("mlp.linear_fc2", width, ffn),
+        **_norm("norm1", width), **_norm("norm2", width),
+    }  # fmt: skip
+    outside: dict[str, Shape] = {
+        "patch_embed.proj.weight": (width, *pixels),
+        "patch_embed.proj.bias": (width,),
+        "pos_embed.weight": (required_int(vision, "num_position_embeddings"), width),
+        **_norm("merger.norm", width),
+        **_linear("merger.linear_fc1", merged, merged),
+        **_linear("merger.linear_fc2", required_int(vision, "out_hidden_size"), merged),
+    }
+    blocks = range(required_int(vision, "depth"))
+    shapes = outside | {f"blocks.{i}.{name}": shape for i in blocks for name, shape in block.items()}
+    return tuple(Rule(f"vision.{name}", (f"model.visual.{name}",), Replicated(shape)) for name, shape in shapes.items())
+
+
+def _linear(name: str, out: int, hidden: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (out, hidden), f"{name}.bias": (out,)}
+
+
+def _norm(name: str, size: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}

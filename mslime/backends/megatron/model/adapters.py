@@ -39,9 +39,9 @@ from mslime.config.lora import LORA_KEY, LoraConfig
 from mslime.config.resolved import PolicySpec
 from mslime.convert.adapters import FACTORS, Adapters, BoundAdapter, stored_place
 from mslime.convert.families import get_family
-from mslime.convert.kinds import Sliceable
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.table import BoundRule
+from mslime.convert.tensor_layouts import Sliceable
 from mslime.data.manifest import read_manifest
 
 Read = Callable[[str], Sliceable]

@@ -31,13 +31,12 @@ from mslime.convert.families import ModelFields, get_family
 from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.families.mtp import mtp_depth
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.kinds import padded_vocab_size
-from mslime.convert.parameter_names import canonical_name, of_all_experts
-from mslime.convert.table import BoundRule, RuleTable
+from mslime.convert.table import BoundRule, RuleTable, canonical_name, of_all_experts
+from mslime.convert.tensor_layouts import padded_vocab_size
 
 # Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
 #
-# How names are spelled, Transformer Engine's included, is in `mslime.convert.parameter_names`; here is what only a
+# How names are spelled, Transformer Engine's included, is in `mslime.convert.table`; here is what only a
 # built model knows: which layers and which experts this rank holds.
 
 SHARED_BY_EXPERTS = "shared_by_experts"
