@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the one it begins with, which of those it writes are kept, and their Hugging Face export."""
+"""The checkpoints of one run: the one it begins with, which of those it writes are kept, and their export."""
 
 from __future__ import annotations
 

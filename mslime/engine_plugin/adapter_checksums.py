@@ -28,7 +28,7 @@ def note_shape(original: Callable[..., Any], self: Any, name: str, loaded_weight
     return original(self, name, loaded_weight)
 
 
-def held(manager: Any, name: str) -> dict[str, str]:
+def adapter_sums(manager: Any, name: str) -> dict[str, str]:
     """Sum and places of every tensor of the adapter of this name; under `CANNOT`, why there is none.
 
     Args:

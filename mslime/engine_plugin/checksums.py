@@ -18,7 +18,7 @@ from mslime.engine_plugin.wire import CANNOT, format_sum
 from mslime.tensor_sums import bits_of, place_sum
 
 
-def held(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
+def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
     """Sum and places of what this rank holds, by name of what was sent in this update; and under `CANNOT` why it cannot
     say it of some tensors, which are left out then."""
     sums = dict[str, str]()

@@ -117,7 +117,7 @@ def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
 def _held_weights(manager: Any) -> dict[str, str]:
     if not RECORDS:
         return {wire.CANNOT: "copies are not recorded: weights.loader is model"}
-    return checksums.held(_runner(manager).weight_updater.get_model(), copy_plan.all_buckets())
+    return checksums.weight_sums(_runner(manager).weight_updater.get_model(), copy_plan.all_buckets())
 
 
 HANDLERS: Mapping[type[wire.Record], Handler] = {
@@ -130,7 +130,7 @@ HANDLERS: Mapping[type[wire.Record], Handler] = {
     wire.JoinRelayGroup: lambda manager, request: relay.join(_runner(manager).weight_updater, request),
     wire.HeldWeights: lambda manager, request: _held(lambda: _held_weights(manager)),
     wire.HeldAdapter: lambda manager, request: _held(
-        lambda: adapter_checksums.held(_runner(manager).lora_manager, request.name)
+        lambda: adapter_checksums.adapter_sums(_runner(manager).lora_manager, request.name)
     ),
     wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),
 }

@@ -13,7 +13,7 @@ from mslime.config.schema import RunConfig
 
 Servers = TypeVar("Servers", bound=RewardServersConfig)
 Grader = TypeVar("Grader", bound=GraderConfig)
-Scoring = TypeVar("Scoring", bound=ScoringConfig)
+ScoringSection = TypeVar("ScoringSection", bound=ScoringConfig)
 
 
 def share_of(config: RunConfig, index: int) -> RunConfig:
@@ -34,7 +34,7 @@ def share_of(config: RunConfig, index: int) -> RunConfig:
     )
 
 
-def _reward(reward: Scoring, every: int) -> Scoring:
+def _reward(reward: ScoringSection, every: int) -> ScoringSection:
     return _grader(reward, every, parts=[_grader(part, every) for part in reward.parts])
 
 

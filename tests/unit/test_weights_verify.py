@@ -15,7 +15,7 @@ from mslime import tensor_sums
 from mslime.backends.sglang.port import compare, why_not
 from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
-from mslime.engine_plugin.checksums import held
+from mslime.engine_plugin.checksums import weight_sums
 from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket, all_buckets, buckets_of, record
 from mslime.engine_plugin.wire import format_sum
 from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
@@ -138,7 +138,7 @@ class FakeEngine:
 
     def answers(self) -> list[dict[str, str]]:
         """Of all ranks."""
-        return [held(model, [buckets]) for model, buckets in zip(self.ranks, self.buckets, strict=True)]
+        return [weight_sums(model, [buckets]) for model, buckets in zip(self.ranks, self.buckets, strict=True)]
 
     def compare(self) -> int:
         return compare(
@@ -284,7 +284,7 @@ def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatc
     for loaded in (True, True, False):
         bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
         bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
-        assert held(model, all_buckets()) == {}
+        assert weight_sums(model, all_buckets()) == {}
         copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
-        assert held(model, all_buckets()) == {"a": format_sum(*whole_sum(model.weight.data))}
+        assert weight_sums(model, all_buckets()) == {"a": format_sum(*whole_sum(model.weight.data))}
         copy_plan.release(lambda *_: None, updater)

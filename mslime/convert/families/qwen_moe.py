@@ -1,4 +1,4 @@
-"""Qwen1.5, 2 and 3 mixture of experts: Qwen2MoeForCausalLM (https://arxiv.org/abs/2407.10671; transformers `qwen2_moe`).
+"""Qwen1.5, 2 and 3 mixture of experts: Qwen2MoeForCausalLM (https://arxiv.org/abs/2407.10671) and Qwen3MoeForCausalLM.
 
 Qwen2's attention. In routed layers a softmax router, and beside the chosen experts a large shared one whose output a
 sigmoid of one more linear layer weighs.

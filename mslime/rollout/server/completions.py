@@ -21,7 +21,18 @@ from mslime.rollout.server.requests import (
     wants_usage,
 )
 
-_READ = ("prompt", "n", "max_tokens", "stop", "stream", "logprobs", "stream_options", "model", "echo", "suffix")
+_COMPLETION_FIELDS = (
+    "prompt",
+    "n",
+    "max_tokens",
+    "stop",
+    "stream",
+    "logprobs",
+    "stream_options",
+    "model",
+    "echo",
+    "suffix",
+)
 _FEWER = "send several requests"
 
 
@@ -42,7 +53,7 @@ class Completions(OpenAIErrors):
             )
         return asked(
             body,
-            _READ,
+            _COMPLETION_FIELDS,
             prompts=prompts,
             count=count,
             max_tokens=integer(body, "max_tokens", 1),
@@ -54,11 +65,11 @@ class Completions(OpenAIErrors):
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. A choice also has the `token_ids` that were sampled."""
         choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
-        return {**_base(request, replies), "choices": choices, "usage": usage(replies)}
+        return {**_completion_base(request, replies), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         """See `Dialect`."""
-        base = _base(request, replies)
+        base = _completion_base(request, replies)
         for i, told in enumerate(replies):
             yield "", {**base, "choices": [_choice(i, told)]}
         if request.usage:
@@ -88,7 +99,7 @@ def read_ids(value: object, where: str) -> tuple[int, ...]:
     return tuple(cast("list[int]", value))
 
 
-def _base(request: Request, replies: Sequence[ServedReply]) -> dict[str, Any]:
+def _completion_base(request: Request, replies: Sequence[ServedReply]) -> dict[str, Any]:
     name = f"cmpl-{replies[0].turn.reply.echo}"
     return {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
 
