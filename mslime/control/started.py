@@ -1,4 +1,4 @@
-"""Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block.
+"""Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block."""
 
 from __future__ import annotations
 
