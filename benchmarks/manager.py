@@ -59,9 +59,8 @@ from mslime.control.started import search_seldom
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
-from mslime.rollout.asked import Local
 from mslime.rollout.manager import Manager
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.protocols import EngineLimits, Local
 from mslime.rollout.service import RolloutService
 
 PROMPT, GROUP, VOCABULARY = 128, 8, 151_936

@@ -46,10 +46,9 @@ from mslime.control.started import search_seldom
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
 from mslime.rollout.agents import Agents
-from mslime.rollout.books import new_group
 from mslime.rollout.chat.package import PackageRenderer
-from mslime.rollout.door import Door
-from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Engine, Task

@@ -31,7 +31,7 @@ from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log
 from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.generating import GenerateRequest, parse_generation
 from mslime.config.model_facts import ModelFacts
-from mslime.data.supports import Supports
+from mslime.data.routes import Supports
 
 PROMPTS = (
     "What is 17 times 23? Think step by step.",

@@ -63,7 +63,7 @@ from mslime.threads import in_thread
 from mslime.weights.broadcast import meet
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import Link
 

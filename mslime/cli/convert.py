@@ -11,7 +11,7 @@ from mslime.cli.command import Command, config_of
 from mslime.config.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from mslime.offline.compare import Side
+    from mslime.offline.inspect import Side
     from mslime.offline.jobs import ConversionJob
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -160,7 +160,7 @@ def _int4(args: argparse.Namespace) -> int:
 
 
 def _merge_lora(args: argparse.Namespace) -> int:
-    from mslime.offline.merge_lora import MergeLora
+    from mslime.offline.adapters import MergeLora
 
     return _run(MergeLora(args.source_dir, args.adapter, _bytes(args)), args)
 
@@ -237,7 +237,7 @@ def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mslime.observe.progress import ConversionBars
-    from mslime.offline.compare import compare
+    from mslime.offline.inspect import compare
 
     _check_workers(args)
     a, b = _sides(args)
@@ -259,7 +259,7 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     from mslime.control.run_checkpoints import placement
     from mslime.convert.families import read_hf_config
     from mslime.convert.torch_dist import is_torch_dist
-    from mslime.offline.compare import HFSide, MegatronSide
+    from mslime.offline.inspect import HFSide, MegatronSide
     from mslime.offline.to_hf import side_files
 
     paths = (args.a, args.b)

@@ -19,7 +19,7 @@ from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_engines import RunEngines
 from mslime.control.trainers import TrainerGroup
 from mslime.convert.peft import WEIGHTS
-from mslime.weights.courier import Seconds
+from mslime.weights.bucket_sender import Seconds
 from mslime.weights.sync import SendReport
 
 T = TypeVar("T")

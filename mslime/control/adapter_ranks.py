@@ -48,7 +48,7 @@ class AdaptersActor(BaseActor):
             ConfigError: the name is taken, or the adapter is not one for this base. Nothing has changed then.
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
-        from mslime.preflight.seams import check_seams
+        from mslime.preflight.user_functions import check_seams
 
         check_seams(config, "trainer")
         with phase(_log, f"making adapter {name}"):

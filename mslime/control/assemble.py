@@ -31,10 +31,9 @@ from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.data.expert_balance import loads_of
 from mslime.data.packing import build_shards, chunks_per_group, expert_metrics, packing_metrics
-from mslime.data.sample import Group, Sample, check_invariants
+from mslime.data.sample import Group, Sample, SequenceTime, TurnSpan, check_invariants, rollouts_in_time, sequence_times
 from mslime.data.supervised import SupervisedSource
 from mslime.data.tokenizer import load_tokenizer
-from mslime.data.turns import SequenceTime, TurnSpan, rollouts_in_time, sequence_times
 from mslime.preflight.resolve import ResolvedRun
 
 if TYPE_CHECKING:

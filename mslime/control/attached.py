@@ -20,7 +20,7 @@ from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders
 from mslime.weights.transport import group_name
 
 RECORD = "weight_groups.json"

@@ -35,8 +35,7 @@ from mslime.control.run_rollouts import RunRollouts
 from mslime.control.session import TrainingRun
 from mslime.control.started import Started
 from mslime.control.stop import StopSignals
-from mslime.data.checkpoints import newest, step_directory, steps
-from mslime.data.manifest import read_manifest
+from mslime.data.checkpoints import newest, read_manifest, step_directory, steps
 from mslime.data.sample import Group, Sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.logs import log_file
@@ -44,7 +43,7 @@ from mslime.observe.metrics import free_name
 from mslime.observe.progress import open_progress
 from mslime.preflight.environment import refuse_without_gpu
 from mslime.preflight.resolve import ResolvedRun, resolve
-from mslime.rollout.groups import fitted, group_files, read_groups
+from mslime.rollout.group_files import fitted, group_files, read_groups
 from mslime.rollout.statistics import batch_metrics
 
 EVAL_FILE = "eval.json"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum
 
 if TYPE_CHECKING:
     from mslime.control.ray_calls import PendingCall

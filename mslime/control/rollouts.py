@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from mslime.control.engine_side import EngineSide
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
-    from mslime.rollout.asked import Asked
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import Engines
+    from mslime.rollout.protocols import Asked, Engines
     from mslime.rollout.rewards.scorer import RewardScorer
     from mslime.rollout.shared_room import SharedRoom
     from mslime.rollout.teacher import ServedTeacher
@@ -90,7 +89,7 @@ class RolloutActor(Host):
             teachers: servers of the teacher, if SGLang serves one.
         """
         from mslime.data.tokenizer import load_tokenizer
-        from mslime.preflight.seams import check_seams
+        from mslime.preflight.user_functions import check_seams
 
         for run in self._runs.values():
             check_seams(run.config, WHO)
@@ -112,7 +111,7 @@ class RolloutActor(Host):
         """A manager in this process, or one for each adapter."""
         from mslime.backends.sglang.adapter_engines import AdapterEngines
         from mslime.control.engine_side import EngineSide
-        from mslime.rollout.asked import Local
+        from mslime.rollout.protocols import Local
         from mslime.rollout.shared_room import SharedRoom
 
         config, side = self._config, EngineSide(self._run, self._config)
@@ -295,7 +294,7 @@ class ManagerActor(Host):
     """One manager, with its engine clients and reward workers."""
 
     def __init__(self, run: ResolvedRun, index: int, log_path: str) -> None:
-        from mslime.rollout.share import share_of
+        from mslime.rollout.manager import share_of
 
         redirect_output(Path(log_path))
         log_process(f"manager{index}", run.config.observe.log_level)
@@ -305,7 +304,7 @@ class ManagerActor(Host):
     async def meet(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check them; how many tokens they refuse to continue."""
         from mslime.control.engine_side import EngineSide
-        from mslime.preflight.seams import check_seams
+        from mslime.preflight.user_functions import check_seams
 
         check_seams(self._config, "rollout service")
         hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))

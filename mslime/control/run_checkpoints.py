@@ -19,21 +19,22 @@ from mslime.control.stop import StopSignals
 from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import ModelPlacement
 from mslime.data.checkpoints import (
+    NAME,
     Chosen,
     check_checkpoint,
     choose,
     critic_directory,
     newest,
     prune,
+    read_manifest,
     retained,
     rollouts_file,
     step_directory,
 )
-from mslime.data.manifest import NAME, read_manifest
 from mslime.observe.metrics import FILE_NAME, read_metrics
 from mslime.observe.progress import ConversionBars
+from mslime.offline.adapters import export_adapter
 from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
-from mslime.offline.to_adapter import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mslime.config.errors import EngineError, RewardError
 from mslime.control.ray_calls import verb
 from mslime.control.results import Evaluated, SavedState, Spans, StepShards
-from mslime.data.checksums import FileSum, check_sums
+from mslime.data.checkpoints import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog
 from mslime.logs import phase
 from mslime.observe import samples
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from mslime.data.sample import Group, Sample
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
-    from mslime.rollout.asked import Asked
     from mslime.rollout.evaluate import EvalResult
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import StepBatch
+    from mslime.rollout.protocols import Asked, StepBatch
     from mslime.rollout.service import RolloutService
     from mslime.rollout.shared_room import SharedRoom
 
@@ -86,7 +85,7 @@ class RunRollouts:
         Args:
             refused_input: engines refuse to continue so many tokens. taught: whether a served teacher scores responses.
         """
-        from mslime.data.user_source import open_prompts
+        from mslime.data.source import open_prompts
         from mslime.rollout.generation import Sampling
         from mslime.rollout.protocols import EngineLimits
         from mslime.rollout.service import RolloutService
@@ -271,6 +270,6 @@ class RunRollouts:
 
 
 def _write(directory: Path, batch: StepBatch) -> None:
-    from mslime.rollout.groups import StepGroups, write_groups
+    from mslime.rollout.group_files import StepGroups, write_groups
 
     write_groups(directory, StepGroups(batch.step + 1, batch.version, batch.groups))

@@ -34,8 +34,16 @@ from mslime.control.sharing import Apart, Shared
 from mslime.control.started import Started
 from mslime.control.stop import Learnt, Stopped, StopSignals
 from mslime.control.trainers import TrainerGroup
-from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_directory, saving_directory
-from mslime.data.checksums import FileSum, write_summed
+from mslime.data.checkpoints import (
+    CRITIC,
+    OUTLINE,
+    ROLLOUTS,
+    FileSum,
+    begin,
+    critic_directory,
+    saving_directory,
+    write_summed,
+)
 from mslime.observe.rows import over_optimizer_steps
 from mslime.preflight.resolve import ResolvedRun
 

@@ -20,8 +20,7 @@ from mslime.config.schema import RunConfig
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, Span, fetched
 from mslime.control.ray_calls import gather
-from mslime.data.checkpoints import critic_directory
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum, critic_directory
 from mslime.data.probe import joined_routes
 from mslime.logs import hide, phase
 
@@ -223,7 +222,7 @@ class TrainerActor(RankActor, PolicyRank):
         """Build the model and optimizer; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.critic import MegatronCritic
         from mslime.backends.megatron.step.trainer import MegatronTrainer
-        from mslime.preflight.seams import check_seams
+        from mslime.preflight.user_functions import check_seams
 
         config, critic = self._config, None
         check_seams(config, "trainer")  # this machine may lack a module that the driver's has

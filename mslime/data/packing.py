@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from mslime.config.algorithm import LossAggregation
 from mslime.config.layout import ParallelLayout
 from mslime.data.expert_balance import Plan, expert_imbalance, least_imbalance, ranks_together, spread_experts
-from mslime.data.sample import Sample
+from mslime.data.sample import Sample, SequenceTime
 from mslime.data.shard import PackedSequence, TrainShard, shards_of, token_weights
-from mslime.data.turns import SequenceTime
 
 
 def build_shards(

@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.algorithm import LossAggregation
-from mslime.data.routes import Routes
-from mslime.data.sample import Sample
-from mslime.data.supports import Supports
-from mslime.data.turns import SequenceTime
+from mslime.data.routes import Routes, Supports
+from mslime.data.sample import Sample, SequenceTime
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -42,7 +40,7 @@ class TrainShard:
         behaviour_log_probs: [N] float32.
         rewards: [N] float32: the rollout's on its sequence's last trained token, process rewards where a step ends;
             None in supervised training.
-        pieces: [P, 3] int64, where time goes on from one sequence of a rollout to another, see `mslime.data.turns`:
+        pieces: [P, 3] int64, where time goes on from one sequence of a rollout to another, see `mslime.data.sample`:
             length, number, number of the piece that follows or -1. None: time ends with each sequence.
         num_pieces: of all shards of a rollout step.
         segment_index: [N] int32: which of its sequence's weight versions sampled the token, counted from 0 in order; 0

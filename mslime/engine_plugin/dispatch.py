@@ -10,17 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mslime.engine_plugin import (
-    adapter_checksums,
-    bucket_files,
-    checksums,
-    copy_plan,
-    ipc,
-    memory_release,
-    narrow_routes,
-    relay,
-    wire,
-)
+from mslime.engine_plugin import bucket_files, checksums, copy_plan, ipc, memory_release, narrow_routes, relay, wire
 from mslime.engine_plugin.copy_plan import Named, Received
 from mslime.engine_plugin.engine_ranks import all_ranks
 
@@ -96,7 +86,7 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     f"{_UPDATER}.load_weights_from_distributed": load,
     f"{_UPDATER}.end_weight_update": end,
     "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out": narrow_routes.narrow,
-    "sglang.srt.lora.lora.LoRAAdapter._process_weight": adapter_checksums.note_shape,
+    "sglang.srt.lora.lora.LoRAAdapter._process_weight": checksums.note_shape,
 }
 """By method, what is put around it: called with the original, and with its arguments."""
 
@@ -130,7 +120,7 @@ HANDLERS: Mapping[type[wire.Record], Handler] = {
     wire.JoinRelayGroup: lambda manager, request: relay.join(_runner(manager).weight_updater, request),
     wire.HeldWeights: lambda manager, request: _held(lambda: _held_weights(manager)),
     wire.HeldAdapter: lambda manager, request: _held(
-        lambda: adapter_checksums.adapter_sums(_runner(manager).lora_manager, request.name)
+        lambda: checksums.adapter_sums(_runner(manager).lora_manager, request.name)
     ),
     wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),
 }

@@ -1,25 +1,32 @@
-"""What a checkpoint holds, from its headers alone: tensors, bytes, dtypes, files, layout, step and family."""
+"""What checkpoints hold, from their headers alone, and how two of them differ tensor by tensor."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.files import TORCH_DTYPES, torch_dtype
+from mslime.convert.files import TORCH_DTYPES, Advance, torch_dtype
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
-from mslime.convert.torch_dist import DistCheckpoint, is_torch_dist
-from mslime.data.manifest import NAME, read_manifest
+from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, is_torch_dist
+from mslime.data.checkpoints import NAME, read_manifest
+from mslime.offline.jobs import ConversionProgress, Silent
+from mslime.offline.to_hf import MegatronSource
 from mslime.offline.to_megatron import HF_FILES
+from mslime.offline.workers import Workers
 
 if TYPE_CHECKING:
-    from mslime.data.manifest import Manifest
+    from torch import Tensor
+
+    from mslime.data.checkpoints import Manifest
 
 
 @dataclass(frozen=True)
@@ -142,3 +149,177 @@ def size_text(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+# Compares two checkpoints of any kind, tensor by tensor, under Hugging Face names.
+
+_TASK_BYTES = 256 << 20
+Group = tuple[str, ...]
+"""Names of tensors that are read together."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs.
+
+    Attributes:
+        name: under Hugging Face names.
+        what: `only in A`, `only in B`, `shape`, `dtype` (values equal) or `values`.
+        detail: for people.
+        largest: largest |A - B|; NaN where one of them is not a number.
+    """
+
+    name: str
+    what: str
+    detail: str
+    largest: float = 0.0
+
+
+class HFSide:
+    """A Hugging Face checkpoint to compare; quantised weights count as what they stand for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        info = self._checkpoint.info
+        self.shapes: dict[str, Shape] = {name: entry.shape for name, entry in info.items()}
+        self.dtypes = {name: TORCH_DTYPES[entry.dtype] for name, entry in info.items()}
+        self.groups: list[Group] = [(name,) for name in info]
+        self.silent: frozenset[str] = frozenset()
+
+    @cached_property
+    def _checkpoint(self) -> HFCheckpoint:
+        return HFCheckpoint(self._directory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_checkpoint"}
+
+    def read(self, group: Group) -> Mapping[str, Tensor]:
+        """The tensors of a group by name."""
+        return {name: self._checkpoint.tensor(name) for name in group}
+
+
+class MegatronSide:
+    """A Megatron checkpoint to compare.
+
+    Attributes:
+        silent: names that a Hugging Face checkpoint may hold and that are not stored here.
+    """
+
+    def __init__(self, directory: Path, hf_config: Mapping[str, object], placement: ModelPlacement) -> None:
+        self._directory, self._hf_config, self._placement = directory, dict(hf_config), placement
+        units = self._source.units
+        self.shapes: dict[str, Shape] = {name: shape for unit in units for name, shape in unit.shapes.items()}
+        self.dtypes = {name: self._source.dtype(unit) for unit in units for name in unit.shapes}
+        self.groups: list[Group] = [tuple(unit.shapes) for unit in units]
+        self.silent = frozenset({*self._table.aliases, *self._table.ignored})
+
+    @cached_property
+    def _table(self) -> RuleTable:
+        return get_family(self._hf_config).rules(self._hf_config)
+
+    @cached_property
+    def _source(self) -> MegatronSource:
+        return MegatronSource(self._directory, self._table, self._placement)
+
+    @cached_property
+    def _units(self) -> dict[Group, Any]:
+        return {tuple(unit.shapes): unit for unit in self._source.units}
+
+    def __getstate__(self) -> dict[str, Any]:
+        opened = ("_source", "_units", "_table")
+        return {key: value for key, value in self.__dict__.items() if key not in opened}
+
+    def read(self, group: Group) -> Mapping[str, Tensor]:
+        """The tensors of a group by name."""
+        return self._source.read(self._units[group])
+
+
+Side = HFSide | MegatronSide
+
+
+@dataclass(frozen=True)
+class _Comparing:
+    """Compares groups of tensors, in any process."""
+
+    a: Side
+    b: Side
+
+    def run(self, groups: Sequence[Group], advance: Advance) -> list[Difference]:
+        found: list[Difference] = []
+        for group in groups:
+            left, right = _read(self.a, group), _read(self.b, group)
+            for name in group:
+                if name in left and name in right:
+                    found += _compare(name, left[name], right[name])
+                    advance(left[name].nbytes + right[name].nbytes)
+        return found
+
+
+def _read(side: Side, group: Group) -> Mapping[str, Tensor]:
+    if isinstance(side, MegatronSide):
+        return side.read(group)
+    return side.read(tuple(name for name in group if name in side.shapes))
+
+
+def compare(a: Side, b: Side, *, workers: int = 1, progress: ConversionProgress | None = None) -> list[Difference]:
+    """Every tensor that differs, by name; an empty list says that the two are equal.
+
+    Two Megatron sides must be of one model.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    progress = progress or Silent()
+    found = [
+        *(Difference(name, "only in A", str(a.shapes[name])) for name in a.shapes.keys() - b.shapes.keys() - b.silent),
+        *(Difference(name, "only in B", str(b.shapes[name])) for name in b.shapes.keys() - a.shapes.keys() - a.silent),
+    ]
+    common = a.shapes.keys() & b.shapes.keys()
+    groups = [group for group in (b if isinstance(b, MegatronSide) else a).groups if any(n in common for n in group)]
+    sizes = [sum(_nbytes(side, name) for side in (a, b) for name in group if name in common) for group in groups]
+    progress.phase("compare", sum(sizes), 0)
+    with Workers(workers) as pool:
+        for differences in pool.run(_Comparing(a, b).run, _batches(groups, sizes), progress.advance):
+            found += differences
+    return sorted(found, key=lambda difference: difference.name)
+
+
+def _nbytes(side: Side, name: str) -> int:
+    return math.prod(side.shapes[name]) * torch_dtype(side.dtypes[name]).itemsize
+
+
+def _batches(groups: Sequence[Group], sizes: Sequence[int]) -> list[list[Group]]:
+    batches: list[list[Group]] = []
+    total = _TASK_BYTES
+    for group, size in zip(groups, sizes, strict=True):
+        if total + size > _TASK_BYTES:
+            batches.append([])
+            total = 0
+        batches[-1].append(group)
+        total += size
+    return batches
+
+
+def _compare(name: str, a: Tensor, b: Tensor) -> list[Difference]:
+    import torch
+
+    if a.shape != b.shape:
+        return [Difference(name, "shape", f"{tuple(a.shape)} and {tuple(b.shape)}", math.nan)]
+    named = f"{str(a.dtype).removeprefix('torch.')} and {str(b.dtype).removeprefix('torch.')}"
+    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+        return []
+    gap = (a.double() - b.double()).abs()
+    largest = float(gap.max()) if gap.numel() else 0.0
+    if a.dtype == b.dtype:
+        different = int((_bits(a) != _bits(b)).sum())
+        return [Difference(name, "values", f"{different} of {a.numel()} elements", largest)]
+    if largest == 0.0:
+        return [Difference(name, "dtype", named)]
+    return [Difference(name, "values", f"{named}, {int((gap != 0).sum())} of {a.numel()} elements", largest)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that equal NaNs are equal and zeros of two signs are not."""
+    import torch
+
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

@@ -13,8 +13,8 @@ from mslime.convert import codecs
 from mslime.convert.encoding import EXPERTS, PROJECTIONS, Encoding, Fp8Blocks, Int4Groups, is_linear
 from mslime.convert.files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.convert.hf import HFCheckpoint
-from mslime.offline.hf_output import HFJob, Output
 from mslime.offline.jobs import source_identity
+from mslime.offline.to_hf import HFJob, Output
 
 if TYPE_CHECKING:
     from torch import Tensor

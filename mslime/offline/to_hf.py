@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,17 +13,211 @@ from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.convert.families import get_family
-from mslime.convert.files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
-from mslime.convert.hf import HFCheckpoint
-from mslime.convert.table import RuleTable
-from mslime.convert.torch_dist import ModelPlacement
-from mslime.offline.hf_output import HFJob, Output
-from mslime.offline.jobs import source_identity
-from mslime.offline.megatron_source import MegatronSource, Unit
+from mslime.convert.files import SAFETENSORS_DTYPES, Advance, TensorPlan, Written, torch_dtype, write_safetensors
+from mslime.convert.hf import HFCheckpoint, copy_side_files, write_index
+from mslime.convert.table import BoundRule, RuleTable
+from mslime.convert.tensor_layouts import Shape, Vocabulary
+from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, ParameterBox
+from mslime.offline.jobs import FileTask, source_identity
 from mslime.offline.to_megatron import DESCRIPTION, HF_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# A `torch_dist` checkpoint, converted or of a training run, seen as the Hugging Face tensors that it means.
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Hugging Face tensors that are made together: those of one parameter, or of all experts that share a stack.
+
+    Attributes:
+        rules: of the parameters, in expert order.
+        shapes: of the tensors, by name.
+    """
+
+    rules: tuple[BoundRule, ...]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def key(self) -> str:
+        """Unique in the model: the first tensor's name."""
+        return next(iter(self.shapes))
+
+
+def units_of(table: RuleTable) -> list[Unit]:
+    """All that an export writes, multi-token prediction included, in model order."""
+    grouped: dict[str, list[BoundRule]] = {}
+    for rule in table.all_bound.values():
+        if rule.exported:
+            grouped.setdefault(rule.hf_names[0], []).append(rule)
+    return [
+        Unit(tuple(rules), dict(zip(rules[0].hf_names, rules[0].hf_shapes, strict=True))) for rules in grouped.values()
+    ]
+
+
+class MegatronSource:
+    """Reads Hugging Face tensors out of a Megatron checkpoint.
+
+    Attributes:
+        checkpoint: the files.
+        units: what it holds; without multi-token prediction when nobody stored that.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or lacks a tensor of the model, or is of another model.
+    """
+
+    def __init__(self, directory: Path, table: RuleTable, placement: ModelPlacement) -> None:
+        self.checkpoint = DistCheckpoint(directory)
+        self._placement = placement
+        self.units = [unit for unit in units_of(table) if not self._left_out(unit)]
+        for unit in self.units:
+            for rule in unit.rules:
+                self._check(rule)
+
+    def _left_out(self, unit: Unit) -> bool:
+        return bool(unit.rules[0].untrained) and self._pieces(unit.rules[0])[0].key not in self.checkpoint.tensors
+
+    def _pieces(self, rule: BoundRule) -> Sequence[ParameterBox]:
+        return self._placement.pieces[rule.name]
+
+    def _check(self, rule: BoundRule) -> None:
+        for piece in self._pieces(rule):
+            stored = self.checkpoint.view(piece.key).shape
+            # A training run pads the vocabulary to a multiple of its tensor-parallel size.
+            padded = isinstance(rule.kind, Vocabulary) and stored[1:] == piece.shape[1:] and stored[0] > piece.shape[0]
+            if stored != piece.shape and not padded:
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {piece.key}", stored, f"config.json promises {piece.shape}",
+                    "name the Hugging Face checkpoint of the model that was trained",
+                )  # fmt: skip
+
+    def dtype(self, unit: Unit) -> str:
+        """In which a unit is stored, as torch names it."""
+        return self.checkpoint.tensors[self._pieces(unit.rules[0])[0].key].dtype
+
+    def read(self, unit: Unit) -> dict[str, Tensor]:
+        """The tensors of a unit by name, in the dtype in which they are stored. Raises CheckpointError."""
+        import torch
+
+        if not unit.rules[0].stack:
+            (rule,) = unit.rules
+            return dict(rule.to_hf([self._parameter(rule)]))
+        dtype = torch_dtype(self.dtype(unit))
+        stacks = {name: torch.empty(shape, dtype=dtype) for name, shape in unit.shapes.items()}
+        for rule in unit.rules:
+            for name, tensor in rule.to_hf([self._parameter(rule)]):
+                stacks[name][rule.expert] = tensor
+        return stacks
+
+    def _parameter(self, rule: BoundRule) -> Tensor:
+        import torch
+
+        pieces = self._pieces(rule)
+        boxes = [self.checkpoint.view(piece.key).box(piece.offsets, piece.sizes) for piece in pieces]
+        if len(pieces) == 1:
+            return boxes[0].reshape(rule.full_shape)
+        parameter = torch.empty(rule.full_shape, dtype=boxes[0].dtype)
+        for piece, box in zip(pieces, boxes, strict=True):
+            piece.paste(parameter, box)
+        return parameter
+
+
+# The half of a conversion that writes Hugging Face shards: which tensors go into which file, index, side files.
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tensors that are made together and lie in one file.
+
+    Attributes:
+        key: by which the job knows them.
+        plans: what they will be.
+    """
+
+    key: str
+    plans: tuple[TensorPlan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(plan.nbytes for plan in self.plans)
+
+
+class HFJob(ABC):
+    """A job (see `jobs.ConversionJob`) whose output is a Hugging Face checkpoint.
+
+    Args:
+        outputs: everything that will be written, in order.
+        side_files: directory whose config.json and tokenizer are copied.
+        changes: settings of the new config.json.
+        max_shard_bytes: a shard is closed when it would grow beyond this.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Output],
+        side_files: Path,
+        changes: Mapping[str, object],
+        max_shard_bytes: int,
+    ) -> None:
+        self._side_files, self._changes = side_files, dict(changes)
+        self._outputs = {output.key: output for output in outputs}
+        self._tasks = _shards(outputs, max_shard_bytes)
+
+    @property
+    def tasks(self) -> Sequence[FileTask]:
+        """One shard each."""
+        return self._tasks
+
+    @property
+    def plans(self) -> Iterator[TensorPlan]:
+        """Every tensor that will be written."""
+        return (plan for output in self._outputs.values() for plan in output.plans)
+
+    @abstractmethod
+    def identity(self) -> Mapping[str, object]:
+        """See `jobs.ConversionJob`."""
+
+    @abstractmethod
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """The tensors of one output, in the order of its plans, in any process."""
+
+    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+        """See `jobs.ConversionJob`."""
+        outputs = [self._outputs[key] for key in task.names]
+        plans = [plan for output in outputs for plan in output.plans]
+        return write_safetensors(path, plans, (tensor for output in outputs for tensor in self.make(output)), advance)
+
+    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+        """Index, config.json, tokenizer."""
+        weight_map = {name: done.file for done in written for name in done.spans}
+        write_index(directory, weight_map, sum(task.nbytes for task in self._tasks))
+        copy_side_files(self._side_files, directory, self._changes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+
+def _shards(outputs: Sequence[Output], limit: int) -> list[FileTask]:
+    """Files of at most `limit` bytes, under the names that the Hugging Face libraries give them."""
+    runs: list[list[Output]] = []
+    total = limit + 1
+    for output in outputs:
+        if total + output.nbytes > limit:
+            runs.append([])
+            total = 0
+        runs[-1].append(output)
+        total += output.nbytes
+    return [
+        FileTask(
+            f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors",
+            sum(output.nbytes for output in run),
+            tuple(output.key for output in run),
+        )
+        for i, run in enumerate(runs)
+    ]
 
 
 class ToHf(HFJob):

@@ -46,18 +46,14 @@ from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group
-from mslime.data.source import Prompt
+from mslime.data.source import Prompt, UserSource, open_prompts
 from mslime.data.tokenizer import Tokenizer, load_tokenizer
-from mslime.data.user_source import UserSource, open_prompts
 from mslime.observe.hooks import call_step_hook
 from mslime.observe.names import METRICS
-from mslime.preflight.episodes import check_environment
-from mslime.preflight.rewards import try_reward_functions
-from mslime.preflight.seams import seams_of
-from mslime.rollout.books import new_group
+from mslime.preflight.user_functions import check_environment, seams_of, try_reward_functions
 from mslime.rollout.contract import check_workflow
-from mslime.rollout.filters import load_filter
-from mslime.rollout.sample_hook import load_sample_hook
+from mslime.rollout.filters import load_filter, load_sample_hook
+from mslime.rollout.group_tracker import new_group
 
 LENGTHS = (7, 1, 12, 5)
 """Tokens of the made-up sequences."""

@@ -17,15 +17,13 @@ from mslime.config.rollout import FUNCTION as ATROPOS
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
-from mslime.data.conversation import wanted_turns
-from mslime.data.messages import as_messages
+from mslime.data.conversation import as_messages, wanted_turns
 from mslime.data.rows import glance
-from mslime.data.source import Prompt, PromptSource, Row, keys_of_rows, split_slice
+from mslime.data.source import Prompt, PromptSource, Row, keys_of_rows, open_prompts, split_slice
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
-from mslime.data.user_source import open_prompts
 from mslime.network import url_of
-from mslime.preflight.rewards import check_rewards
+from mslime.preflight.user_functions import check_rewards
 from mslime.rollout.filters import load_filter
 
 Source = TypeVar("Source")

@@ -18,7 +18,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.warnings import warnings
 from mslime.preflight.environment import gpu_warnings
 from mslime.preflight.resolve import ResolvedRun
-from mslime.rollout.books import SubmitGate
+from mslime.rollout.group_tracker import SubmitGate
 from mslime.tables import facts_table
 
 

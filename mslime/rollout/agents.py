@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 from mslime.config.errors import UserError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
-from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import Tools
 from mslime.rollout.chat.renderer import Renderer, Rendering
-from mslime.rollout.chat.session import ChatSession, Reply, SequenceEngine
+from mslime.rollout.chat.session import ChatSession, Reply, ReplyTurn, SequenceEngine
 from mslime.rollout.server.app import ModelServer
 from mslime.rollout.server.sessions import ModelEndpoint, ServedRollout
 

@@ -26,12 +26,11 @@ from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents import Agents
-from mslime.rollout.books import new_group
 from mslime.rollout.chat.call_forms import object_call
 from mslime.rollout.chat.messages import Tools
 from mslime.rollout.chat.renderer import Parsed
-from mslime.rollout.door import Door
-from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import SETTING, load_workflow

@@ -1,13 +1,15 @@
-"""Dynamic filters: which complete groups are worth training on."""
+"""The user's functions that see samples of a complete group: dynamic filters, and the hook for every sample."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 from mslime.config.algorithm import SAME_REWARD
 from mslime.config.errors import ConfigError
-from mslime.data.sample import Group
-from mslime.extensions import calling, check_parameters, load_function
+from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.extensions import calling, check_parameters, checked_metrics, load_function
 
 GroupFilter = Callable[[Group], bool]
 UNSHAPED = "reward/unshaped/mean"
@@ -45,3 +47,54 @@ def load_filter(spec: str) -> tuple[str, GroupFilter | None]:
         return verdict
 
     return "filter", keep
+
+
+# The user's function that is called for every sample of a scored group, in training: `hooks.sample`.
+
+SETTING = "hooks.sample"
+Hook = Callable[[Group], None]
+
+
+def load_sample_hook(spec: str | None) -> Hook:
+    """What calls the hook for the samples of a complete group. Raises ConfigError when it cannot be found."""
+    if spec is None:
+        return lambda group: None
+    function, own = load_function(spec, SETTING), set[str]()
+
+    def call(group: Group) -> None:
+        """Raises ConfigError when the hook raised, changed a sample, or returned neither metrics nor None."""
+        for sample in group.samples:
+            if sample.status is not SampleStatus.FAILED:
+                _call(spec, function, sample, own)
+
+    return call
+
+
+def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]) -> None:
+    """
+    Args:
+        own: names that the hook returned before: a group may be told of twice.
+    """
+    about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
+    with calling(spec, SETTING, about):
+        told: object = function(sample)
+    found = checked_metrics({} if told is None else told)
+    if isinstance(found, str):
+        raise ConfigError(SETTING, spec, f"{found} ({about})", "return a mapping of names and numbers, or None")
+    if _print(sample) != before:
+        raise ConfigError(SETTING, spec, f"changed {about}", "read it only: what is trained was sampled and scored")
+    named = {f"user/{name}": number for name, number in found.items()}
+    taken = next((name for name in named if name in sample.scores and name not in own), None)
+    if taken is not None:
+        raise ConfigError(SETTING, spec, f"returned {taken}, which the reward or the rollout also returned ({about})",
+                          "give it another name")  # fmt: skip
+    own.update(named)
+    sample.scores |= named
+
+
+def _print(sample: Sample) -> tuple[Any, ...]:
+    """What a hook may not change."""
+    checksum = 0
+    for column in (sample.tokens, sample.loss_mask, sample.log_probs):
+        checksum = zlib.crc32(column.data, checksum)
+    return checksum, len(sample), sample.reward, tuple(sample.process_rewards), tuple(sample.segments)

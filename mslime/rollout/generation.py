@@ -318,3 +318,35 @@ def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:
         return slice(0, 0)
     span = range(layers[0], layers[-1] + 1)
     return slice(span.start, span.stop) if list(layers) == list(span) else np.asarray(layers, np.intp)
+
+
+# A group's rollouts reach the engines through its door. It is open while the group runs and the traffic flows; whoever
+# finds it closed waits inside `generate` until the group is continued.
+
+
+class Door:
+    """Whether the rollouts of a group may ask the engines.
+
+    Attributes:
+        admitted: the group runs; else it rests.
+        moved: set whenever a rollout of the group begins or ends to do something.
+    """
+
+    def __init__(self, traffic: Traffic, admitted: bool = False) -> None:
+        self.traffic, self.admitted = traffic, admitted
+        self.moved, self._next = asyncio.Event(), asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        """Whether a request may be sent."""
+        return self.admitted and self.traffic.open
+
+    def admit(self) -> None:
+        """The group runs from now on; those who wait go on."""
+        self.admitted = True
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def next_admission(self) -> None:
+        """Wait until the group is continued."""
+        await self._next.wait()

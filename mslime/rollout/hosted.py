@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from mslime.config.schema import RunConfig
-from mslime.rollout.guests import Guests
+from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import Engine, Episode, Task
 
 

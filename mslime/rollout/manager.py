@@ -14,31 +14,30 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.base import PauseMode
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
+from mslime.config.reward import GraderConfig, RewardServersConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.agents import Agents
-from mslime.rollout.books import Books, SubmitGate, due, new_group
-from mslime.rollout.door import Door
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
-from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.guests import Guests
+from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.group_runner import GroupRunner
+from mslime.rollout.group_tracker import Begun, Books, Due, Kept, ManagerShare, SubmitGate, due, new_group, trainable
 from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.joined_books import Due, ManagerShare
-from mslime.rollout.kept import Begun, Kept, trainable
 from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
-from mslime.rollout.rewards.scoring import Scoring
-from mslime.rollout.runner import GroupRunner
+from mslime.rollout.rewards.scorer import Scoring
 from mslime.rollout.turns import Rollout
+from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import single_turn
 
 REPORT_EVERY_S = 0.02
@@ -450,3 +449,48 @@ class Manager:
 
     def _note_span(self, lane: str, name: str, start: float, end: float) -> None:
         self._spans.append((lane, name, start, end, self._step))
+
+
+# What one of several rollout managers has of the run's settings: what there is one of is divided, or counted up.
+#
+# Processes (`reward.workers`, environments) and limits for each engine are each manager's own, since they grow with the
+# engines. Servers that all managers ask, and addresses, are not.
+
+Servers = TypeVar("Servers", bound=RewardServersConfig)
+Grader = TypeVar("Grader", bound=GraderConfig)
+ScoringSection = TypeVar("ScoringSection", bound=ScoringConfig)
+
+
+def share_of(config: RunConfig, index: int) -> RunConfig:
+    """The settings of manager `index` of `rollout.managers`. A fixed port of the agents' server is that of manager 0,
+    and the others follow; requests to a served teacher and to served rewards are divided."""
+    teacher, rollout, data, every = config.teacher, config.rollout, config.data, config.rollout.managers
+    port = rollout.server.port + index if rollout.server.port else 0
+    sets = [
+        s if s.reward is None else s.model_copy(update={"reward": _reward(s.reward, every)}) for s in data.eval_sets
+    ]
+    return config.model_copy(
+        update={
+            "teacher": teacher.model_copy(update={"concurrency": _part(teacher.concurrency, every)}),
+            "rollout": rollout.model_copy(update={"server": rollout.server.model_copy(update={"port": port})}),
+            "reward": _reward(config.reward, every),
+            "data": data.model_copy(update={"eval_sets": sets}),
+        }
+    )
+
+
+def _reward(reward: ScoringSection, every: int) -> ScoringSection:
+    return _grader(reward, every, parts=[_grader(part, every) for part in reward.parts])
+
+
+def _grader(grader: Grader, every: int, **changed: Any) -> Grader:
+    divided = {"http": _servers(grader.http, every), "judge": _servers(grader.judge, every)}
+    return grader.model_copy(update={**divided, **changed})
+
+
+def _servers(servers: Servers, every: int) -> Servers:
+    return servers.model_copy(update={"concurrency": _part(servers.concurrency, every)})
+
+
+def _part(requests: int, every: int) -> int:
+    return max(1, requests // every)

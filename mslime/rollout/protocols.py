@@ -1,11 +1,11 @@
-"""What the rollout room asks of its neighbours, and the records it hands out."""
+"""What the rollout package asks of its neighbours, and the records it hands out."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,3 +149,30 @@ class StepBatch:
     def samples(self) -> list[Sample]:
         """All samples, groups one after the other."""
         return [s for g in self.groups for s in g.samples]
+
+
+# An object that is asked by its methods, wherever it lives: in this process here, in another in `control.remote`.
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Asked(Protocol[T_co]):
+    """`await manager.ask(Manager.report)`: the types of arguments and answer are those of the method."""
+
+    async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """Return what the method returns, or raise what it raises."""
+        ...
+
+
+class Local(Generic[T]):
+    """An object of this process."""
+
+    def __init__(self, it: T) -> None:
+        self.it = it
+
+    async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """See `Asked`."""
+        return await getattr(self.it, method.__name__)(*args, **options)

@@ -22,16 +22,13 @@ from mslime.backends.sglang.pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import RunConfig
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
-from mslime.rollout.asked import Asked
-from mslime.rollout.books import new_group
 from mslime.rollout.evaluate import EvalResult, summarise
-from mslime.rollout.joined_books import JoinedBooks, ManagerShare
-from mslime.rollout.kept import continued
+from mslime.rollout.group_tracker import JoinedBooks, ManagerShare, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
+from mslime.rollout.protocols import Asked, EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
 from mslime.rollout.statistics import batch_metrics
 

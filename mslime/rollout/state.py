@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.errors import CheckpointError, DataError
-from mslime.data.checksums import FileSum, SummedFile
-from mslime.data.routes import Routes
+from mslime.data.checkpoints import FileSum, SummedFile
+from mslime.data.routes import Routes, Supports
 from mslime.data.sample import Group, Sample, SampleStatus, Segment, check_invariants
 from mslime.data.source import Prompt
-from mslime.data.supports import Supports
 
 FORMAT = 1
 Columns = Mapping[str, Sequence[NDArray[Any]]]

@@ -13,13 +13,78 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mslime.config.errors import ConfigError
+from mslime.config.layout import ParallelLayout
 from mslime.convert.encoding import Encoded
 from mslime.convert.files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
+from mslime.convert.hf import HFCheckpoint
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape
-from mslime.weights.senders import Senders
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Which trainer ranks send weights, and from which ranks each of them gathers: pure arithmetic of the layout.
+#
+# A stage has one sender for each block of expert-parallel ranks. With as many senders as expert-parallel ranks nobody
+# gathers experts: a rank sends those that it holds. Only the first copy of a stage's experts takes part; shared tensors
+# (attention, norms, embeddings) are dealt out to the senders, each of which gathers them over its own tensor-parallel
+# ranks.
+
+
+@dataclass(frozen=True)
+class Senders:
+    """The senders of every stage.
+
+    Attributes:
+        layout: the trainer's.
+        per_stage: of one stage; divides the expert-parallel size.
+    """
+
+    layout: ParallelLayout
+    per_stage: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.layout.ep % self.per_stage == 0, (self.layout, self.per_stage)
+
+    @classmethod
+    def at_most(cls, layout: ParallelLayout, senders: int) -> Senders:
+        """As many as the layout allows, but no more than `senders` over all stages, and at least one for each."""
+        share = max(1, senders // layout.pp)
+        return cls(layout, max(n for n in range(1, layout.ep + 1) if layout.ep % n == 0 and n <= share))
+
+    @property
+    def block(self) -> int:
+        """Expert-parallel ranks whose experts one sender sends."""
+        return self.layout.ep // self.per_stage
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """Global ranks of a stage's senders: the first of each block."""
+        step = self.block * self.layout.etp
+        return tuple(self.layout.leader(stage) + sender * step for sender in range(self.per_stage))
+
+    def everyone(self) -> tuple[int, ...]:
+        """Global ranks of all senders, in order."""
+        return tuple(rank for stage in range(self.layout.pp) for rank in self.ranks(stage))
+
+    def tensor_ranks(self, sender: int) -> tuple[int, ...]:
+        """Global ranks that hold the shards of shared tensors for a sender, in tensor-parallel order."""
+        first = sender - sender % self.layout.tp
+        return tuple(range(first, first + self.layout.tp))
+
+    def expert_ranks(self, sender: int) -> tuple[int, ...]:
+        """Global ranks whose experts a sender sends: expert-tensor-parallel rank fastest."""
+        return tuple(range(sender, sender + self.block * self.layout.etp))
+
+    def all_expert_ranks(self, stage: int) -> tuple[int, ...]:
+        """Global ranks of one copy of all experts of a stage: expert-tensor-parallel rank fastest."""
+        first = self.layout.leader(stage)
+        return tuple(range(first, first + self.layout.expert_size))
+
 
 DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8,
@@ -446,3 +511,48 @@ def _side_by_side(plans: list[TensorPlan], names: Mapping[str, str]) -> tuple[En
         entries.append(Entry(plan.name, plan.shape, at, names[plan.dtype]))
         at += entries[-1].size
     return tuple(entries)
+
+
+# What a checkpoint holds beside the tensors that are trained: multi-token-prediction layers, and copies inside them.
+#
+# An export writes them all again, so that an engine can go on predicting several tokens at a time. The layers are
+# copied from the checkpoint that training started from. Their copies of the embedding and of the output layer are
+# not: those repeat the trained ones, as every engine that shares them assumes.
+
+
+@dataclass(frozen=True)
+class CarriedTensors:
+    """The part of one checkpoint.
+
+    Attributes:
+        table: rules of the model.
+        source: the checkpoint; None when the model has nothing of the kind.
+        names: tensors of the layers that nobody trains.
+        copies: names under which the checkpoint repeats a trained tensor, by that tensor's name.
+    """
+
+    table: RuleTable
+    source: HFCheckpoint | None
+    names: tuple[str, ...]
+    copies: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, table: RuleTable, directory: Path) -> CarriedTensors:
+        """Read the names from the checkpoint's headers. Raises CheckpointError when it cannot be read."""
+        if not table.untrained_names and not table.aliases:
+            return cls(table, None, (), {})
+        source = HFCheckpoint(directory)
+        copies: dict[str, tuple[str, ...]] = {}
+        for name, original in table.aliases.items():
+            if name in source.info:
+                copies[original] = (*copies.get(original, ()), name)
+        return cls(table, source, tuple(name for name in source.info if name in table.untrained_names), copies)
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the layers that nobody trains, in `dtype` or one of its own, read when it is its turn."""
+        import torch
+
+        own = {name for rule in self.table.all_bound.values() if rule.dtype for name in rule.hf_names}
+        for name in self.names:
+            assert self.source is not None
+            yield name, self.source.tensor(name).to(torch.float32 if name in own else dtype)

@@ -28,6 +28,7 @@ from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publi
 from mslime.convert.table import RuleTable
 from mslime.engine_plugin import wire
 from mslime.tensor_sums import whole_sum
+from mslime.weights.bucket_sender import Courier, Seconds, SendOrder
 from mslime.weights.buckets import (
     TORCH_DTYPES,
     convert,
@@ -38,11 +39,8 @@ from mslime.weights.buckets import (
     named_tensors,
     pack,
 )
-from mslime.weights.carried import CarriedTensors
-from mslime.weights.courier import Courier, Seconds, SendOrder
 from mslime.weights.groups import SyncGroups, exchange
-from mslime.weights.plan import Bucket, WeightPlan, build_plan, encoded_plan
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Bucket, CarriedTensors, Senders, WeightPlan, build_plan, encoded_plan
 from mslime.weights.transport import (
     CollectiveTransport,
     EnginePort,

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.data.sample import Sample
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.growing import TakenTurn
+from mslime.rollout.chat.session import ReplyTurn
+from mslime.rollout.returned import TakenTurn
 from mslime_plugins.atropos.pushed import GroupRefusedError, PushedSequence
 
 WHITE = 16

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.chat.messages import as_object
-from mslime.rollout.server.completions import read_ids
-from mslime.rollout.server.openai_shared import OpenAIErrors
+from mslime.rollout.chat.messages import ChatError, as_object
+from mslime.rollout.chat.session import ReplyTurn
+from mslime.rollout.server.openai_chat import OpenAIErrors, read_ids
 from mslime.rollout.server.requests import MOST_REPLIES, Event, Request, ServedReply, asked, integer, texts
 
 PATH = "/generate"

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.guests import Guests
+from mslime.rollout.chat.session import ReplyTurn
 from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.server.requests import Request
 from mslime.rollout.server.sessions import ServedRollout
 from mslime.rollout.turns import Rollout
+from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
 from mslime_plugins.atropos.environments import Registered, Registry
 from mslime_plugins.atropos.leases import HandedIn, Leases

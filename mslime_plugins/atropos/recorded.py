@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.rollout.chat.forest import ReplyTurn, tools_key
 from mslime.rollout.chat.messages import Message
+from mslime.rollout.chat.session import ReplyTurn, tools_key
 from mslime.rollout.server.requests import Request
 from mslime.rollout.server.sessions import ServedRollout
 from mslime_plugins.atropos.matching import shared_length

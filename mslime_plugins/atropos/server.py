@@ -21,10 +21,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from mslime import network
 from mslime.config.errors import ConfigError
 from mslime.config.rollout import AtroposConfig
-from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.messages import ChatError
 from mslime.rollout.server.app import Patience, body_of, deliver, listen, own_clients, refusal
-from mslime.rollout.server.completions import Completions
-from mslime.rollout.server.openai_chat import ChatCompletions
+from mslime.rollout.server.openai_chat import ChatCompletions, Completions
 from mslime.rollout.server.requests import MODEL, Dialect
 from mslime.web_server import Listening, admitted, serve
 from mslime_plugins.atropos.native import PATH, generate_dialect

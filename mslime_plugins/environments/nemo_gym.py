@@ -19,7 +19,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from mslime.config.keys import read_secret
-from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.messages import ChatError
 from mslime.rollout.server.app import body_of, listen, own_clients
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task

@@ -23,8 +23,7 @@ from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import read_widths
 from mslime.convert.table import RuleTable
-from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan, encoded_plan
-from mslime.weights.senders import Senders
+from mslime.weights.plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
 from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
 from mslime_plugins.planner.parameters import model_parameters

@@ -24,8 +24,7 @@ from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.tensor_layouts import padded_vocab_size
-from mslime.weights.plan import WeightPlan
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders, WeightPlan
 from mslime_plugins.planner.adapters import together
 from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters

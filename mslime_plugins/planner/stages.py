@@ -12,8 +12,7 @@ from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import padded_vocab_size
-from mslime.weights.plan import WeightPlan
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders, WeightPlan
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters, work_per_token
 from mslime_plugins.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
 

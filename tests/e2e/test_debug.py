@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mslime.data.sample import check_invariants
-from mslime.rollout.groups import read_groups
+from mslime.rollout.group_files import read_groups
 from tests.e2e.harness import Run, start_run
 
 START_S = 300.0

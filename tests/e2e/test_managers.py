@@ -15,7 +15,7 @@ from mslime.data.sample import Group
 from mslime.observe.rows import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import read_spans
-from mslime.rollout.books import new_group
+from mslime.rollout.group_tracker import new_group
 from mslime.rollout.state import begun_anew, open_state, unpack_groups
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings

@@ -13,8 +13,7 @@ import pytest
 
 from mslime.control.stop import TOGETHER_S
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.checkpoints import steps
-from mslime.data.manifest import read_manifest
+from mslime.data.checkpoints import read_manifest, steps
 from tests.e2e.harness import Run, start_run
 
 START_S = 240.0

@@ -18,9 +18,8 @@ import pytest
 
 from mslime.backends.sglang.guard import shared_memory_of
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.checkpoints import critic_directory, newest, step_directory
+from mslime.data.checkpoints import critic_directory, newest, read_manifest, step_directory
 from mslime.data.ledger import Ledger
-from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.rows import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps

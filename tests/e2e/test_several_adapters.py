@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mslime.convert.peft import AdapterFile
-from mslime.data.checkpoints import newest
-from mslime.data.manifest import read_manifest
+from mslime.data.checkpoints import newest, read_manifest
 from mslime.observe.names import is_known
 from tests.e2e.harness import Run, assert_balanced, interrupt, start_run
 from tests.e2e.test_lora import adapter_of, newest_agree

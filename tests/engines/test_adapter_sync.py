@@ -33,8 +33,8 @@ from mslime.data.probe import joined_routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.engine_plugin.wire import CANNOT, HeldAdapter
+from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
-from mslime.offline.merge_lora import MergeLora
 from tests.engines.conftest import SharedServer, serve
 from tests.engines.lora_ranks import factor, fill_factors, held_factors
 from tests.engines.reference import Reference

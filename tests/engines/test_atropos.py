@@ -16,8 +16,8 @@ from mslime.backends.sglang.generating import end_ids
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
+from mslime.data.source import NoPrompts
 from mslime.data.tokenizer import HFTokenizer
-from mslime.data.user_source import NoPrompts
 from mslime.network import free_port
 from mslime.rollout.protocols import EngineLimits
 from tests.engines.conftest import SharedServer

@@ -30,9 +30,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import METADATA, load_metadata
-from mslime.data.checkpoints import newest, step_directory
-from mslime.data.checksums import sum_file
-from mslime.data.manifest import read_manifest, write_manifest
+from mslime.data.checkpoints import newest, read_manifest, step_directory, sum_file, write_manifest
 from mslime_plugins.planner.plan import make_plan
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

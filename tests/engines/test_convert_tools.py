@@ -14,7 +14,7 @@ from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.torch_dist import ModelPlacement
-from mslime.offline.compare import HFSide, MegatronSide, compare
+from mslime.offline.inspect import HFSide, MegatronSide, compare
 from mslime.offline.jobs import run_job
 from mslime.offline.requantise import ToFp8, ToPlain
 from mslime.offline.to_hf import ToHf

@@ -30,7 +30,7 @@ from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
-from mslime.engine_plugin.adapter_checksums import taken_apart
+from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts

@@ -11,8 +11,8 @@ import pytest
 
 from mslime.config.errors import RolloutError
 from mslime.config.rollout import AgentLimits
-from mslime.rollout.chat import clock
-from mslime.rollout.chat.clock import AgentClock
+from mslime.rollout.chat import session
+from mslime.rollout.chat.session import AgentClock
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
 from tests.unit.test_chat_session import LIMITS, QUESTION, SYSTEM, Chat, run
 
@@ -32,8 +32,8 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.alarms = 1000.0, list[Alarm]()
-        monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(clock.asyncio, "get_running_loop", lambda: self)
+        monkeypatch.setattr(session.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(session.asyncio, "get_running_loop", lambda: self)
 
     def call_later(self, seconds: float, work: Callable[..., None], *given: Any) -> Alarm:
         self.alarms.append(Alarm(self.now + seconds, lambda: work(*given)))

@@ -22,7 +22,7 @@ from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import grouped_rewards, sample_advantages
 from mslime.data.sample import Sample, SampleStatus, check_invariants
-from mslime.data.user_source import NoPrompts
+from mslime.data.source import NoPrompts
 from mslime.network import free_port
 from mslime.preflight.data import check_data
 from mslime.rollout.contract import _Characters, _Plain

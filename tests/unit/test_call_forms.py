@@ -16,10 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.chat.argument_values import typed
-from mslime.rollout.chat.call_forms import FORMS
-from mslime.rollout.chat.call_spelling import short_id
-from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.call_forms import FORMS, short_id, typed
+from mslime.rollout.chat.messages import ChatError
 from mslime.rollout.chat.package import _call as of_package
 from mslime.rollout.chat.parsing import TaggedParser
 from mslime.rollout.chat.renderer import Parsed, ParsedCall

@@ -8,7 +8,7 @@ import pytest
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.chat.choose import choose_renderer
-from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.messages import ChatError
 from mslime.rollout.chat.package import LEFT_OUT, PackageRenderer
 from mslime.rollout.chat.renderer import Parsed, Rendering
 from mslime.rollout.chat.template import TemplateRenderer

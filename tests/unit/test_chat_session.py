@@ -14,12 +14,18 @@ import pytest
 from mslime.config.rollout import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
-from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.chat.messages import canonical_json, from_chat, to_chat
+from mslime.rollout.chat.messages import (
+    ChatError,
+    ContextFull,
+    LimitReached,
+    SessionOver,
+    canonical_json,
+    from_chat,
+    to_chat,
+)
 from mslime.rollout.chat.package import PackageRenderer
 from mslime.rollout.chat.renderer import Rendering
-from mslime.rollout.chat.session import COUNTED, REASONS, ChatSession
+from mslime.rollout.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
 from tests.fixtures.made_tokenizer import tokenizer_for
 from tests.fixtures.scripted_engine import ScriptedEngine
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.messages import ChatError
 from mslime.rollout.chat.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates
 from tests.fixtures.made_tokenizer import make_tokenizer, respelled

@@ -13,7 +13,7 @@ from mslime.config.errors import CheckpointError
 from mslime.config.loader import build
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.preflight.quantised import check_quantised
+from mslime.preflight.resolve import check_quantised
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
 
 

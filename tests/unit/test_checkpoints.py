@@ -15,19 +15,23 @@ import pytest
 from mslime.config.errors import CheckpointError, ConfigError, UserError
 from mslime.data.checkpoints import (
     CRITIC,
+    FileSum,
+    SummedFile,
     begin,
     check_checkpoint,
+    check_sums,
     choose,
     complete,
     critic_directory,
     newest,
     prune,
+    read_manifest,
     retained,
     rollouts_file,
+    share,
     step_directory,
+    sum_file,
 )
-from mslime.data.checksums import FileSum, SummedFile, check_sums, share, sum_file
-from mslime.data.manifest import read_manifest
 
 FUZZ = [pytest.param(60, id="short"), pytest.param(1000, id="long", marks=pytest.mark.nightly)]
 

@@ -17,7 +17,7 @@ import pytest
 
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert.hf import HFCheckpoint, staging_directory
-from mslime.offline.compare import HFSide, compare
+from mslime.offline.inspect import HFSide, compare
 from mslime.offline.jobs import CHECKSUMS, JOURNAL, Silent, run_job
 from mslime.offline.requantise import ToFp8
 from tests.fixtures.convert_tools import write_model

@@ -16,9 +16,8 @@ from mslime.backends.megatron.step.reductions import completed
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble, grouped_rewards
-from mslime.data.sample import Group, Sample, check_invariants
+from mslime.data.sample import Group, Sample, check_invariants, rollouts_in_time, sequence_times
 from mslime.data.shard import TrainShard
-from mslime.data.turns import rollouts_in_time, sequence_times
 from mslime.rollout.state import pack_groups, unpack_groups
 from tests.unit.test_algorithms_advantages_tokens import on_ranks
 from tests.unit.test_assemble import make_config

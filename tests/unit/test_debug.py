@@ -17,7 +17,7 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample
-from mslime.rollout.groups import StepGroups, fitted, group_files, read_groups, write_groups
+from mslime.rollout.group_files import StepGroups, fitted, group_files, read_groups, write_groups
 from mslime.rollout.state import save_state
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.supports import supports_of

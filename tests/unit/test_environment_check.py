@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError
-from mslime.preflight.episodes import check_environment
+from mslime.preflight.user_functions import check_environment
 
 USER = "tests.unit.user_environments"
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from mslime.config.loader import build
-from mslime.preflight.episodes import check_environment
-from mslime.preflight.seams import check_seams, seams_of
+from mslime.preflight.user_functions import check_environment, check_seams, seams_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environments.md").read_text()

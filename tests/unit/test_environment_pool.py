@@ -17,7 +17,7 @@ from mslime.rollout.environments.pool import (
     EnvironmentPool,
     OpenEnvironment,
 )
-from mslime.rollout.environments.result import EnvironmentJob
+from mslime.rollout.environments.protocol import EnvironmentJob
 from mslime.rollout.workers import process
 
 USER = "tests.unit.user_environments"

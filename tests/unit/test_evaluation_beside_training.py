@@ -24,8 +24,7 @@ from mslime.control.results import Evaluated, Evaluation, StepShards
 from mslime.control.session import TrainingRun
 from mslime.control.stop import Stopped
 from mslime.control.trainers import Trained
-from mslime.data.checkpoints import complete, saving_directory, steps
-from mslime.data.checksums import FileSum, write_summed
+from mslime.data.checkpoints import FileSum, complete, saving_directory, steps, write_summed
 from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans

@@ -12,8 +12,8 @@ from mslime.config.loader import build
 from mslime.config.schema import HooksConfig, RunConfig
 from mslime.data.source import Prompt
 from mslime.observe.hooks import call_step_hook
-from mslime.rollout.books import new_group
-from mslime.rollout.sample_hook import load_sample_hook
+from mslime.rollout.filters import load_sample_hook
+from mslime.rollout.group_tracker import new_group
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
 
 USER = "tests.unit.user_functions"

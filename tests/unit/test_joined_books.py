@@ -16,9 +16,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import Prompt
-from mslime.rollout.books import Books, due, new_group
-from mslime.rollout.joined_books import JoinedBooks, ManagerShare, dealt
-from mslime.rollout.kept import continued, trainable
+from mslime.rollout.group_tracker import Books, JoinedBooks, ManagerShare, continued, dealt, due, new_group, trainable
 from tests.fixtures.one_books import OneBooks
 
 SIZE = 2

@@ -16,12 +16,10 @@ from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
-from mslime.data.user_source import open_prompts
-from mslime.rollout.asked import Local
-from mslime.rollout.manager import Manager, Report
-from mslime.rollout.protocols import EngineLimits, StepBatch
+from mslime.data.source import open_prompts
+from mslime.rollout.manager import Manager, Report, share_of
+from mslime.rollout.protocols import EngineLimits, Local, StepBatch
 from mslime.rollout.service import RolloutService
-from mslime.rollout.share import share_of
 from mslime.rollout.state import open_state, unpack_groups
 from tests.unit.rollout_fakes import (
     MODEL,

@@ -17,8 +17,8 @@ from mslime.config.loader import build
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
 from mslime.rollout.contract import _Characters
-from mslime.rollout.rewards.judge import number_in
 from mslime.rollout.rewards.scorer import RewardScorer
+from mslime.rollout.rewards.servers import number_in
 
 FakeServer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATTERN = r"Score: ([-\w.]+)"

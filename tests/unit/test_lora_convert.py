@@ -17,8 +17,8 @@ from mslime.config.lora import LoraConfig
 from mslime.convert.adapters import PREFIX, Adapters, make_adapters
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.peft import CONFIG, WEIGHTS, AdapterFile, write_adapter_files
+from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
-from mslime.offline.merge_lora import MergeLora
 from tests.fixtures.families import CASES
 from tests.fixtures.peft_models import peft_model
 

@@ -8,8 +8,7 @@ from examples.navigation import make_task
 from examples.navigation.grid import MOVES, SIZE, Grid, distance, moved, told
 from mslime.config.loader import build, read_yaml
 from mslime.data.source import Prompt
-from mslime.preflight.episodes import check_environment
-from mslime.preflight.seams import check_seams
+from mslime.preflight.user_functions import check_environment, check_seams
 from mslime.rollout.environments import EnvironmentTask, Step
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/navigation"

@@ -17,8 +17,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
 from mslime.offline.jobs import ConversionJob, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.weights.plan import build_plan, encoded_plan
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders, build_plan, encoded_plan
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import RunPlan, make_plan
 from mslime_plugins.planner.search import Search

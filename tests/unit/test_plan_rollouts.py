@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mslime.data.packing import build_shards
-from mslime.data.routes import Routes
+from mslime.data.routes import Routes, Supports
 from mslime.data.sample import Sample
-from mslime.data.supports import Supports
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import RunPlan, make_plan
 from mslime_plugins.planner.rollouts import MEASURED_IDS, RolloutBytes, expected_ids

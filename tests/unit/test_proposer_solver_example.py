@@ -11,7 +11,7 @@ from examples.proposer_solver.agents import LONGEST, SOLVERS, right, valid, wort
 from examples.tiny_model import make_chat_tokenizer
 from mslime.config.loader import build, read_yaml
 from mslime.data.sample import check_invariants
-from mslime.preflight.seams import check_seams
+from mslime.preflight.user_functions import check_seams
 from mslime.rollout import contract
 from mslime.rollout.chat.template import TemplateRenderer
 from mslime.rollout.contract import check_rollout

@@ -18,7 +18,7 @@ from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus, check_invariants
 from mslime.data.source import Prompt
-from mslime.rollout.books import trainable
+from mslime.rollout.group_tracker import trainable
 from tests.fixtures.one_books import OneBooks
 from tests.unit.rollout_fakes import run_config
 
@@ -163,13 +163,13 @@ def test_the_orders_of_events_that_are_tried_do_all_that_can_be_done() -> None:
 
 
 def test_a_group_that_no_step_trains_on_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mslime.rollout.books")
+    caplog.set_level(logging.INFO, "mslime.rollout.group_tracker")
     reasons = set[str]()
     for seed in range(12):
         caplog.clear()
         stale = ("mask", "reroll", "drop")[seed % 3]
         life = live({"on_stale": stale, "mask_truncated": seed % 2 > 0, "dynamic_filter": "zero_variance"}, seed)
-        lines = [r.getMessage() for r in caplog.records if r.name == "mslime.rollout.books"]
+        lines = [r.getMessage() for r in caplog.records if r.name == "mslime.rollout.group_tracker"]
         dropped = [json.loads(line.partition("group dropped: ")[2]) for line in lines]
         places = [*(row["group"] for row in dropped), *(g.group_id for g in life.books.held()), *life.trained]
         assert sorted(places) == list(range(life.books.next_group_id)), "each in one place"

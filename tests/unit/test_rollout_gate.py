@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.books import SubmitGate
+from mslime.rollout.group_tracker import SubmitGate
 from tests.unit.rollout_fakes import run_config
 
 

@@ -89,7 +89,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mslime.data.checksums.os.fsync", full)
+    monkeypatch.setattr("mslime.data.checkpoints.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_state(path, {"x": 2}, {})
     assert opened(path)["x"] == 1 and [p.name for p in tmp_path.iterdir()] == ["s.npz"]

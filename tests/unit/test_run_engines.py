@@ -11,7 +11,7 @@ from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
 from mslime.control.rollouts import Member
 from mslime.control.run_engines import RunEngines
-from mslime.rollout.asked import Local
+from mslime.rollout.protocols import Local
 
 
 class FakeManager:

@@ -32,8 +32,8 @@ from mslime.control.trainers import TrainerGroup
 from mslime.engine_plugin import wire
 from mslime.tensor_sums import whole_sum
 from mslime.weights import contract
+from mslime.weights.bucket_sender import Courier, Seconds
 from mslime.weights.buckets import named_tensors
-from mslime.weights.courier import Courier, Seconds
 from mslime.weights.transport import Link, Transport, find_transport
 from tests.fixtures.remote import fake_process
 from tests.fixtures.stand_in_engine import StandInEngine

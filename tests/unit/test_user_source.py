@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build
-from mslime.data.source import PromptSource
-from mslime.data.user_source import UserSource, open_prompts
+from mslime.data.source import PromptSource, UserSource, open_prompts
 from tests.unit import user_functions
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTokenizer, make_service, publish, run_config, write_prompts
 

@@ -17,9 +17,8 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
 from mslime.weights import contract, groups
-from mslime.weights.courier import Courier, Seconds, SendOrder
-from mslime.weights.plan import Bucket, WeightPlan
-from mslime.weights.senders import Senders
+from mslime.weights.bucket_sender import Courier, Seconds, SendOrder
+from mslime.weights.plan import Bucket, Senders, WeightPlan
 from mslime.weights.transport import Transport
 from tests.fixtures.forked import forking, preload
 

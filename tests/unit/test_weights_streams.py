@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.weights.courier import Courier, Seconds
+from mslime.weights.bucket_sender import Courier, Seconds
 from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Transport

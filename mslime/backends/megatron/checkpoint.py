@@ -40,8 +40,7 @@ from mslime.backends.megatron.checkpoint_files import SHARDING, InProcessSave, S
 from mslime.backends.megatron.step.optimizer import begin_states, load_states, states_of, without_classes
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
-from mslime.data.checksums import FileSum, check_sums, share, write_summed
-from mslime.data.manifest import Manifest, read_manifest
+from mslime.data.checkpoints import FileSum, Manifest, check_sums, read_manifest, share, write_summed
 
 # The random number generators of one rank, as arrays: Python's, numpy's, torch's and megatron-core's.
 #

@@ -51,7 +51,7 @@ from mslime.config.resolved import ModelSpec
 from mslime.convert.families import get_family
 from mslime.convert.table import canonical_name
 from mslime.convert.torch_dist import METADATA, ModelPlacement, ParameterBox, load_metadata, whole
-from mslime.data.checksums import FileSum, SummedFile
+from mslime.data.checkpoints import FileSum, SummedFile
 
 SHARDING = {
     # Optimizer state is stored per parameter of the whole model, not per data-parallel piece of a buffer.

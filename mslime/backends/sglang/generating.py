@@ -27,8 +27,7 @@ from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
 from mslime.config.errors import DataError, EngineError, reading
 from mslime.config.model_facts import ModelFacts, eos_ids
 from mslime.data.probe import NEW_TOKENS, Probed
-from mslime.data.routes import narrowest_dtype
-from mslime.data.supports import Supports
+from mslime.data.routes import Supports, narrowest_dtype
 from mslime.data.tokenizer import Tokenizer
 from mslime.engine_plugin.wire import NARROW
 

@@ -7,17 +7,92 @@ cannot be read is a call with a status.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from mslime.rollout.chat.argument_values import parameters_of, typed
 from mslime.rollout.chat.messages import NO_JSON, Tools, canonical_json, first_json, parsed_json
 from mslime.rollout.chat.renderer import ParsedCall
+
+# The values of arguments that a model wrote without their types, by the tool's JSON schema.
+#
+# Families that write an argument between tags write a text as it is and anything else as JSON, so `5` may be either:
+# the schema of the parameter says which.
+
+Schema = Mapping[str, Any]
+_KINDS: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
+}  # fmt: skip
+
+
+def parameters_of(name: str, tools: Tools) -> Mapping[str, Schema]:
+    """Schemas of a tool's parameters by name; none of a tool that is not offered, or says none."""
+    for tool in tools:
+        function = tool.get("function", {})
+        if function.get("name") == name:
+            schema = function.get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            return cast("dict[str, Schema]", properties) if isinstance(properties, dict) else {}
+    return {}
+
+
+def typed(text: str, schema: object) -> Any:
+    """The value that a text stands for.
+
+    Args:
+        schema: of the parameter; None, or one that names no type: JSON where it is some, else the text.
+
+    Raises:
+        ValueError: it is no value at all, and the schema allows no text.
+    """
+    kinds = _allowed(schema)
+    value = parsed_json(text)
+    if value is NO_JSON:
+        return _unlike_json(text, kinds)
+    return text if "string" in kinds and _kind(value) not in kinds - {"string"} else value
+
+
+def _unlike_json(text: str, kinds: set[str]) -> Any:
+    """The value of a text that is no JSON. Qwen3-Coder's first templates wrote Python's: True, None, ['a']."""
+    if not kinds or "string" in kinds:
+        return text
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no {' or '.join(sorted(kinds))}: {text:.80}") from error
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "")
+
+
+def _allowed(schema: object) -> set[str]:
+    """The kinds of values that a schema allows; empty: it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    said = cast("dict[str, Any]", schema)
+    kinds = said.get("type")
+    if isinstance(kinds, str):
+        found = {kinds}
+    elif isinstance(kinds, list):
+        found = {str(kind) for kind in cast("list[Any]", kinds)}
+    elif isinstance(values := said.get("enum"), list):
+        found = {_kind(value) for value in cast("list[Any]", values)}
+    else:
+        branches = [_allowed(branch) for branch in _listed(said.get("anyOf")) + _listed(said.get("oneOf"))]
+        found = set[str]().union(*branches) if all(branches) else set[str]()
+    return found | {"integer"} if "number" in found else found
+
+
+def _listed(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
 
 Piece = tuple[str, str]
 """A tag, or nothing, and the text after it."""
@@ -288,3 +363,44 @@ FORMS = (
     CallForm("Mistral, by name", "[TOOL_CALLS]", "", ("[ARGS]", "[CALL_ID]"), read=_mistral_named),
 )  # fmt: skip
 """Which of them a template writes is tried (`template.py`): no two read the same call."""
+
+
+# How a chat template wants the calls of an assistant's message to be given to it.
+
+
+@dataclass(frozen=True)
+class CallSpelling:
+    """What is made of calls before a template sees them.
+
+    Attributes:
+        arguments_as_text: JSON text, for templates that put them together with texts, as DeepSeek's do; else objects.
+        short_ids: nine letters and digits, as Mistral's templates demand.
+    """
+
+    arguments_as_text: bool = False
+    short_ids: bool = False
+
+    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the template wants it."""
+        shown = dict(message)
+        if "tool_calls" in shown:
+            shown["tool_calls"] = [self._call(call) for call in shown["tool_calls"]]
+        if self.short_ids and "tool_call_id" in shown:
+            shown["tool_call_id"] = short_id(shown["tool_call_id"])
+        return shown
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.arguments_as_text and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "id": short_id(call["id"]) if self.short_ids else call["id"], "function": function}
+
+
+SPELLINGS: Sequence[CallSpelling] = (
+    CallSpelling(), CallSpelling(True), CallSpelling(short_ids=True), CallSpelling(True, True)
+)  # fmt: skip
+
+
+def short_id(name: str) -> str:
+    """Nine letters and digits that stand for an id; those that a model wrote so are their own."""
+    return name if re.fullmatch("[A-Za-z0-9]{9}", name) else hashlib.sha256(name.encode()).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""Chat messages in one form for all dialects, and when one is a copy of another.
+"""Chat messages in one form for all dialects, when one is a copy of another, and errors of a request.
 
 What a client sends back as history only chooses a recorded turn, so whatever says nothing is left out here: null and
 unknown keys, cache markers, empty parts. What is left is compared exactly: a mismatch costs a sequence, a wrong match
@@ -13,7 +13,40 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from mslime.rollout.chat.errors import ChatError
+from mslime.config.errors import UserError
+from mslime.rollout.workflow import NoRoomError
+
+# What is wrong with a request to the model of a rollout. A server writes it in the shape of the client's dialect.
+
+
+class ChatError(UserError):
+    """A request that cannot be answered as it stands. Sent again, it would fail again."""
+
+
+class ContextFull(ChatError, NoRoomError):
+    """The messages leave no room for a reply. What was recorded before stays.
+
+    Attributes:
+        tokens, most: of the messages, and that they may have; clients read them in the words of their API.
+    """
+
+    tokens = most = 0
+
+    @classmethod
+    def of(cls, value: str, rule: str, tokens: int, most: int) -> ContextFull:
+        """An error with its numbers."""
+        error = cls("messages", value, rule, "send fewer messages, or shorter ones")
+        error.tokens, error.most = tokens, most
+        return error
+
+
+class LimitReached(ChatError, NoRoomError):
+    """The rollout has had its share of turns, sequences, tokens or time; `field` is the setting."""
+
+
+class SessionOver(ChatError):
+    """The rollout has ended, and takes no more turns."""
+
 
 ROLES = ("system", "user", "assistant", "tool")
 Tools = Sequence[Mapping[str, Any]]

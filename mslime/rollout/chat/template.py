@@ -13,10 +13,8 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.chat.call_forms import FORMS
-from mslime.rollout.chat.call_spelling import SPELLINGS
-from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.messages import Tools, whole_text
+from mslime.rollout.chat.call_forms import FORMS, SPELLINGS
+from mslime.rollout.chat.messages import ChatError, Tools, whole_text
 from mslime.rollout.chat.parsing import THINKING, HarmonyParser, TaggedParser
 from mslime.rollout.chat.renderer import Parsed, ParsedCall
 

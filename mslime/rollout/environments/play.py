@@ -18,8 +18,7 @@ from mslime.rollout.environments.pool import (
     EnvironmentPool,
     OpenEnvironment,
 )
-from mslime.rollout.environments.protocol import EnvironmentTask, Observation, Step
-from mslime.rollout.environments.result import EnvironmentJob
+from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Observation, Step
 from mslime.rollout.environments.turns import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said, Talk, Turns
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 

@@ -8,8 +8,7 @@ import time
 from typing import Any, cast
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.environments.protocol import EnvironmentTask, Observation, Step
-from mslime.rollout.environments.result import EnvironmentJob, Failure
+from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Failure, Observation, Step
 from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.environments.worker"

@@ -16,14 +16,14 @@ from typing import Any
 from mslime.extensions import raised
 from mslime.rollout.environments.protocol import (
     METHODS,
+    EnvironmentJob,
+    Failure,
     WrongAnswerError,
     checked_observation,
     checked_step,
     load_environment,
 )
-from mslime.rollout.environments.result import EnvironmentJob, Failure
-from mslime.rollout.workers.frames import run
-from mslime.rollout.workers.memory import DataLimit
+from mslime.rollout.workers.frames import DataLimit, run
 
 STACK_BYTES = 8 * 2**20  # of a thread, where nobody said otherwise
 

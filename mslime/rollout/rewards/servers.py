@@ -1,4 +1,4 @@
-"""Servers that rewards are asked of: JSON is posted to one of them, and again when the network or the server fails."""
+"""Rewards from servers: of reward models, of language models that are asked for a number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import ipaddress
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -17,8 +18,11 @@ import numpy as np
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from mslime.config.errors import ConfigError
-from mslime.config.reward import RewardServersConfig
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.reward import HttpRewardConfig, JudgeConfig, RewardServersConfig
+from mslime.data.sample import Sample
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.rewards.result import RewardResult, checked
 
 MOST_BYTES = 64 * 2**20  # of an answer
 AGAIN = (408, 425, 429)  # and every 5xx
@@ -160,3 +164,229 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
         if size > MOST_BYTES:
             raise RewardRefusedError(f"answered more than {MOST_BYTES} bytes")
     return b"".join(parts)
+
+
+# Rewards from a server of reward models: samples are posted in batches.
+
+
+class HttpGrader:
+    """Scores samples at `http.url`. Belongs to one event loop.
+
+    A request is {"samples": [{"prompt", "response", "label", "metadata"}, ...]}; the answer {"rewards": [...]}, one for
+    each sample: a number, or an object {"reward": number, "metrics": {name: number}}.
+
+    Args:
+        place: the configuration section, for messages.
+        limit_s: seconds for one attempt.
+        tokenizer: turns prompts back into text; without one `prompt` is null.
+    """
+
+    def __init__(self, config: HttpRewardConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._servers = RewardServers(config, place, limit_s)
+        self._waiting: list[tuple[Sample, asyncio.Future[RewardResult]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        await self._servers.start()
+
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample; what went wrong with its request is its error."""
+        future: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sample, future))
+        if len(self._waiting) == 1:
+            self._spawn(self._send_later())
+        elif len(self._waiting) >= self._config.batch_size:
+            self._spawn(self._send())
+        return await future
+
+    async def close(self) -> None:
+        """Give up what is on its way, and the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._servers.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_later(self) -> None:
+        if self._config.batch_size > 1:
+            await asyncio.sleep(self._config.batch_wait_s)
+        await self._send()
+
+    async def _send(self) -> None:
+        """Post what waits, and hand out the results."""
+        batch, self._waiting = self._waiting[: self._config.batch_size], self._waiting[self._config.batch_size :]
+        if self._waiting:
+            self._spawn(self._send_later())
+        if not batch:
+            return
+        try:
+            results = await self._results([sample for sample, _ in batch])
+        except ConfigError as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        except Exception as error:  # an error of these samples, whatever it is: they wait for an answer
+            said = (
+                str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
+            )
+            results = [RewardResult(0.0, said)] * len(batch)
+        except BaseException:
+            for _, future in batch:
+                future.cancel()
+            raise
+        for (_, future), result in zip(batch, results, strict=True):
+            if not future.done():
+                future.set_result(result)
+
+    async def _results(self, samples: list[Sample]) -> list[RewardResult]:
+        """Raises AgainError when the last attempt failed, RewardRefusedError for an answer that is none."""
+
+        def read(answer: Any) -> list[RewardResult]:
+            rewards = answer.get("rewards") if isinstance(answer, dict) else answer
+            if not isinstance(rewards, list) or len(rewards) != len(samples):
+                found = f"{len(rewards)} rewards" if isinstance(rewards, list) else f"{str(answer)[:80]!r}"
+                raise RewardRefusedError(f'answered {found} to {len(samples)} samples; expected {{"rewards": [...]}}')
+            return [checked(r, len(s)) for r, s in zip(rewards, samples, strict=True)]
+
+        return await self._servers.ask({"samples": [self._row(s) for s in samples]}, read)
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        prompt = None
+        if self._tokenizer is not None:
+            prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
+        return {"prompt": prompt, "response": sample.response, "label": sample.label, "metadata": sample.metadata}
+
+
+# Rewards from a language model that is asked for a number: reward kind `judge`.
+#
+# It is asked at an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
+
+_PLACES = re.compile(r"\{(prompt|response|label)\}")
+
+
+class JudgeGrader:
+    """Scores samples by what a judge says of them. Belongs to one event loop.
+
+    Args:
+        place: the configuration section, for messages.
+        limit_s: seconds for one attempt.
+        tokenizer: turns prompts back into text; without one {prompt} is empty.
+    """
+
+    def __init__(self, config: JudgeConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._servers = RewardServers(config, place, limit_s)
+
+    async def start(self) -> None:
+        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        await self._servers.start()
+
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample; what went wrong with its request is its error."""
+        try:
+            return await self._servers.ask(self._request(sample), self._read)
+        except (AgainError, RewardRefusedError) as error:
+            return RewardResult(0.0, str(error))
+        except UserError:
+            raise
+        except Exception as error:  # an error of this sample, whatever it is
+            return RewardResult(0.0, f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Give up the connections."""
+        await self._servers.close()
+
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        asked = [{"role": "user", "content": self._question(sample)}]
+        if self._config.system is not None:
+            asked.insert(0, {"role": "system", "content": self._config.system})
+        model = {} if self._config.model is None else {"model": self._config.model}
+        return {**model, "messages": asked, **self._config.options}
+
+    def _question(self, sample: Sample) -> str:
+        """The template, filled in one pass: what a response says in braces stays as it is."""
+        prompt = ""
+        if self._tokenizer is not None:
+            prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
+        said = {"prompt": prompt, "response": sample.response, "label": _text(sample.label)}
+        assert self._config.template is not None, "check_reward"
+        return _PLACES.sub(lambda place: said[place[1]], self._config.template)
+
+    def _read(self, answer: Any) -> RewardResult:
+        """The number in an answer.
+
+        Raises:
+            RewardRefusedError: the answer has no number. AgainError: likewise, and another sample may have one.
+        """
+        reply = _reply(answer)
+        said = number_in(reply, self._config.pattern, self._config.field)
+        if isinstance(said, float) and self._config.range is not None:
+            low, high = self._config.range
+            said = said if low <= said <= high else f"answered {said:g}, outside of {low:g} to {high:g}"
+        if isinstance(said, str):
+            sampled = self._config.options.get("temperature", 1.0) != 0
+            raise (AgainError if sampled else RewardRefusedError)(f"{said}: {reply[-200:]!r}")
+        return checked(said, 0)
+
+
+def _text(label: object) -> str:
+    if label is None:
+        return ""
+    return label if isinstance(label, str) else as_json(label).decode()
+
+
+def number_in(reply: str, pattern: str | None, field: str | None) -> float | str:
+    """The number in a judge's reply; or what is wrong with it, in words.
+
+    Args:
+        pattern: its last match holds the number in its first group.
+        field: the key of the number, in the last JSON object of the reply that has it.
+    """
+    if pattern is not None:
+        found = [match[1] for match in re.finditer(pattern, reply)]
+        if not found:
+            return f"answered without {pattern}"
+        return _number(found[-1])
+    objects = list(_objects(reply))
+    if not objects:
+        return "answered what is no JSON object"
+    said = [o[field] for o in objects if field in o]
+    return _number(said[-1]) if said else f"answered without the key {field!r}"
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, whatever stands around them."""
+    decoder, at = json.JSONDecoder(), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            found, at = decoder.raw_decode(text, at)
+            yield found
+        except (ValueError, RecursionError):
+            at += 1
+
+
+def _number(said: object) -> float | str:
+    try:
+        return float(said)  # pyright: ignore[reportArgumentType]  what is no number raises
+    except (TypeError, ValueError, OverflowError):
+        return f"answered {said!r:.80}, which is no number"
+
+
+def _reply(answer: Any) -> str:
+    """What the judge said. Raises RewardRefusedError when that is not in the answer."""
+    try:
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
+    except (TypeError, LookupError) as error:
+        raise RewardRefusedError(f"answered no chat completion: {str(answer)[:200]!r}") from error
+    if not isinstance(content, str):
+        ended = choice.get("finish_reason")
+        raise RewardRefusedError(f"answered no text (finish_reason {ended!r}): allow more max_tokens in judge.options")
+    return content

@@ -15,8 +15,7 @@ from typing import Any
 from mslime.extensions import check_parameters, load_function, raised
 from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
 from mslime.rollout.rewards.result import RewardJob, RewardResult, checked, checked_group
-from mslime.rollout.workers.frames import run
-from mslime.rollout.workers.memory import limit_memory
+from mslime.rollout.workers.frames import limit_memory, run
 
 
 async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> RewardResult | list[RewardResult]:

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import (
     Call,
+    ChatError,
     Message,
     as_list,
     as_object,
@@ -18,6 +17,7 @@ from mslime.rollout.chat.messages import (
     parsed_json,
     text_of,
 )
+from mslime.rollout.chat.session import ReplyTurn
 from mslime.rollout.server.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")

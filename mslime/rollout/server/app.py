@@ -21,12 +21,10 @@ from aiohttp import web
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
 from mslime.network import url_of
-from mslime.rollout.chat.errors import ChatError, ContextFull
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.chat.session import ChatSession
+from mslime.rollout.chat.messages import ChatError, ContextFull
+from mslime.rollout.chat.session import ChatSession, ReplyTurn
 from mslime.rollout.server.anthropic import Messages
-from mslime.rollout.server.completions import Completions
-from mslime.rollout.server.openai_chat import ChatCompletions
+from mslime.rollout.server.openai_chat import ChatCompletions, Completions
 from mslime.rollout.server.requests import MODEL, Dialect, Request, ServedReply
 from mslime.rollout.server.responses import Responses
 from mslime.rollout.server.sessions import ModelEndpoint, ServedRollout

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.chat.messages import Message, as_list, as_object, as_text
+from mslime.rollout.chat.messages import ChatError, Message, as_list, as_object, as_text
+from mslime.rollout.chat.session import ReplyTurn
 
 MODEL = "policy"
 """Name of the model that is trained, for clients that give none."""

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.forest import ReplyTurn
 from mslime.rollout.chat.messages import (
     ROLES,
     Call,
+    ChatError,
     Message,
     as_list,
     as_object,
@@ -19,7 +18,8 @@ from mslime.rollout.chat.messages import (
     canonical_json,
     text_of,
 )
-from mslime.rollout.server.openai_shared import OpenAIErrors, token_log_probs
+from mslime.rollout.chat.session import ReplyTurn
+from mslime.rollout.server.openai_chat import OpenAIErrors, token_log_probs
 from mslime.rollout.server.requests import (
     Event,
     Request,

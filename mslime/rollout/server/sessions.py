@@ -14,9 +14,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mslime.rollout.chat.errors import SessionOver
-from mslime.rollout.chat.forest import ReplyTurn
-from mslime.rollout.chat.session import ChatSession
+from mslime.rollout.chat.messages import SessionOver
+from mslime.rollout.chat.session import ChatSession, ReplyTurn
 from mslime.rollout.server.requests import Request, ServedReply
 from mslime.web_server import same_key
 

@@ -42,7 +42,7 @@ from mslime.convert.families import get_family
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.table import BoundRule
 from mslime.convert.tensor_layouts import Sliceable
-from mslime.data.manifest import read_manifest
+from mslime.data.checkpoints import read_manifest
 
 Read = Callable[[str], Sliceable]
 _GROUPED = re.compile(r"(.*)\.weight(\d+)")

@@ -18,7 +18,7 @@ from mslime.backends.megatron.step.together import Outcome, update_together
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.resolved import PolicySpec
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum
 from mslime.data.shard import TrainShard
 
 SHARED = (

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.data.packing import padded_lengths
+from mslime.data.routes import Supports
 from mslime.data.shard import TrainShard
-from mslime.data.supports import Supports
 
 PADDING = -1
 """In index arrays: this row is no token, or predicts none."""

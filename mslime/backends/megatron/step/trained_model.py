@@ -27,7 +27,7 @@ from mslime.config.base import TrainerPart
 from mslime.config.dtypes import fp8_rows
 from mslime.config.errors import TrainerError
 from mslime.config.resolved import TrainingSpec
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum
 
 
 class TrainedModel:

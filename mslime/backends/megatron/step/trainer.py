@@ -45,13 +45,13 @@ from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import write_adapter
 from mslime.convert.quantised import check_quantisation
-from mslime.data.checksums import FileSum
+from mslime.data.checkpoints import FileSum
 from mslime.data.probe import RoutedRows, shard_of
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
-from mslime.weights.senders import Senders
+from mslime.weights.plan import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
 from mslime.weights.transport import EnginePort
 

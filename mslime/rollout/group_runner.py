@@ -1,4 +1,4 @@
-"""Runs groups: calls the rollout function of each sample, scores it, and tells the books where a group then belongs.
+"""Runs groups: calls the rollout function of each sample, scores it, and tells the tracker where a group belongs.
 
 A group runs until all its samples are scored, until it was interrupted, or until something failed. An interrupted group
 rests: its functions wait inside `generate`, or go on with what they do beside the engines, until the group is
@@ -18,11 +18,10 @@ from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.agents import Agents
-from mslime.rollout.books import Books
-from mslime.rollout.door import Door
-from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.rewards.scoring import Scoring
-from mslime.rollout.sample_hook import load_sample_hook
+from mslime.rollout.filters import load_sample_hook
+from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.group_tracker import Books
+from mslime.rollout.rewards.scorer import Scoring
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 

@@ -1,4 +1,4 @@
-"""The books of the rollout service: where every group is, and what became of every token.
+"""Where every group of the rollout service is, and what became of every token: of one manager, of several, in a state.
 
 A group is in exactly one place: `running` (it is generated or scored), `partial` (interrupted, it waits to be
 continued), `accepted` (complete, it waits for the trainer), or taken (the trainer has it until its step is published).
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import bisect
 import copy
+import heapq
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +28,142 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
-from mslime.rollout.kept import Begun, Kept, sound, trainable
-from mslime.rollout.state import PackedGroups
+from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 from mslime.rollout.statistics import StepCounters
+
+# What books leave behind for a later service: the groups and the ledger of a state, and of an outline.
+
+State = tuple[dict[str, Any], Columns]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a state holds of books.
+
+    Attributes:
+        accepted, resting: groups; those that were running rest.
+        counters: totals since the start of the run.
+        untrained: whether the groups that were taken last are among the accepted ones, and the ledger is as before.
+    """
+
+    accepted: PackedGroups
+    resting: PackedGroups
+    ledger: Ledger
+    counters: dict[str, int]
+    untrained: bool
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What an outline holds of books.
+
+    Attributes:
+        groups: as they were before anything was generated. ledger: without pending tokens.
+    """
+
+    groups: PackedGroups
+    ledger: Ledger
+    counters: dict[str, int]
+
+
+def state_of(
+    parts: Sequence[Kept], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
+) -> State:
+    """(JSON-able header, columns) from which books continue without losing a token.
+
+    Args:
+        parts: of all managers. ledger, counters: of the run.
+    """
+    accepted, _ = PackedGroups.joined([part.accepted for part in parts])
+    groups, columns = PackedGroups.joined([*(part.accepted for part in parts), *(part.resting for part in parts)])
+    numbers = _numbers(version, next_group_id, ledger, counters)
+    return {"accepted": len(accepted), "groups": groups, **numbers}, columns
+
+
+def outline_of(
+    parts: Sequence[Begun], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
+) -> State:
+    """A small state for the case that the groups are lost: those that are not trained begin anew from their prompts,
+    and their tokens are dropped. Holds for a checkpoint after the step taken last."""
+    begun, columns = PackedGroups.joined([part.groups for part in parts])
+    return {"accepted": 0, "groups": [], "begun": begun, **_numbers(version, next_group_id, ledger, counters)}, columns
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a file of `state_of` or `outline_of` holds.
+
+    Attributes:
+        accepted, resting: groups. counters: totals since the start of the run.
+    """
+
+    accepted: list[Group]
+    resting: list[Group]
+    ledger: Ledger
+    counters: dict[str, int]
+    version: int
+    next_group_id: int
+
+
+def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group], *,
+              taught: bool) -> Continued:  # fmt: skip
+    """Read a state back.
+
+    Args:
+        make: makes a group anew from its id, prompt and size.
+        taught: a served teacher scores responses, so that groups from a run without one are not complete.
+
+    Raises:
+        ValueError: the groups and the ledger do not agree.
+    """
+    groups = unpack_groups(header["groups"], columns)
+    accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
+    check_stored(groups)
+    resting += begun_anew(header.get("begun", []), columns, make)
+    if taught:
+        resting += [group for group in accepted if _untaught(group)]
+        accepted = [group for group in accepted if not _untaught(group)]
+    ledger = Ledger.from_state(header["ledger"])
+    if (alive := trainable([*accepted, *resting])) != ledger.pending:
+        raise ValueError(f"{ledger.pending} tokens are pending in the books, {alive} are held")
+    numbers = (int(header["version"]), int(header["next_group_id"]))
+    return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
+
+
+def _untaught(group: Group) -> bool:
+    return any(sample.teacher_log_probs is None for sample in group.samples)
+
+
+def _numbers(version: int, next_group_id: int, ledger: Ledger, counters: Mapping[str, int]) -> dict[str, Any]:
+    """What a state holds beside groups."""
+    return {
+        "version": version,
+        "next_group_id": next_group_id,
+        "ledger": ledger.state_dict(),
+        "counters": dict(counters),
+    }
+
+
+def trainable(groups: Sequence[Group]) -> int:
+    """Tokens of `groups` that may enter the loss."""
+    return sum(s.trainable_tokens for g in groups for s in g.samples)
+
+
+def sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
+    """The groups that may be saved: one that breaks an invariant would be refused at every resume, and what is no JSON
+    cannot be written. It is booked as dropped."""
+    kept: list[Group] = []
+    for group in groups:
+        try:
+            for sample in group.samples:
+                check_invariants(sample)
+                json.dumps([sample.label, sample.metadata])
+            kept.append(group)
+        except (AssertionError, TypeError, ValueError) as error:
+            print(f"group {group.group_id} of {group.source} is left out of the checkpoint: {error}", flush=True)
+            ledger.drop(trainable([group]), "failed")
+    return kept
+
 
 _log = logging.getLogger(__name__)
 COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups", "failed_rollouts")
@@ -388,3 +524,146 @@ def _urgency(group: Group) -> tuple[int, int, int]:
     """More for interrupted groups with older tokens, which have the least time left; none have the most."""
     oldest = group.oldest_version
     return (0 if oldest is None else 1, -(oldest or 0), -group.group_id)
+
+
+# The books of several managers as one: what is begun, what a step takes, what became of every token.
+#
+# Each manager keeps books of its own groups. Here is what there is one of: the division of the gate, the choice of a
+# step's groups, the ledger since the start of the run. Pure arithmetic over what managers tell, as `books` is, so that
+# the two can be compared event by event.
+
+Due = tuple[int, int]
+"""Of an accepted group: when it is trained (`books.due`); the second number is its id."""
+
+
+@dataclass(frozen=True)
+class ManagerShare:
+    """Where a manager stands when the gate is divided.
+
+    Attributes:
+        ready: its groups that were taken since the gate opened, or are accepted.
+        engines: that are alive.
+    """
+
+    ready: int
+    engines: int
+
+
+def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> list[int]:
+    """How many of `groups` new groups each manager is given: one after the other to the one with the fewest unfinished
+    groups for each living engine. A manager without engines is given none.
+
+    Args:
+        unfinished: groups that each manager has been given and not finished; below 0 where it holds finished ones that
+            were never given. engines: that live, of each.
+    """
+    assert any(engines), "no manager has a living engine"
+    queue = [
+        (held / alive, index) for index, (held, alive) in enumerate(zip(unfinished, engines, strict=True)) if alive
+    ]
+    heapq.heapify(queue)
+    given = [0] * len(engines)
+    for _ in range(groups):
+        load, index = queue[0]
+        given[index] += 1
+        heapq.heapreplace(queue, (load + 1 / engines[index], index))
+    return given
+
+
+class JoinedBooks:
+    """Several managers' books.
+
+    Args:
+        config: `rollout` is read, and what follows from it.
+
+    Attributes:
+        version: weight version that all engines serve.
+        next_group_id: groups that were begun.
+        allowances: groups that each manager may take, accept and run since the gate opened.
+    """
+
+    def __init__(self, config: RunConfig, managers: int) -> None:
+        self._gate, self._groups_per_step = SubmitGate.of(config), config.rollout.groups_per_step
+        self._base_version: int | None = None
+        self._settled = Ledger()  # tokens whose fate was known before the managers began
+        self._counted = Counter[str]()  # before they did
+        self._mark, self._mark_before = dict[str, int](), dict[str, int]()  # of the last two steps
+        self.version = self.next_group_id = 0
+        self.allowances = [0] * managers
+
+    # ------------------------------------------------------------------------------------------------------ the gate
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the gate was opened."""
+        return self._base_version is not None
+
+    def allow(self, shares: Sequence[ManagerShare]) -> list[int]:
+        """Divide what the gate allows more than it did; returns `allowances`. It opens at the first time."""
+        if self._base_version is None:
+            self._base_version = self.version
+        more = self._gate.limit(self.version - self._base_version) - sum(self.allowances)
+        unfinished = [allowed - share.ready for allowed, share in zip(self.allowances, shares, strict=True)]
+        engines = [share.engines for share in shares]
+        if not any(engines):  # whoever asks them for anything is told so
+            engines = [1] * len(shares)
+        given = dealt(more, unfinished, engines)
+        self.allowances = [allowed + new for allowed, new in zip(self.allowances, given, strict=True)]
+        return self.allowances
+
+    # -------------------------------------------------------------------------------------------------------- a step
+
+    def choose(self, accepted: Iterable[Iterable[Due]]) -> list[set[int]]:
+        """The ids that a step takes from each manager: as `Books.take`, those with the oldest tokens first, whoever has
+        them."""
+        every = sorted((due, manager) for manager, of_one in enumerate(accepted) for due in of_one)
+        chosen = [set[int]() for _ in self.allowances]
+        for (_, group_id), manager in every[: self._groups_per_step]:
+            chosen[manager].add(group_id)
+        return chosen
+
+    def taken(self, ledgers: Sequence[Ledger], alive: int) -> dict[str, float]:
+        """Close a step's books; returns `ledger/*`.
+
+        Args:
+            ledgers: of all managers, after they have handed the step's groups over.
+            alive: trainable tokens counted in everything that they still hold.
+        """
+        ledger = self.ledger(ledgers)
+        moved = ledger.settle(alive)
+        self._mark_before, self._mark = self._mark, ledger.marked()
+        return {f"ledger/{name}": float(value) for name, value in moved.items()}
+
+    def given_back(self) -> None:
+        """The managers have undone what they handed over last."""
+        self._mark = self._mark_before
+
+    def ledger(self, ledgers: Sequence[Ledger]) -> Ledger:
+        """The fate of every token of the run, from those of all managers."""
+        return Ledger.joined([self._settled, *ledgers], self._mark)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def continue_from(self, saved: Continued) -> None:
+        """Begin with what was saved, whose groups the managers are handed."""
+        self._settled, self._mark = saved.ledger.without_pending(), saved.ledger.marked()
+        self._counted = Counter(saved.counters)
+        self.version, self.next_group_id = saved.version, saved.next_group_id
+
+    def state(self, parts: Sequence[Kept]) -> State:
+        """What a state file holds, from what all managers keep."""
+        ledger = self.ledger([part.ledger for part in parts])
+        if any(part.untrained for part in parts):
+            ledger = ledger.before_training(0, self._mark_before)
+        return state_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
+
+    def outline(self, parts: Sequence[Begun]) -> State:
+        """What an outline holds, from what all managers have begun."""
+        ledger = self.ledger([part.ledger for part in parts])
+        return outline_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
+
+    def _total(self, parts: Iterable[dict[str, int]]) -> dict[str, int]:
+        total = Counter(self._counted)
+        for part in parts:
+            total.update(part)
+        return dict(total)

@@ -14,10 +14,9 @@ from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents import Agents
-from mslime.rollout.books import Books, new_group
 from mslime.rollout.chat.session import ChatSession
-from mslime.rollout.door import Door
-from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.group_tracker import Books, new_group
 from mslime.rollout.turns import Rollout
 
 UNBOUNDED = 10**9

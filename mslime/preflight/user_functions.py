@@ -1,4 +1,4 @@
-"""What `mslime check` says of rewards: labels that no grader can use, functions that do not exist, one that is tried.
+"""What `mslime check` says of a user's functions: rewards, environments, hooks. Each is found, and tried if asked.
 
 A user's function runs in a process of its own here too, so what it does when it is imported harms nobody.
 """
@@ -9,17 +9,31 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from mslime.config.base import is_function
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
 from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
 from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
+from mslime.extensions import check_parameters, load_function
+from mslime.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, OpenEnvironment
+from mslime.rollout.environments.protocol import (
+    SETTING,
+    EnvironmentJob,
+    EnvironmentTask,
+    Observation,
+    Step,
+    load_environment,
+)
+from mslime.rollout.environments.protocol import SETTING as ENVIRONMENT
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.kinds import alternatives, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
@@ -194,3 +208,139 @@ def _texts(label: object) -> Iterator[str]:
         yield from alternatives(label)
     except ValueError:
         return
+
+
+# What `mslime check --try` says of an environment: some turns are played, in a process of its own as in a run.
+
+ACTIONS = ("", "A reply that no environment waits for.", "A reply that ends in the middle of a {", "0")
+SHOWN = 60
+
+
+def check_environment(
+    function: str, options: Mapping[str, Any] | None = None, prompt: Prompt | None = None, *, limit_s: float = 60.0,
+    memory_mib: float | None = None,
+) -> list[str]:  # fmt: skip
+    """Try an environment: reset, some actions as a model may say them, close; twice for the same task.
+
+    Args:
+        function: `module:Class`. options: what its constructor is given.
+        limit_s: seconds for each call.
+
+    Raises:
+        ConfigError: the class cannot be used, or one of its methods raised, hung or returned something else.
+    """
+    job = EnvironmentJob(function, dict(options or {}), limit_s, memory_mib)
+    asked = prompt or Prompt([1], None, {}, "made_up:1", "A prompt.")
+    task = EnvironmentTask(asked.text, asked.label, asked.metadata, 0, 0, False, 0)
+    return in_thread(asyncio.run, _tried(job, task)).result()  # the caller may have an event loop of its own
+
+
+async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
+    pool = EnvironmentPool(job, 1)
+    try:
+        (first, steps), (again, _) = await _played(pool, task), await _played(pool, task)
+    except EnvironmentFailedError as error:
+        told = str(error).removeprefix(f"{job.function}: ")
+        raise ConfigError(SETTING, job.function, told,
+                          "correct that method; step must answer any text of a model") from error  # fmt: skip
+    finally:
+        await pool.close()
+    same = "the same" if first == again else "another one (rollouts of a prompt are compared: draw by task.group_id)"
+    return [
+        f"reset: {_shown(first)}, and {same} for the same task",
+        *(f"step({action[:SHOWN]!r}): {_told(step)}" for action, step in zip(ACTIONS, steps, strict=False)),
+        "closed",
+    ]
+
+
+async def _played(pool: EnvironmentPool, task: EnvironmentTask) -> tuple[Observation, list[Step]]:
+    environment = await pool.open(alone=True)
+    try:
+        return await environment.reset(task), await _steps(environment)
+    finally:
+        await environment.close()
+
+
+async def _steps(environment: OpenEnvironment) -> list[Step]:
+    steps: list[Step] = []
+    for action in ACTIONS:
+        steps.append(await environment.step(action))
+        if steps[-1].done:
+            break
+    return steps
+
+
+def _told(step: Step) -> str:
+    reward = "no reward" if step.reward is None else f"reward {step.reward:g}"
+    final = "" if step.final_reward is None else f", final reward {step.final_reward:g}"
+    return f"{_shown(step.observation)}, {reward}{final}{', done' if step.done else ''}"
+
+
+def _shown(observation: Observation) -> str:
+    return repr(observation if len(str(observation)) <= SHOWN else f"{str(observation)[:SHOWN]}...")
+
+
+# Where a run calls functions of the user's: each is found and looked at before a GPU is claimed.
+#
+# Reward functions are not here: they are imported in worker processes of their own, and tried there (`rewards`).
+
+Process = Literal["driver", "rollout service", "trainer"]
+"""What calls a function: `mslime check` imports all of them, each process of a run its own."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function that the run will call.
+
+    Attributes:
+        setting: that names it.
+        function: `module:function`, or a class.
+        parameters: what it is called with, in this order; of an environment, what its constructor is given.
+        process: where it is called.
+    """
+
+    setting: str
+    function: str
+    parameters: tuple[str, ...]
+    process: Process
+
+
+def seams_of(config: RunConfig) -> list[Seam]:
+    """The functions that a run's settings name, in the order in which a step calls them."""
+    algorithm = config.algorithm
+    of_rl: list[tuple[str, str | None, tuple[str, ...], Process]] = [
+        ("data.source", config.data.source, ("data", "seed"), "rollout service"),
+        ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
+        (ENVIRONMENT, config.rollout.environment, tuple(config.rollout.environment_options), "rollout service"),
+        ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
+        ("hooks.sample", config.hooks.sample, ("sample",), "rollout service"),
+        ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
+        ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),
+        ("algorithm.correction.function", algorithm.correction.function, ("log_ratio", "batch"), "trainer"),
+        ("weights.transport", config.weights.transport, ("link",), "trainer"),
+    ]
+    hook: tuple[str, str | None, tuple[str, ...], Process] = ("hooks.step", config.hooks.step, ("record",), "driver")
+    return [
+        Seam(setting, named, parameters, process)
+        for setting, named, parameters, process in [*(of_rl if config.train.task == "rl" else ()), hook]
+        if named is not None and is_function(named)
+    ]
+
+
+def check_seams(config: RunConfig, process: Process | None = None) -> None:
+    """Import every function that the settings name, and see whether it takes what it will be called with.
+
+    Args:
+        process: of which alone; None: of all.
+
+    Raises:
+        ConfigError: the first function that cannot be imported or called so.
+    """
+    for seam in seams_of(config):
+        if process not in (None, seam.process):
+            continue
+        if seam.setting == ENVIRONMENT:
+            load_environment(seam.function, config.rollout.environment_options)
+        else:
+            function = load_function(seam.function, seam.setting)
+            check_parameters(function, seam.function, seam.setting, *seam.parameters)
