@@ -41,8 +41,8 @@ from rich.table import Table
 
 from mslime.config.errors import UserError
 from mslime.config.transports import AUTO, transport_names
-from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
+from mslime.run.endpoint import ask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.e2e.harness import Run, assert_balanced, start_run

@@ -51,17 +51,17 @@ from mslime.backends.sglang.pool import EnginePool
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble
-from mslime.control.cluster import remote_class
-from mslime.control.ray_calls import Remote
-from mslime.control.rollouts import ManagerActor
-from mslime.control.started import search_seldom
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.manager import Manager
 from mslime.rollout.protocols import EngineLimits, Local
 from mslime.rollout.service import RolloutService
+from mslime.run.assemble import assemble
+from mslime.run.cluster import remote_class
+from mslime.run.ray_calls import Remote
+from mslime.run.rollouts import ManagerActor
+from mslime.run.started import search_seldom
 
 PROMPT, GROUP, VOCABULARY = 128, 8, 151_936
 CUT = {"top_p": 0.9, "top_k": 4096}

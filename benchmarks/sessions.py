@@ -42,16 +42,16 @@ from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
-from mslime.control.started import search_seldom
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
-from mslime.rollout.agents import Agents
-from mslime.rollout.chat.package import PackageRenderer
+from mslime.rollout.agents.chat.package import PackageRenderer
+from mslime.rollout.conversations import Agents
 from mslime.rollout.generation import Door, Generator, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Engine, Task
+from mslime.run.started import search_seldom
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 QUESTION, RESULT = "where is the weather of Paris and Rome? " * 60, "the tool says 42 and the answer is false " * 20

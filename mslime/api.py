@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mslime.config.errors import ConfigError
 from mslime.config.errors import UserError as UserError
 from mslime.config.schema import RunConfig
-from mslime.control.stop import Stopped as Stopped
+from mslime.run.stop import Stopped as Stopped
 
 if TYPE_CHECKING:
-    from mslime.control.debug import Scores
-    from mslime.preflight.resolve import ResolvedRun
+    from mslime.checks.resolve import ResolvedRun
+    from mslime.run.debug import Scores
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 """A run: a configuration, the path of a YAML file, or a mapping of what such a file says."""
@@ -70,7 +70,7 @@ def check(source: Source) -> ResolvedRun:
     Returns:
         The configuration with nothing left open, what the checkpoint says, and notes on prompts and reward.
     """
-    from mslime.preflight.resolve import resolve
+    from mslime.checks.resolve import resolve
 
     return resolve(_config(source))
 
@@ -88,7 +88,7 @@ def train(source: Source, *, stop: Event | None = None) -> TrainResult:
         UserError: a mistake, or a failed part of the run.
         Stopped: a signal or `stop` ended it; a KeyboardInterrupt that says what was saved.
     """
-    from mslime.control.run import run
+    from mslime.run.run import run
 
     config = _config(source)
     run(config, quiet="progress" not in config.observe.model_fields_set, asked=stop.is_set if stop else None)
@@ -112,7 +112,7 @@ def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None 
         UserError: a mistake, or a failed part.
         Stopped: a signal ended it.
     """
-    from mslime.control.debug import evaluated
+    from mslime.run.debug import evaluated
 
     config = _config(source)
     if "progress" not in config.observe.model_fields_set:

@@ -17,8 +17,8 @@ from mslime.cli.convert import CONVERT, CONVERT_RUN
 from mslime.cli.scale import SCALE
 from mslime.config.errors import ConfigError, UserError, nearest
 from mslime.config.plugins import found, load
-from mslime.control.ray_calls import end
-from mslime.control.stop import Stopped, outliving_readers
+from mslime.run.ray_calls import end
+from mslime.run.stop import Stopped, outliving_readers
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -173,22 +173,22 @@ def _add_models(parser: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     if args.replay is not None:
-        from mslime.control.debug import replay
+        from mslime.run.debug import replay
 
         return replay(config_of(args), args.replay)
-    from mslime.control.run import run
+    from mslime.run.run import run
 
     return run(config_of(args))
 
 
 def _rollout(args: argparse.Namespace) -> int:
-    from mslime.control.debug import generate
+    from mslime.run.debug import generate
 
     return generate(config_of(args), args.steps, args.out)
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from mslime.control.debug import evaluate
+    from mslime.run.debug import evaluate
 
     return evaluate(config_of(args), args.checkpoint)
 
@@ -203,8 +203,8 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     if args.fields is not None:
         return _print_fields(args.fields, args.markdown)
-    from mslime.preflight.describe import describe
-    from mslime.preflight.resolve import resolve
+    from mslime.checks.describe import describe
+    from mslime.checks.resolve import resolve
 
     run = resolve(config_of(args))
     Console().print(describe(run))
@@ -215,7 +215,7 @@ def _check(args: argparse.Namespace) -> int:
 def _try_functions(configs: Sequence[RunConfig]) -> int:
     from rich.console import Console
 
-    from mslime.preflight.contracts import as_table, failed, try_run
+    from mslime.checks.contracts import as_table, failed, try_run
 
     tried = [each for config in configs for each in try_run(config)]
     if not tried:
@@ -262,7 +262,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
-    from mslime.preflight.environment import describe_environment
+    from mslime.checks.environment import describe_environment
 
     print(describe_environment())
     return 0

@@ -112,10 +112,10 @@ def _add_compare(kinds: Any) -> None:
 
 
 def _to_megatron(args: argparse.Namespace) -> int:
-    from mslime.control.run_checkpoints import placement
     from mslime.convert.families import read_hf_config
     from mslime.offline.jobs import refuse_existing
     from mslime.offline.to_megatron import ToMegatron
+    from mslime.run.run_checkpoints import placement
 
     refuse_existing(args.out)
     config = read_hf_config(args.source_dir)
@@ -127,8 +127,8 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from mslime.control.run_checkpoints import export_job
     from mslime.offline.jobs import refuse_existing
+    from mslime.run.run_checkpoints import export_job
 
     refuse_existing(args.out)
     return _run(export_job(args.source_dir, args.source, dtype=args.dtype, max_shard_bytes=_bytes(args)), args)
@@ -256,11 +256,11 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     """The two checkpoints; what a training checkpoint is of is told by the other one, or by --source."""
-    from mslime.control.run_checkpoints import placement
     from mslime.convert.families import read_hf_config
     from mslime.convert.torch_dist import is_torch_dist
     from mslime.offline.inspect import HFSide, MegatronSide
     from mslime.offline.to_hf import side_files
+    from mslime.run.run_checkpoints import placement
 
     paths = (args.a, args.b)
     hugging_face = next((path for path in paths if not is_torch_dist(path)), None)
@@ -282,7 +282,7 @@ def _add_run(parser: Any) -> None:
 
 
 def _export_run(args: argparse.Namespace) -> int:
-    from mslime.control.run_checkpoints import export
+    from mslime.run.run_checkpoints import export
 
     export(config_of(args), args.checkpoint, args.out)
     print(args.out)

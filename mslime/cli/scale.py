@@ -85,7 +85,7 @@ def _changing(engines: Sequence[Mapping[str, Any]]) -> bool:
 
 
 async def _ask(run_dir: Path, order: dict[str, Any] | None) -> dict[str, Any]:
-    from mslime.control.endpoint import ask
+    from mslime.run.endpoint import ask
 
     return await ask(run_dir, order)
 

@@ -136,7 +136,7 @@ Device = Literal["auto", "cpu", "cuda"]
 """What trainer ranks and engines run on; `auto` is CUDA where there is a GPU."""
 
 KLType = Literal["k1", "k2", "k3", "low_var"]
-"""Per-token estimates of a KL divergence (`algorithms.kl`)."""
+"""Per-token estimates of a KL divergence (`algorithms.token_batch`)."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running responses while an engine takes new weights."""

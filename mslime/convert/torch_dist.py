@@ -455,7 +455,7 @@ def _locate(file: io.BufferedReader, chunk: Chunk) -> _Record:
 
 
 # Where megatron-core keeps the elements of each parameter in a checkpoint: pure data, made by a built model
-# (`backends.megatron.model.placement`) and used without one. Layers and experts may be stacked in one stored tensor,
+# (`backends.megatron.checkpoint_files`) and used without one. Layers and experts may be stacked in one stored tensor,
 # and a parameter may be stored in pieces (the halves of a gated MLP).
 
 

@@ -303,7 +303,7 @@ class Sample:
             self.teacher_log_probs[start:end] = 0.0
 
     def _set_mask(self, start: int, end: int, mask: bool | NDArray[np.bool_]) -> None:
-        """In a copy: a rollout under way keeps the column that it has seen (`rollout.growing`)."""
+        """In a copy: a rollout under way keeps the column that it has seen (`rollout.returned`)."""
         self.loss_mask = self.loss_mask.copy()
         self.loss_mask[start:end] = mask
 

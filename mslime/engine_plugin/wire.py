@@ -139,7 +139,7 @@ class RelaySync:
         lanes: names of the process groups of senders, by sender.
         senders: of each bucket, who sends it: equal parts of it, in this order; empty where the plan is known.
         tensors: of each bucket, how many; likewise.
-        cuts: names what the machines of each engine keep, if senders send each no more (`config.slices`); empty:
+        cuts: names what the machines of each engine keep, if senders send each no more (`engine_plugin.wire`); empty:
             they send whole buckets.
     """
 

@@ -25,10 +25,10 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
-from mslime.rollout.agents import Agents
-from mslime.rollout.chat.call_forms import object_call
-from mslime.rollout.chat.messages import Tools
-from mslime.rollout.chat.renderer import Parsed
+from mslime.rollout.agents.chat.call_forms import object_call
+from mslime.rollout.agents.chat.messages import Tools
+from mslime.rollout.agents.chat.renderer import Parsed
+from mslime.rollout.conversations import Agents
 from mslime.rollout.generation import Door, Generator, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits

@@ -17,7 +17,7 @@ from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
-from mslime.rollout.agents import Agents
+from mslime.rollout.conversations import Agents
 from mslime.rollout.filters import load_sample_hook
 from mslime.rollout.generation import Door, Generator, Sampling, Traffic
 from mslime.rollout.group_tracker import Books

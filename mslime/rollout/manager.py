@@ -2,7 +2,7 @@
 
 The rollout service (`service`) has what there is one of: prompts, ids, the gate, the ledger since the start. It asks
 its managers, and everything that either sends the other is here. Methods are coroutines, because a manager may be in
-another process (`control.remote`). Knows neither Ray nor Megatron. All methods belong to one event loop.
+another process (`run.ray_calls`). Knows neither Ray nor Megatron. All methods belong to one event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.agents import Agents
+from mslime.rollout.conversations import Agents
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
 from mslime.rollout.generation import Door, Generator, Sampling, Traffic

@@ -151,7 +151,7 @@ class StepBatch:
         return [s for g in self.groups for s in g.samples]
 
 
-# An object that is asked by its methods, wherever it lives: in this process here, in another in `control.remote`.
+# An object that is asked by its methods, wherever it lives: in this process here, in another in `run.ray_calls`.
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

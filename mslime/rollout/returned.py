@@ -14,7 +14,7 @@ from mslime.backends.sglang.generating import Finish
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.extensions import checked_metrics
-from mslime.rollout.chat.session import ReplyTurn
+from mslime.rollout.agents.chat.session import ReplyTurn
 from mslime.rollout.workflow import Episode
 
 # The sequences of one rollout: how they grow, that nobody else changed them, and which of them are trained.

@@ -15,12 +15,12 @@ from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.extensions import raised
-from mslime.rollout.agents import Agents, Conversations
-from mslime.rollout.chat.messages import ChatError
-from mslime.rollout.chat.session import Reply
+from mslime.rollout.agents.chat.messages import ChatError
+from mslime.rollout.agents.chat.session import Reply
+from mslime.rollout.agents.server.sessions import ModelEndpoint
+from mslime.rollout.conversations import Agents, Conversations
 from mslime.rollout.generation import Door, Generator, Sampling
 from mslime.rollout.returned import GrowingSample, NoBooks, RolloutOutcome, TakenTurn, TokenBooks, settle, told_of
-from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
 

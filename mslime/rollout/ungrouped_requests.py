@@ -13,8 +13,8 @@ from collections.abc import Callable
 from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
-from mslime.rollout.agents import Agents
-from mslime.rollout.chat.session import ChatSession
+from mslime.rollout.agents.chat.session import ChatSession
+from mslime.rollout.conversations import Agents
 from mslime.rollout.generation import Door, Generator, Sampling, Traffic
 from mslime.rollout.group_tracker import Books, new_group
 from mslime.rollout.turns import Rollout

@@ -30,8 +30,8 @@ from mslime.data.sample import Sample
 from mslime.extensions import check_parameters, load_function
 
 if TYPE_CHECKING:
-    from mslime.rollout.chat.session import Reply
-    from mslime.rollout.server.sessions import ModelEndpoint
+    from mslime.rollout.agents.chat.session import Reply
+    from mslime.rollout.agents.server.sessions import ModelEndpoint
 
 SETTING = "rollout.function"
 

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.chat.session import ReplyTurn
+from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.server.requests import Request
+from mslime.rollout.agents.server.sessions import ServedRollout
 from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.server.requests import Request
-from mslime.rollout.server.sessions import ServedRollout
 from mslime.rollout.turns import Rollout
 from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task

@@ -6,8 +6,8 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from mslime.checks.environment import NEEDED_DRIVER, driver_version, failure
 from mslime.config.cluster import nominal
-from mslime.preflight.environment import NEEDED_DRIVER, driver_version, failure
 from mslime_plugins.doctor.findings import Finding, Gpu, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.nvml import cuda_of_driver
 

@@ -6,8 +6,8 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
 
+from mslime.checks.environment import failure
 from mslime.config.passthrough import installed_version
-from mslime.preflight.environment import failure
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.measure import TOLERANCE
 from mslime_plugins.doctor.speeds import measured

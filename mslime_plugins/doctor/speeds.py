@@ -25,7 +25,7 @@ CLOCKS_APART_MS = 100
 
 @dataclass(frozen=True)
 class SpeedThresholds:
-    """Of what a GPU is sold for (`config/gpus.py`): below `warn` something is amiss, below `fail` it is not the machine
+    """Of what a GPU is sold for (`config/cluster.py`): below `warn` something is amiss, below `fail` it's not the machine
     that was paid for.
 
     Assumptions: an H100 that runs into its power limit reaches two thirds to three quarters in large matrix products, a

@@ -1,6 +1,6 @@
 """Memory of a GPU that trainer and engines share (`cluster.placement: colocated`), phase by phase.
 
-What is where in which phase is `control/sharing.py`; the sums here follow from it. While engines generate they have all
+What is where in which phase is `run/sharing.py`; the sums here follow from it. While engines generate they have all
 but what a sleeping trainer keeps, by SGLang's own choice of its cache; so that phase always fits, and its plan is the
 engine's.
 """

@@ -23,7 +23,7 @@ SAMPLE_COLUMNS = 4 + 1 + 4
 SHARD_COLUMNS = 4 + 1 + 6 * 4
 """And in a shard: id, mask, and weight, advantage, log-prob, reward, version and age (`data/shard.py`)."""
 SUPPORT_ROW, SUPPORT_ID = 8, 4
-"""Bytes of a position and of an id (`data/supports.py`)."""
+"""Bytes of a position and of an id (`data/routes.py`)."""
 ROUTE_ROW = 1
 """Bytes beside the ids: whether the row may be replayed (`data/routes.py`)."""
 ANSWER_COLUMNS = 41

@@ -89,7 +89,7 @@ def saved_bytes(
 
 def stored_bytes_per_parameter(spec: PolicySpec, width: int) -> tuple[int, int]:
     """(main weight, moments) of one parameter in a checkpoint: as the optimizer has them, and in float32 what it keeps
-    with a scale, in 16 or 8 bits, or on the host (`backends/megatron/step/own_state.py`).
+    with a scale, in 16 or 8 bits, or on the host (`backends/megatron/checkpoint_files.py`).
 
     Args:
         width: bytes of the parameter; without the distributed optimizer float32 ones are their own main weight.

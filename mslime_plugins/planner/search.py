@@ -135,7 +135,7 @@ class Search:
         values: what a file and flags say.
         gpus: of the run.
         hf_config: the model's config.json.
-        gpu: name of the GPU in the table of `config/gpus.py`.
+        gpu: name of the GPU in the table of `config/cluster.py`.
     """
 
     values: Mapping[str, Any]

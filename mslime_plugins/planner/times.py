@@ -104,7 +104,7 @@ class StepWork:
 
 
 def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
-    """Of the cluster that settings describe, with GPUs of a name in `config.gpus.GPUS`."""
+    """Of the cluster that settings describe, with GPUs of a name in `config.cluster.GPUS`."""
     known = nominal(gpu)
     assert known is not None, gpu
     set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set

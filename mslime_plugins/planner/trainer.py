@@ -217,7 +217,7 @@ def parameter_bytes(spec: ModelSpec, held: StageParameters) -> int:
 
 
 def fp8_copies(spec: ModelSpec, held: StageParameters) -> int:
-    """Bytes of the weights in FP8 (`config.fp8.COPY_BYTES`): of all parameters but the input embedding, at most."""
+    """Bytes of the weights in FP8 (`config.dtypes.COPY_BYTES`): of all parameters but the input embedding, at most."""
     return 0 if spec.fp8 is None else (held.trained - held.float32 - held.embedding) * COPY_BYTES
 
 

@@ -17,11 +17,11 @@ from mslime.config.lora import LORA_GROUPS
 from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.config.serve import AdamParams, LossChoice
-from mslime.control.assemble import chunks_per_group
-from mslime.control.cluster import Cluster
-from mslime.control.ranks import BaseActor, RankGroup, fetched
 from mslime.data.client_batch import ClientShard, Datum, by_datum, client_shards
 from mslime.logs import phase
+from mslime.run.assemble import chunks_per_group
+from mslime.run.cluster import Cluster
+from mslime.run.ranks import BaseActor, RankGroup, fetched
 from mslime.threads import in_thread
 from mslime_plugins.serve.backend import AdapterAsk, PassAsk, PassResult
 

@@ -17,20 +17,20 @@ from rich.console import Console
 from mslime import network
 from mslime.backends.sglang.handshake import Needs
 from mslime.backends.sglang.server import EngineAddress
+from mslime.checks.environment import refuse_without_gpu
+from mslime.checks.resolve import ResolvedRun, resolve
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.keys import read_secret
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.config.resolved import served_lora
-from mslime.control.cluster import resolved_device
-from mslime.control.run import only_run
-from mslime.control.run_directory import owned, write_resolved
-from mslime.control.started import Started
-from mslime.control.stop import StopSignals
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
-from mslime.preflight.environment import refuse_without_gpu
-from mslime.preflight.resolve import ResolvedRun, resolve
+from mslime.run.cluster import resolved_device
+from mslime.run.run import only_run
+from mslime.run.run_directory import owned, write_resolved
+from mslime.run.started import Started
+from mslime.run.stop import StopSignals
 from mslime_plugins.serve.data import Limits
 from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
 from mslime_plugins.serve.ranks import RankTrainer

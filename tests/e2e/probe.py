@@ -114,13 +114,13 @@ def ways(rows: list[Entered]) -> list[Way]:
     """The stretches of a synchronous run's last step."""
 
     def last(name: str) -> int:
-        return max(row.at for row in rows if row.name == f"control/session.py:TrainingRun.{name}")
+        return max(row.at for row in rows if row.name == f"run/session.py:TrainingRun.{name}")
 
     def between(name: str, begin: int, end: int) -> Way:
         inside = {row.name for row in rows if begin <= row.at < end}
         return Way(name, frozenset(x for x in inside if not x.startswith(("config/", "logs.py", "observe/"))))
 
     take, train, publish = last("take"), last("train"), last("publish_weights")
-    end = min(row.at for row in rows if row.at > publish and row.name == "control/session.py:TrainingRun.save")
+    end = min(row.at for row in rows if row.at > publish and row.name == "run/session.py:TrainingRun.save")
     return [between("take to shards", take, train), between("prompt to loss", take, publish),
             between("weight to engine", publish, end)]  # fmt: skip

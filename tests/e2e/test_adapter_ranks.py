@@ -12,10 +12,10 @@ import pytest
 from mslime.config.errors import ConfigError, TrainerError
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.control.adapter_ranks import AdapterRanks
-from mslime.control.cluster import Cluster
-from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import saving_directory
+from mslime.run.adapter_ranks import AdapterRanks
+from mslime.run.cluster import Cluster
+from mslime.run.trainers import TrainerGroup
 from tests.engines.megatron_parity import STEPS
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_adapters_in_one_pass import broken_batches, failing_in_one_pass

@@ -15,7 +15,7 @@ import pytest
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import EngineKeys
 from mslime.config.resolved import engine_spec
-from mslime.control.attached import RECORD
+from mslime.run.attached import RECORD
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, settings
 from tests.engines.conftest import cpu_run

@@ -15,9 +15,9 @@ from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_error
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
-from mslime.control.cluster import Cluster, _start_ray
-from mslime.control.ray_calls import Host, Remote, call, gather
 from mslime.rollout.manager import Manager
+from mslime.run.cluster import Cluster, _start_ray
+from mslime.run.ray_calls import Host, Remote, call, gather
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from mslime.config.base import adapter_directory
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LoraConfig
 from mslime.config.schema import RunConfig
-from mslime.control.run_checkpoints import export, export_job
 from mslime.convert.peft import AdapterFile
+from mslime.run.run_checkpoints import export, export_job
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, settings
 

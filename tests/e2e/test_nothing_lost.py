@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mslime.control.stop import TOGETHER_S
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import read_manifest, steps
+from mslime.run.stop import TOGETHER_S
 from tests.e2e.harness import Run, start_run
 
 START_S = 240.0

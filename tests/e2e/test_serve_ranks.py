@@ -11,8 +11,8 @@ import pytest
 
 from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
-from mslime.control.cluster import Cluster
 from mslime.data.client_batch import Datum
+from mslime.run.cluster import Cluster
 from mslime_plugins.serve.backend import AdapterAsk, PassAsk, PassResult
 from mslime_plugins.serve.ranks import RankTrainer
 from mslime_plugins.serve.settings import served_config

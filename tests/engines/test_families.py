@@ -25,13 +25,13 @@ from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
+from mslime.checks.resolve import EXACT_TOLERANCE
 from mslime.config.base import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.probe import NEW_TOKENS, Probed, ProbeDifferences, joined_routes
 from mslime.engine_plugin.wire import RECORDED
-from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import PROMPT, are_those_of, change_weights, engine_log_probs, publish
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, worst_logit_difference

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble_supervised
-from mslime.control.trainers import over_data_parallel_ranks
 from mslime.data.sample import Sample
+from mslime.run.assemble import assemble_supervised
+from mslime.run.trainers import over_data_parallel_ranks
 from tests.engines.trainer_ranks import make_config, run_trainers
 
 SFT = {"task": "sft", "quadratic_tokens": None, "max_tokens_per_micro_batch": 48}

@@ -13,13 +13,13 @@ from mslime.backends.sglang.generating import GenerateRequest, ScoreRequest
 from mslime.backends.sglang.handshake import meet_teacher
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.errors import EngineError
-from mslime.control.assemble import assemble
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.teacher import ServedTeacher
+from mslime.run.assemble import assemble
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference, log_softmax
 from tests.engines.test_rollout_service import MODEL, config_for, publish, run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.control.trainers import _joined
+from mslime.run.trainers import _joined
 from tests.engines.trainer_ranks import make_config, run_trainers, shard_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 

@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from mslime.preflight import environment
+from mslime.checks import environment
 from mslime_plugins.doctor import speeds
 from mslime_plugins.doctor.command import CHECKS, examine
 from mslime_plugins.doctor.findings import Check as DoctorCheck

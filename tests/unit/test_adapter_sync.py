@@ -25,13 +25,13 @@ from mslime.config.loader import build
 from mslime.config.lora import LoraConfig
 from mslime.config.resolved import ServedLora, engine_spec, served_lora
 from mslime.config.schema import RunConfig
-from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
+from mslime.run.adapter_delivery import AdapterDelivery
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import EngineError, RewardError, TrainerError
-from mslime.control.adapter_session import AdapterStop, Ending
-from mslime.control.adapters_session import AdaptersSession
-from mslime.control.stop import Stopped, StopSignals
-from mslime.control.trainer_turn import TrainerTurn
 from mslime.observe.progress import NamedProgress, Progress
+from mslime.run.adapter_session import AdapterStop, Ending
+from mslime.run.adapters_session import AdaptersSession
+from mslime.run.stop import Stopped, StopSignals
+from mslime.run.trainer_turn import TrainerTurn
 
 Loop = Callable[[Any], None]
 

@@ -14,7 +14,7 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
-from mslime.rollout.chat.session import REASONS
+from mslime.rollout.agents.chat.session import REASONS
 from mslime.rollout.contract import check_rollout
 
 ROOT = Path(__file__).parents[2]

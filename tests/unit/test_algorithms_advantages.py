@@ -128,7 +128,7 @@ def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_fro
 
 
 def test_advantages_do_not_import_torch() -> None:
-    code = "import sys, mslime.control.assemble; sys.exit('torch' in sys.modules)"
+    code = "import sys, mslime.run.assemble; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -15,10 +15,10 @@ import yaml
 
 import mslime
 from mslime import api
+from mslime.checks.describe import describe
 from mslime.cli import main
-from mslime.control import run as control_run
-from mslime.control.stop import SIGNALS, StopSignals
-from mslime.preflight.describe import describe
+from mslime.run import run as control_run
+from mslime.run.stop import SIGNALS, StopSignals
 from mslime_plugins import api as plugins_api
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.make_run import make_synthetic_run
@@ -152,7 +152,7 @@ def test_an_evaluation_is_the_commands_and_silent_unless_told_otherwise(
         seen.append((config.observe.progress, which))
         return "scores"
 
-    monkeypatch.setattr("mslime.control.debug.evaluated", fake_evaluated)
+    monkeypatch.setattr("mslime.run.debug.evaluated", fake_evaluated)
     for told in ({}, {"observe": {"progress": "on"}}):
         assert mslime.evaluate(values(tmp_path, **told), checkpoint=checkpoint) == "scores"
     assert seen == [("off", asked), ("on", asked)]

@@ -9,12 +9,12 @@ import pytest
 
 from mslime.config.errors import RewardError
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble, assemble_supervised
 from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample
 from mslime.data.shard import TrainShard
 from mslime.observe.names import is_known
 from mslime.rollout.state import pack_groups, unpack_groups
+from mslime.run.assemble import assemble, assemble_supervised
 from tests.fixtures.model_facts import model_facts
 
 EIGHT_EXPERTS = model_facts(num_experts=8)

@@ -16,17 +16,17 @@ import aiohttp
 import numpy as np
 import pytest
 
+from mslime.checks.data import check_data
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import grouped_rewards, sample_advantages
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import NoPrompts
 from mslime.network import free_port
-from mslime.preflight.data import check_data
 from mslime.rollout.contract import _Characters, _Plain
 from mslime.rollout.protocols import EngineLimits
+from mslime.run.assemble import grouped_rewards, sample_advantages
 from mslime_plugins.atropos.leases import HandedIn, Leases
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment
 from tests.fixtures.service_of_one import ServiceOfOne

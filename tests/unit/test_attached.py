@@ -14,7 +14,7 @@ import pytest
 from mslime.config.errors import EngineError, TrainerError
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.schema import RunConfig
-from mslime.control.attached import RECORD, AttachedEngines, new_group
+from mslime.run.attached import RECORD, AttachedEngines, new_group
 
 
 class LeftBehind:

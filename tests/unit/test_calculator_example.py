@@ -11,9 +11,9 @@ import pytest
 from examples.calculator import make_task
 from examples.calculator.agent import multiply
 from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
+from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
-from mslime.preflight.user_functions import check_seams
-from mslime.rollout.chat.template import TemplateRenderer
+from mslime.rollout.agents.chat.template import TemplateRenderer
 from mslime.rollout.contract import check_rollout
 from tests.fixtures.pages import ROOT
 

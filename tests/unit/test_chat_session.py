@@ -14,7 +14,7 @@ import pytest
 from mslime.config.rollout import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
-from mslime.rollout.chat.messages import (
+from mslime.rollout.agents.chat.messages import (
     ChatError,
     ContextFull,
     LimitReached,
@@ -23,9 +23,9 @@ from mslime.rollout.chat.messages import (
     from_chat,
     to_chat,
 )
-from mslime.rollout.chat.package import PackageRenderer
-from mslime.rollout.chat.renderer import Rendering
-from mslime.rollout.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
+from mslime.rollout.agents.chat.package import PackageRenderer
+from mslime.rollout.agents.chat.renderer import Rendering
+from mslime.rollout.agents.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
 from tests.fixtures.made_tokenizer import tokenizer_for
 from tests.fixtures.scripted_engine import ScriptedEngine
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mslime.checks.resolve import check_quantised
 from mslime.cli import main
 from mslime.config.errors import CheckpointError
 from mslime.config.loader import build
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.preflight.resolve import check_quantised
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
 
 
@@ -75,7 +75,7 @@ def test_what_the_first_line_tells_is_said_before_the_model_is_looked_at(
     def fake_family(_config: object) -> None:
         raise AssertionError("which imports torch")
 
-    monkeypatch.setattr("mslime.preflight.resolve.get_family", fake_family)
+    monkeypatch.setattr("mslime.checks.resolve.get_family", fake_family)
     file = tmp_path / "p.jsonl"
     if line is not None:
         file.write_text(f"\n{line}\n")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from mslime.checks.resolve import resolve
 from mslime.config.cluster import check_machines, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, load_config
 from mslime.config.megatron import MegatronConfig, check_model
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.preflight.resolve import resolve
 
 
 def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:

@@ -15,10 +15,10 @@ from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.loader import build
 from mslime.config.resolved import engine_spec, policy_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime.control.placement import Spot, gpus_of
-from mslime.control.sharing import PHASES, Shared
 from mslime.engine_plugin.memory_release import backup_of, restore, to_release, to_resume
 from mslime.engine_plugin.wire import Released
+from mslime.run.placement import Spot, gpus_of
+from mslime.run.sharing import PHASES, Shared
 from mslime_plugins.planner.command import plan_of as plan_of_values
 from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime_plugins.planner.plan import RunPlan
@@ -350,7 +350,7 @@ def test_a_step_is_in_this_order_and_what_is_held_already_is_not_asked_for_again
 
 
 def test_engines_that_start_are_waited_for_before_the_trainer_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mslime.control.sharing.LOOK_EVERY_S", 0)
+    monkeypatch.setattr("mslime.run.sharing.LOOK_EVERY_S", 0)
     sides = FakeSides()
     sides.starting = ["engine1", "engine1"]
     shared = shared_of(sides)

@@ -13,15 +13,8 @@ from torch import Tensor
 from mslime.algorithms.advantages import GroupRewards
 from mslime.algorithms.policies import LOSSES, TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
-from mslime.cli import main
-from mslime.config.algorithm import PRESETS, AlgorithmConfig
-from mslime.config.data import DataConfig
-from mslime.config.errors import ConfigError, UserError
-from mslime.config.loader import build
-from mslime.data.sample import Group
-from mslime.data.source import Prompt
-from mslime.preflight.contracts import _check_algorithm as check_algorithm
-from mslime.preflight.contracts import (
+from mslime.checks.contracts import _check_algorithm as check_algorithm
+from mslime.checks.contracts import (
     check_advantage,
     check_correction,
     check_filter,
@@ -31,6 +24,13 @@ from mslime.preflight.contracts import (
     check_source,
     try_functions,
 )
+from mslime.cli import main
+from mslime.config.algorithm import PRESETS, AlgorithmConfig
+from mslime.config.data import DataConfig
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.loader import build
+from mslime.data.sample import Group
+from mslime.data.source import Prompt
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 from .rollout_fakes import FakeTokenizer
@@ -147,7 +147,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     ],
 )
 def test_each_way_to_break_a_contract_is_found(check, function: str, said: str, monkeypatch) -> None:
-    monkeypatch.setattr("mslime.preflight.contracts.MEET_S", 1.0)
+    monkeypatch.setattr("mslime.checks.contracts.MEET_S", 1.0)
     with pytest.raises(ConfigError, match=said) as raised:
         check(function)
     assert function.split(":")[1] in str(raised.value)

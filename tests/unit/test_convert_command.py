@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mslime.cli import main
-from mslime.control import run_checkpoints
 from mslime.convert.hf import INDEX_NAME, HFCheckpoint, staging_directory
 from mslime.convert.torch_dist import METADATA
+from mslime.run import run_checkpoints
 from tests.fixtures.convert_tools import CONFIG, fake_placement, write_model
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from mslime.algorithms.advantages_tokens import Reduce
 from mslime.backends.megatron.step.reductions import completed
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble, grouped_rewards
 from mslime.data.sample import Group, Sample, check_invariants, rollouts_in_time, sequence_times
 from mslime.data.shard import TrainShard
 from mslime.rollout.state import pack_groups, unpack_groups
+from mslime.run.assemble import assemble, grouped_rewards
 from tests.unit.test_algorithms_advantages_tokens import on_ranks
 from tests.unit.test_assemble import make_config
 

@@ -16,11 +16,11 @@ from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build
-from mslime.control.delivery import Delivery
-from mslime.control.endpoint import Order
-from mslime.control.fleet import FORGIVEN_AFTER, Fleet
-from mslime.control.sharing import Apart
-from mslime.control.trainers import TrainerGroup
+from mslime.run.delivery import Delivery
+from mslime.run.endpoint import Order
+from mslime.run.fleet import FORGIVEN_AFTER, Fleet
+from mslime.run.sharing import Apart
+from mslime.run.trainers import TrainerGroup
 from tests.fixtures.remote import fake_process
 
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
@@ -198,7 +198,7 @@ def test_leaving_outlasts_what_a_rank_waits_for_an_engine_that_is_silent(monkeyp
         def all(self, what: str, deadline_s: float, work: Any) -> None:
             limits[what] = deadline_s
 
-    monkeypatch.setattr("mslime.control.trainers.RankGroup", FakeRanks)
+    monkeypatch.setattr("mslime.run.trainers.RankGroup", FakeRanks)
     made: Any = SimpleNamespace(trainer_options=None)
     TrainerGroup.of_run(CONFIG, made, Path("logs"), lambda: None).disconnect()
     closing = CONFIG.deadlines.weight_sync_s + CLOSE_SECONDS  # the engine's answer, and then the connections

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mslime.checks import environment
+from mslime.checks.environment import describe_environment, driver_version, failure, gpu_warnings, refuse_without_gpu
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.run import run
-from mslime.preflight import environment
-from mslime.preflight.environment import describe_environment, driver_version, failure, gpu_warnings, refuse_without_gpu
+from mslime.run.run import run
 
 Machine = Callable[..., None]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mslime.checks.user_functions import check_environment
 from mslime.config.errors import ConfigError
-from mslime.preflight.user_functions import check_environment
 
 USER = "tests.unit.user_environments"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mslime.checks.user_functions import check_environment, check_seams, seams_of
 from mslime.config.loader import build
-from mslime.preflight.user_functions import check_environment, check_seams, seams_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environments.md").read_text()

@@ -15,20 +15,20 @@ import pytest
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.pool import UpdateMembers
 from mslime.backends.sglang.server import EngineAddress
+from mslime.checks.resolve import ResolvedRun
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
-from mslime.control.delivery import Delivery
-from mslime.control.fleet import Fleet
-from mslime.control.loop import train_rl
-from mslime.control.results import Evaluated, Evaluation, StepShards
-from mslime.control.session import TrainingRun
-from mslime.control.stop import Stopped
-from mslime.control.trainers import Trained
 from mslime.data.checkpoints import FileSum, complete, saving_directory, steps, write_summed
 from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
-from mslime.preflight.resolve import ResolvedRun
+from mslime.run.delivery import Delivery
+from mslime.run.fleet import Fleet
+from mslime.run.loop import train_rl
+from mslime.run.results import Evaluated, Evaluation, StepShards
+from mslime.run.session import TrainingRun
+from mslime.run.stop import Stopped
+from mslime.run.trainers import Trained
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 

@@ -15,13 +15,13 @@ from examples.extending import advantage, correction, filter, reward
 from mslime.algorithms.advantages import group_rewards, rollout_advantages
 from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import finalise
+from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.loader import build
 from mslime.data.sample import Group, Sample
 from mslime.data.source import UserSource
 from mslime.observe.hooks import call_step_hook
-from mslime.preflight.user_functions import check_seams, seams_of
 from mslime.rollout.rewards.result import checked
 from tests.fixtures.pages import ROOT, blocks, read_page, shown
 from tests.unit.rollout_fakes import FakeTokenizer

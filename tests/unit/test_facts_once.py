@@ -15,19 +15,19 @@ FACTS = {
     "where config.json keeps the language model": (
         r'"text_config"',
         # What else writes or checks that section: exports, quantised checkpoints, and the family that has it.
-        {"config/hf_config.py", "config/dtypes.py", "convert/quantised.py", "convert/families/qwen3_5_moe.py"},
+        {"config/model_facts.py", "config/dtypes.py", "convert/quantised.py", "convert/families/qwen3_next.py"},
     ),
     "the dtype that config.json names": (
-        r'"torch_dtype"\]?\)|"torch_dtype"\) if', {"config/hf_config.py", "config/dtypes.py"},
+        r'"torch_dtype"\]?\)|"torch_dtype"\) if', {"config/model_facts.py", "config/dtypes.py"},
     ),
-    "the ends of a sequence": (r'\.get\("eos_token_id"', {"config/hf_config.py"}),
+    "the ends of a sequence": (r'\.get\("eos_token_id"', {"config/model_facts.py"}),
     "the dtype of the trainer's parameters": (r"params_dtype or ", {"config/dtypes.py"}),
     "whether there is a GPU": (
         r"nvidia-smi\"|cuda\.is_available\(\)",
         # `environment` explains why there is none; the others ask torch before they touch CUDA.
         {
-            "control/cluster.py", "preflight/environment.py", "backends/megatron/model/settings.py",
-            "backends/megatron/generators.py", "backends/cpu/megatron.py",
+            "run/cluster.py", "checks/environment.py", "backends/megatron/model/megatron_config.py",
+            "backends/megatron/checkpoint.py", "backends/cpu/megatron.py",
         },
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
@@ -43,15 +43,15 @@ FACTS = {
     "how engines join tensors": (r"qkv_proj\.|w13'", set[str]()),
     "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"planner/engine.py"}),
-    "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
+    "estimates of the KL": (r"expm1", {"algorithms/token_batch.py"}),
     "whose routes are followed": (
         r'replay [!=]= "r3"',
-        {"preflight/resolve.py", "config/model_facts.py", "rollout/groups.py", "config/warnings.py"},
+        {"checks/resolve.py", "config/model_facts.py", "rollout/group_files.py", "config/warnings.py"},
     ),
     "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
     "choices of settings": (
         r'Literal\["(k1|abort|r3|some|all)", "',
-        {"config/choices.py"},
+        {"config/base.py"},
     ),
     "which dtype stands for `auto`": (
         r'or "(bfloat16|float16|float32)"|"(bfloat16|float16|float32)" if |else "(bfloat16|float16|float32)"',
@@ -72,7 +72,7 @@ FACTS = {
         r'"quant_method"', {"convert/quantised.py", "offline/requantise.py"},  # the one reads it, the other writes it
     ),
     "blocks of FP8 weights": (r"\(128, 128\)", {"convert/codecs.py"}),
-    "rows that FP8 needs": (r'"blockwise": \d', {"config/fp8.py"}),
+    "rows that FP8 needs": (r'"blockwise": \d', {"config/dtypes.py"}),
     "whether a package is installed": (r"PackageNotFoundError", {"config/passthrough.py"}),
     "the sizes of a model": (r"\n    (num_experts|moe_layer_ids): ", {"config/model_facts.py"}),
     "routed or not": (r'"n_routed_experts", "num_local_experts"', set[str]()),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mslime.control.started import search_seldom
+from mslime.run.started import search_seldom
 
 
 class Held:

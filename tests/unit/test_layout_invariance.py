@@ -15,9 +15,9 @@ from mslime.algorithms.losses import PolicyLossInputs, policy_loss
 from mslime.backends.megatron.step.batches import RowLayout, build_micro_batch
 from mslime.backends.megatron.step.reductions import completed
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample
 from mslime.data.shard import TrainShard
+from mslime.run.assemble import assemble
 from tests.unit.test_algorithms_advantages_tokens import on_ranks
 
 VOCAB = 12

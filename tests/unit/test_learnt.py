@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mslime.control.stop import Learnt
+from mslime.run.stop import Learnt
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mslime import logs
-from mslime.control.placement import on_other_machines
 from mslime.observe.progress import open_progress
+from mslime.run.placement import on_other_machines
 
 LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d{4} "
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from examples.navigation import make_task
 from examples.navigation.grid import MOVES, SIZE, Grid, distance, moved, told
+from mslime.checks.user_functions import check_environment, check_seams
 from mslime.config.loader import build, read_yaml
 from mslime.data.source import Prompt
-from mslime.preflight.user_functions import check_environment, check_seams
 from mslime.rollout.environments import EnvironmentTask, Step
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/navigation"

@@ -17,8 +17,8 @@ from mslime.config.errors import RolloutError
 from mslime.data.sample import SampleStatus, check_invariants
 from mslime.network import free_port
 from mslime.rollout import contract
+from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.rollout.contract import check_rollout
-from mslime.rollout.server.sessions import ModelEndpoint
 from mslime_plugins.environments.nemo_gym import NemoGym
 from tests.unit.test_environments_elsewhere import one_turn
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mslime.checks.resolve import with_model
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
 from mslime.convert.flops import quadratic_tokens
-from mslime.preflight.resolve import with_model
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -16,15 +16,15 @@ import pytest
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest, parse_probe
 from mslime.backends.sglang.pool import EnginePool
+from mslime.checks.resolve import resolve
 from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
-from mslime.control.probe import WeightProbe
-from mslime.control.sharing import Apart
 from mslime.data.probe import NEW_TOKENS, TEXT, Probed, ProbeDifferences, RoutedRows, fitted, joined_routes, shard_of
 from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
-from mslime.preflight.resolve import resolve
+from mslime.run.probe import WeightProbe
+from mslime.run.sharing import Apart
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

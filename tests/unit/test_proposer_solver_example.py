@@ -9,11 +9,11 @@ import pytest
 from examples.proposer_solver import make_task
 from examples.proposer_solver.agents import LONGEST, SOLVERS, right, valid, worth
 from examples.tiny_model import make_chat_tokenizer
+from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
 from mslime.data.sample import check_invariants
-from mslime.preflight.user_functions import check_seams
 from mslime.rollout import contract
-from mslime.rollout.chat.template import TemplateRenderer
+from mslime.rollout.agents.chat.template import TemplateRenderer
 from mslime.rollout.contract import check_rollout
 from tests.fixtures.pages import ROOT
 

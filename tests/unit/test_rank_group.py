@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.config.schema import RunConfig
-from mslime.control.ranks import RankActor, RankGroup
+from mslime.run.ranks import RankActor, RankGroup
 
 MINIMAL = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
 
@@ -26,7 +26,7 @@ def test_two_threads_are_in_the_same_order_on_every_rank(monkeypatch: pytest.Mon
     orders: list[list[str]] = [[], []]
     placed = SimpleNamespace(remote=lambda config, rank, path: FakeActor(orders[rank]))
     made = SimpleNamespace(options=lambda **_: placed)
-    monkeypatch.setattr("mslime.control.ranks.remote_class", lambda actor, **_: made)
+    monkeypatch.setattr("mslime.run.ranks.remote_class", lambda actor, **_: made)
     config = RunConfig.model_validate(MINIMAL | {"cluster": {"trainer_ranks": 2, "device": "cpu"}})
     group = RankGroup("trainer", RankActor, config, lambda rank: {}, Path("logs"))
     first_began, second_done = threading.Event(), threading.Event()

@@ -20,9 +20,9 @@ from ray.exceptions import AuthenticationError
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control import cluster as cluster_module
-from mslime.control import started
-from mslime.control.cluster import Cluster
+from mslime.run import cluster as cluster_module
+from mslime.run import started
+from mslime.run.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,8 +76,8 @@ WITHOUT_RAY = """
 import atexit, sys, threading
 from mslime.cli import commands
 from mslime.cli.command import Command
-from mslime.control.ray_calls import leave_without_ray
-from mslime.control.stop import Stopped
+from mslime.run.ray_calls import leave_without_ray
+from mslime.run.stop import Stopped
 
 forever = lambda *_: threading.Event().wait()
 atexit.register(forever)

@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import WorkerError
 from mslime.config.schema import DeadlineConfig
-from mslime.control import ray_calls, rollouts
-from mslime.control.ray_calls import Host, PendingCall, Remote, verb
-from mslime.control.rollouts import ManagerProcesses
+from mslime.run import ray_calls, rollouts
+from mslime.run.ray_calls import Host, PendingCall, Remote, verb
+from mslime.run.rollouts import ManagerProcesses
 
 DEADLINES = DeadlineConfig(engine_control_s=7, rollout_step_s=50)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mslime.control import assemble as assembly
-from mslime.control import run_rollouts
-from mslime.control.assemble import Assembled
-from mslime.control.run_rollouts import RunRollouts
 from mslime.data.sample_log import SampleLog
 from mslime.rollout.protocols import StepBatch
+from mslime.run import assemble as assembly
+from mslime.run import run_rollouts
+from mslime.run.assemble import Assembled
+from mslime.run.run_rollouts import RunRollouts
 from tests.fixtures.model_facts import model_facts
 from tests.unit.test_assemble import make_config
 

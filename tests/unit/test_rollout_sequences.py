@@ -16,11 +16,11 @@ from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import RolloutError
 from mslime.config.reward import RewardConfig
-from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.state import open_state, save_state
+from mslime.run.assemble import assemble
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, write_prompts
 from tests.unit.user_episodes import OTHER_PROMPT
 

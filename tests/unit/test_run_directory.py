@@ -17,10 +17,10 @@ from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, load_config
 from mslime.config.output import ObserveConfig
 from mslime.config.schema import RunConfig
-from mslime.control.loop import evaluation_due, save_due
-from mslime.control.run_directory import changed_settings, owned, write_resolved
-from mslime.control.stop import Stopped, StopSignals
 from mslime.observe.metrics import MetricsLogger, read_metrics
+from mslime.run.loop import evaluation_due, save_due
+from mslime.run.run_directory import changed_settings, owned, write_resolved
+from mslime.run.stop import Stopped, StopSignals
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -39,7 +39,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
 def test_a_directory_has_one_owner_who_is_named_and_is_free_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
-        "import sys; from pathlib import Path; from mslime.control.run_directory import owned\n"
+        "import sys; from pathlib import Path; from mslime.run.run_directory import owned\n"
         "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -68,7 +68,7 @@ def test_where_the_file_system_has_no_locks_processes_of_this_machine_are_told_a
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("mslime.control.run_directory.fcntl.flock", no_locks)
+    monkeypatch.setattr("mslime.run.run_directory.fcntl.flock", no_locks)
     with owned(tmp_path):
         content = json.loads((tmp_path / ".lock").read_text())
     import psutil
@@ -90,7 +90,7 @@ def test_where_the_file_system_has_no_locks_processes_of_this_machine_are_told_a
 def test_a_signal_waits_for_a_point_of_rest_and_a_second_one_does_not(
     signum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mslime.control.stop.TOGETHER_S", 0.0)
+    monkeypatch.setattr("mslime.run.stop.TOGETHER_S", 0.0)
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     with pytest.raises(Stopped) as error, StopSignals() as stop:
         stop.patient = True
@@ -106,7 +106,7 @@ def test_a_signal_waits_for_a_point_of_rest_and_a_second_one_does_not(
 def test_a_signal_before_anything_is_learnt_stops_at_once_and_later_ones_do_not_disturb_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mslime.control.stop.TOGETHER_S", 0.0)
+    monkeypatch.setattr("mslime.run.stop.TOGETHER_S", 0.0)
     ended = False
     with pytest.raises(Stopped), StopSignals():
         try:
@@ -150,7 +150,7 @@ def test_ignored_signals_stay_ignored_and_other_threads_set_none() -> None:
 def test_a_closed_terminal_does_not_stop_the_saving() -> None:
     """The program prints to a terminal that is gone when the signal comes."""
     program = (
-        "import os, signal, sys, time; from mslime.control.stop import StopSignals\n"
+        "import os, signal, sys, time; from mslime.run.stop import StopSignals\n"
         "with StopSignals() as stop:\n"
         "    stop.patient = True; print('ready', flush=True); os.write(3, b'r')\n"
         "    while stop._pending is None: time.sleep(0.01)\n"

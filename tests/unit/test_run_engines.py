@@ -9,9 +9,9 @@ import pytest
 
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
-from mslime.control.rollouts import Member
-from mslime.control.run_engines import RunEngines
 from mslime.rollout.protocols import Local
+from mslime.run.rollouts import Member
+from mslime.run.run_engines import RunEngines
 
 
 class FakeManager:

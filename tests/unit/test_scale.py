@@ -18,7 +18,7 @@ from aiohttp import web
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys
-from mslime.control.endpoint import FILE_NAME, LARGEST_BODY, ControlEndpoint, EngineState, Order, Orders, ask
+from mslime.run.endpoint import FILE_NAME, LARGEST_BODY, ControlEndpoint, EngineState, Order, Orders, ask
 
 SERVING = EngineState("engine0", "http://127.0.0.1:1", True, "serving")
 DEAD = EngineState("engine1", "http://127.0.0.1:2", False, "gone", "the connection broke\nits log")

@@ -11,10 +11,10 @@ import pytest
 
 from mslime.config.data import EvalSetConfig
 from mslime.config.reward import RewardConfig
-from mslime.control.assemble import SourceNames, data_source
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.rewards.scorer import overlong_penalty, repeated_share, shaped
 from mslime.rollout.state import pack_groups, unpack_groups
+from mslime.run.assemble import SourceNames, data_source
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, run_config, write_prompts
 
 

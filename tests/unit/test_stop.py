@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mslime.control import stop as stop_module
-from mslime.control.stop import TOGETHER_S, Stopped, StopSignals
+from mslime.run import stop as stop_module
+from mslime.run.stop import TOGETHER_S, Stopped, StopSignals
 
 ROOT = Path(__file__).parents[2]
 

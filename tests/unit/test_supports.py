@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, build_micro_batch
 from mslime.config.layout import ParallelLayout
-from mslime.control import assemble
 from mslime.data.packing import build_shards
 from mslime.data.routes import Supports
 from mslime.data.sample import Sample, check_invariants
+from mslime.run import assemble
 from tests.fixtures.supports import rows_of, supports_of
 
 ROWS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)

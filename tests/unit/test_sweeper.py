@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Stands in for a driver: one child looks like Ray's (and has a child that does not), the other is somebody else's.
 DRIVER = """
 import subprocess, sys, time
-from mslime.control.sweeper import Sweeper
+from mslime.run.sweeper import Sweeper
 ray = "import subprocess, time; subprocess.Popen(['sleep', '301']); time.sleep(300)"
 with Sweeper() as sweeper:
     children = [subprocess.Popen([sys.executable, "-c", ray, "/site-packages/ray/agent.py"], start_new_session=True),

@@ -26,10 +26,10 @@ from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import Endpoint
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
-from mslime.control.delivery import Delivery
-from mslime.control.sharing import Apart
-from mslime.control.trainers import TrainerGroup
 from mslime.engine_plugin import wire
+from mslime.run.delivery import Delivery
+from mslime.run.sharing import Apart
+from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
 from mslime.weights import contract
 from mslime.weights.bucket_sender import Courier, Seconds

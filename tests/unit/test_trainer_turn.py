@@ -10,7 +10,7 @@ from contextvars import copy_context
 
 import pytest
 
-from mslime.control.trainer_turn import Offer, TrainerTurn, become
+from mslime.run.trainer_turn import Offer, TrainerTurn, become
 
 
 def waiting(turn: TrainerTurn, count: int) -> None:

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
-from mslime.control.endpoint import FILE_NAME, ControlEndpoint, Orders
-from mslime.rollout.server.app import ModelServer
-from mslime.rollout.server.sessions import ModelEndpoint
+from mslime.rollout.agents.server.app import ModelServer
+from mslime.rollout.agents.server.sessions import ModelEndpoint
+from mslime.run.endpoint import FILE_NAME, ControlEndpoint, Orders
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.server import AtroposServer
 from mslime_plugins.environments.nemo_gym import GymRequestRouter

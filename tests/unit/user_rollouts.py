@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from mslime.data.sample import Sample
-from mslime.rollout.chat.renderer import Renderer
+from mslime.rollout.agents.chat.renderer import Renderer
 from mslime.rollout.contract import _Plain
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 

@@ -74,7 +74,7 @@ class DeepseekV2(Family):
     def group_fields(self, hf_config: HFConfig) -> dict[str, object]:
         """The choice among groups of experts; raises like `transformer_fields`.
 
-        With softmax scores, groups are ranked by their best expert (`backends.megatron.model.routers`).
+        With softmax scores, groups are ranked by their best expert (`backends.megatron.model.moe`).
         """
         refuse_unless(hf_config, "topk_method", (None, "group_limited_greedy", "greedy"))
         return limited_groups(hf_config) if hf_config.get("topk_method") == "group_limited_greedy" else {}

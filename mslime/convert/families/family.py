@@ -38,7 +38,7 @@ class ModelFields(ModelFacts):
         position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
             makes its own and reads neither.
         llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
-        joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.model.norms`).
+        joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.model.layers`).
         post_norms: what attention and MLP add to the residual stream is normed first.
     """
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.chat.messages import as_ordinary
+from mslime.rollout.agents.chat.messages import as_ordinary
 from mslime.rollout.environments.protocol import Messages, Observation
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 

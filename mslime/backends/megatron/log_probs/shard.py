@@ -130,7 +130,7 @@ class SparseGradient:
 
 @dataclass(frozen=True)
 class LabelSupport:
-    """The ids that each row's label was drawn from, as the engine reports them (`data.supports.Supports`).
+    """The ids that each row's label was drawn from, as the engine reports them (`data.routes.Supports`).
 
     Memory while it is used: at most 64 bytes per id.
 

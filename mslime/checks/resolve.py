@@ -1,0 +1,353 @@
+"""A run, validated: its configuration against its checkpoint, tokenizer and data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mslime.checks.data import check_data, check_supervised_data, glance_at_files
+from mslime.checks.user_functions import check_seams
+from mslime.config.base import Task
+from mslime.config.cluster import WHOLE, Parts, check_machines
+from mslime.config.dtypes import engine_dtype, trainer_dtype
+from mslime.config.engines import SGLangConfig
+from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
+from mslime.config.megatron import check_model
+from mslime.config.model_facts import language_model
+from mslime.config.output import ObserveConfig
+from mslime.config.plugins import found, load
+from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import RunConfig
+from mslime.config.transports import AUTO, transport_names
+from mslime.convert.adapters import make_adapters
+from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
+from mslime.convert.families import get_family, read_hf_config, refuse_unread
+from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.flops import quadratic_tokens
+from mslime.convert.hf import HFCheckpoint
+from mslime.convert.peft import adapters_of_run
+from mslime.convert.quantised import check_quantisation
+from mslime.convert.served_adapters import check_served, served_modules
+from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
+
+# What a run from a quantised checkpoint must be like: its engines hold the weights as the checkpoint stores them.
+
+
+def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -> None:
+    """Nothing for plain checkpoints, and for servers that run already: these are sent plain weights.
+
+    Raises:
+        CheckpointError: weights are quantised in a way that is not sent.
+        ConfigError: a setting does not fit engines that hold quantised weights.
+    """
+    if config.sglang.urls:
+        return
+    encoded = encoded_weights(checkpoint, hf_config)
+    if encoded is None:
+        return
+    plain = f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it"
+    if config.weights.transport not in transport_names():  # one of a user's own may carry no bucket of several dtypes
+        raise ConfigError(
+            "weights.transport", config.weights.transport,
+            f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
+            f"{' or '.join(transport_names())} only", f"set weights.transport: {AUTO}, or {plain}",
+        )  # fmt: skip
+    if config.syncs_adapters:
+        raise ConfigError(
+            "lora.sync", config.lora.sync,
+            f"{config.model.path} is quantised ({encoded.method}), and engines that hold such weights serve no "
+            "adapters beside them",
+            f"set lora.sync: merged, which quantises the weights with the adapter in them, or {plain}",
+        )  # fmt: skip
+    text = language_model(hf_config)
+    if config.cluster.device == "cpu" and text.get("kv_lora_rank") is not None:
+        raise CheckpointError(
+            f"{config.model.path}: quantization_config", encoded.method,
+            "on a CPU quantised layers are emulated for ordinary attention, and this model has a latent one", plain,
+        )  # fmt: skip
+    _check_shares(config.sglang, text, encoded)
+
+
+def _check_shares(engine: SGLangConfig, text: Mapping[str, object], encoded: Encoded) -> None:
+    """SGLang gives each GPU whole blocks, or groups, of an expert."""
+    width, tp = text.get("moe_intermediate_size"), engine.tp_size
+    tp //= int(str(engine.extra.get("ep_size") or 1))
+    unit, size = _unit(encoded.encoding)
+    if isinstance(width, int) and width % (size * max(tp, 1)):
+        raise ConfigError(
+            "sglang.tp_size", engine.tp_size,
+            f"experts are {width} wide, which {tp} GPUs do not share out in {unit} of {size}, as SGLang wants them",
+            "choose a smaller sglang.tp_size, sglang.ep_size as large as it, or a plain checkpoint",
+        )  # fmt: skip
+
+
+def _unit(encoding: Encoding) -> tuple[str, int]:
+    """What shares a scale, and how many of an expert's units it takes."""
+    match encoding:
+        case Fp8Blocks():
+            return "blocks", encoding.block[0]
+        case Int4Groups():
+            return "groups", encoding.group
+        case _:
+            raise AssertionError(encoding)
+
+
+EXACT_TOLERANCE, ROUNDED_TOLERANCE, QUANTISED_TOLERANCE = 5e-4, 0.25, 0.5
+"""Nats. In float32, engines and trainer differ by 1e-6, or some 1e-5 where layers are many and wide; in bfloat16, with
+experts chosen otherwise here and there, by some hundredths. What was forgotten in an engine grows with every step."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it.
+
+    Attributes:
+        notes: what a person should know of the labels and the reward.
+        adapters: the run of each of several adapters by name, in their order; empty where there is one.
+    """
+
+    config: RunConfig
+    hf_config: dict[str, object]
+    family: Family
+    model: ModelFields
+    notes: tuple[str, ...] = ()
+    adapters: Mapping[str, ResolvedRun] = field(default_factory=dict[str, "ResolvedRun"])
+
+    @property
+    def replayed_layers(self) -> tuple[int, ...]:
+        """Layers whose routes the engines return and the trainer follows."""
+        return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
+
+    @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """Ends of the names of modules with an adapter, where engines are given adapters; else none."""
+        if not self.config.syncs_adapters:
+            return ()
+        table = self.family.rules(self.hf_config)
+        of_each = [served_modules(make_adapters(table, run.lora)) for run in self._with_adapters()]
+        return tuple(dict.fromkeys(module for modules in of_each for module in modules))
+
+    def _with_adapters(self) -> list[RunConfig]:
+        """The runs whose adapters the engines hold."""
+        return [*self.config.adapter_runs.values()] or [self.config]
+
+    @property
+    def probe_tolerance(self) -> float:
+        """`weights.probe_tolerance`, or its default for the dtypes of this run."""
+        if (asked := self.config.weights.probe_tolerance) is not None:
+            return asked
+        if check_quantisation(self.hf_config) is not None and not self.config.sglang.urls:
+            return QUANTISED_TOLERANCE
+        trainer = trainer_dtype(self.config.megatron, cpu=self.config.cluster.device == "cpu")
+        exact = trainer == engine_dtype(self.config, self.hf_config) == "float32"
+        return EXACT_TOLERANCE if exact else ROUNDED_TOLERANCE
+
+
+def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> ResolvedRun:
+    """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake.
+
+    Args:
+        data: also prompts and reward, which a server has none of.
+    """
+    run = _resolve_adapters(config, parts) if config.adapters else _resolve_one(config, parts, data)
+    if parts == WHOLE:
+        for name in found("mslime.checks"):
+            load("mslime.checks", name, "mslime.checks")(config)
+    return run
+
+
+def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
+    """Check a run of one model or adapter, but for the checks of plug-ins."""
+    check_machines(config.cluster, config.claims(parts))
+    check_seams(config)
+    _check_paths(config)
+    if data:
+        read_hf_config(config.model.path)  # the first thing that a run needs, and is told of
+        glance_at_files(config.data)
+    hf_config, checkpoint = _read_model(config, config.model.path)
+    family = get_family(hf_config)
+    model = replace(family.model_fields(hf_config), renderers=family.support.renderers)
+    if config.train.task == "rl":
+        check_quantised(config, checkpoint, hf_config)
+        family.refuse_for_engine(hf_config)
+        _check_engine_tp(config.sglang.tp_size, family)
+        engine_dtype(config, hf_config)
+        config.sglang.keys()
+        config.teacher.keys()
+    if config.lora.on:
+        stages = config.megatron.stage_layers(model.num_layers)
+        adapters, _ = adapters_of_run(family.rules(hf_config), config.lora, config.layout, stages)
+        if config.syncs_adapters:
+            check_served(adapters, family)
+    _check_lengths(config.rollout, config.train.task, model)
+    _check_critic(config, model)
+    if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
+        raise ConfigError(
+            "train.replay",
+            config.train.replay,
+            "the model has no experts, so there are no routes to replay",
+            "set train.replay: off",
+        )
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    check_vocabulary(tokenizer, config.model.path)
+    if foreign := [i for i in config.rollout.stop_token_ids if i >= tokenizer.vocab_size]:
+        rule = f"the tokenizer's ids end at {tokenizer.vocab_size - 1}"
+        raise ConfigError("rollout.stop_token_ids", foreign[0], rule, "name ids of this tokenizer")
+    _check_teacher(config.teacher.path, model, tokenizer)
+    notes, limit = list[str](), config.rollout.longest(model.max_positions)
+    if data and config.train.task == "sft":
+        notes = check_supervised_data(config.data, config.train, config.seed, tokenizer, limit)
+    elif data:
+        notes = check_data(config, tokenizer, limit)
+    _check_optional_packages(config.observe)
+    return ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
+
+
+def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
+    """Check the run of each of several adapters."""
+    found: dict[str, ResolvedRun] = {}
+    for name, own in config.adapter_runs.items():
+        try:
+            found[name] = _resolve_one(own, parts, data=True)
+        except UserError as error:
+            raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
+    first = next(iter(found.values()))
+    notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
+    return ResolvedRun(with_model(config, first.hf_config), first.hf_config, first.family, first.model, notes, found)
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Directories that the run will write to and read from, tried before anything waits for them."""
+    nearest = config.run_dir
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not _takes_a_file(nearest):
+        raise ConfigError("output_dir", str(config.output_dir), f"{nearest} is no directory that can be written",
+                          "give a directory of yours, or mend its permissions")  # fmt: skip
+    if config.checkpoint.load is not None and not (config.checkpoint.load / "manifest.json").is_file():
+        raise CheckpointError("checkpoint.load", str(config.checkpoint.load), "is no checkpoint: it has no "
+                              "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
+    for key, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
+        if path is not None and not (path / "config.json").is_file():
+            raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
+                                  "give a Hugging Face checkpoint")  # fmt: skip
+
+
+def _takes_a_file(directory: Path) -> bool:
+    """Whether a file can really be made there: permissions do not tell of a read-only or a virtual file system."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
+def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFCheckpoint]:
+    """config.json and tensors of a checkpoint that the trainer can build in the run's layout, and load. UserError."""
+    hf_config = read_hf_config(path)
+    family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
+    with reading(CheckpointError, str(path / "config.json"), "a setting has a value of another kind than transformers "
+                 "writes", "download the file again"):  # fmt: skip
+        family.model_fields(hf_config)
+        table = family.rules(hf_config)
+        table.check_layout(config.layout)
+        fields = family.transformer_fields(hf_config)
+    checkpoint = HFCheckpoint(path)
+    table.check_hf(checkpoint.shapes, str(path))
+    check_model(config.megatron, config.cluster.device, fields, config.train.fp8)
+    return hf_config, checkpoint
+
+
+def _check_critic(config: RunConfig, policy: ModelFields) -> None:
+    """A critic of another checkpoint must read every token that the policy writes, as far as it writes."""
+    path = config.critic.path
+    if not config.has_critic or path is None:
+        return
+    hf_config, _ = _read_model(config, path)
+    critic = get_family(hf_config).model_fields(hf_config)
+    limit = config.rollout.longest(policy.max_positions)
+    for what, has, needs in (
+        ("token ids", critic.vocab_size, policy.vocab_size),
+        ("positions", critic.max_positions, limit),
+    ):
+        if has < needs:
+            raise ConfigError(
+                "critic.path", str(path), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "start the critic from a model of the policy's family, or remove critic.path",
+            )  # fmt: skip
+
+
+def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
+    """The configuration with what it leaves to the model filled in: `train.quadratic_tokens`."""
+    if config.train.quadratic_tokens != "auto":
+        return config
+    counted = quadratic_tokens(hf_config)
+    known = {"quadratic_tokens": None if counted is None else float(round(counted))}
+    return config.model_copy(update={"train": config.train.model_copy(update=known)})
+
+
+def _check_engine_tp(tp: int, family: Family) -> None:
+    largest = family.support.largest_engine_tp
+    if largest is not None and tp > largest:
+        raise ConfigError(
+            "sglang.tp_size", tp,
+            f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
+            f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
+        )  # fmt: skip
+
+
+def _check_teacher(path: Path | None, model: ModelFields, tokenizer: Tokenizer) -> None:
+    """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
+    from mslime.backends.sglang.handshake import embedding_rows
+
+    if path is None:
+        return
+    rows = embedding_rows(path)
+    if rows is None:
+        raise CheckpointError("teacher.path", str(path), "there is no config.json in this directory that can be read",
+                              "give a Hugging Face checkpoint")  # fmt: skip
+    texts = probe_texts(tokenizer)
+    ours, theirs = ([t.encode(text, special_tokens=False) for text in texts] for t in (tokenizer, load_tokenizer(path)))
+    different = first_difference(texts, ours, theirs)
+    if different or rows < model.vocab_size:
+        rule = different or f"it embeds {rows} token ids, and the student may sample any of {model.vocab_size}"
+        raise ConfigError("teacher.path", str(path), f"a teacher needs the student's tokenizer and vocabulary: {rule}",
+                          "distil from a model of the student's family")  # fmt: skip
+
+
+def _check_lengths(rollout: RolloutConfig, task: Task, model: ModelFields) -> None:
+    limit = rollout.longest(model.max_positions)
+    if limit > model.max_positions:
+        raise ConfigError(
+            "rollout.max_total_tokens",
+            limit,
+            f"the model has {model.max_positions} positions",
+            "lower it",
+        )
+    if task == "rl" and rollout.max_response_tokens >= limit:
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            rollout.max_response_tokens,
+            f"leaves no room for a prompt within {limit} tokens",
+            "lower it, or raise rollout.max_total_tokens",
+        )
+
+
+def _check_optional_packages(observe: ObserveConfig) -> None:
+    wanted = {
+        "tensorboard": ("tensorboard", observe.tensorboard or None),
+        "wandb": ("wandb_project", observe.wandb_project),
+    }
+    for package, (setting, value) in wanted.items():
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"observe.{setting}",
+                value,
+                f"the package {package} is not installed",
+                f"pip install {package}",
+            )

@@ -1,0 +1,660 @@
+"""The conversations of one rollout: messages in, a reply out, and every token in a sequence that is trained exactly.
+
+A request is placed among the recorded turns (`forest`). What follows the turn is added to the very tokens that the
+model saw and sampled, by the renderer's extension of them; where that cannot be, a new sequence is rendered and the
+reason is counted. A turn is trained in the sequence in which it was sampled, so once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.errors import RolloutError, UserError
+from mslime.config.rollout import AgentLimits
+from mslime.data.sample import Sample
+from mslime.rollout import workflow
+from mslime.rollout.agents.chat.messages import (
+    Call,
+    ChatError,
+    ContextFull,
+    LimitReached,
+    Message,
+    SessionOver,
+    Tools,
+    echoes,
+    from_chat,
+    is_copy,
+    to_chat,
+    to_template,
+)
+from mslime.rollout.agents.chat.renderer import Parsed, Rendering
+from mslime.rollout.workflow import NoRoomError
+
+# The turns of a rollout, and which of them a request goes on from.
+#
+# A turn holds no tokens: its sequence does, up to where its reply ends. The recorded messages of a matched turn count;
+# the client's copies of them only say which turn it is. Pure data: nothing here waits, renders or generates.
+
+
+@dataclass(eq=False)
+class ReplyTurn:
+    """One reply of the model.
+
+    Attributes:
+        number: in the order in which replies were complete.
+        parent: the turn before it in its conversation; None: it begins a sequence.
+        asked: messages after the parent's reply.
+        sample: the sequence that trains it. start, end: of the reply's tokens there.
+        tools: key of the definitions that it was given.
+        why: `extends`, or the reason for which a sequence begins with it.
+        finish: as in `workflow.Turn`. stopped: the client's stop text that ended it.
+        whole: of a turn after a plain text: that text and the reply, special tokens written out.
+        delivered: somebody received the reply.
+    """
+
+    number: int
+    parent: ReplyTurn | None
+    asked: tuple[Message, ...]
+    reply: Message
+    sample: Sample
+    start: int
+    end: int
+    tools: str
+    why: str
+    finish: str
+    stopped: str = ""
+    whole: str = ""
+    delivered: bool = False
+    children: list[ReplyTurn] = field(default_factory=list["ReplyTurn"], repr=False)
+
+    @property
+    def known(self) -> bool:
+        """Whether the reply had an effect: it was received, or gone on from."""
+        return self.delivered or bool(self.children)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing follows it in its sequence."""
+        return len(self.sample) == self.end
+
+    def path(self) -> list[ReplyTurn]:
+        """The turns of its conversation up to this one."""
+        turns: list[ReplyTurn] = []
+        turn: ReplyTurn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation up to and with the reply."""
+        return tuple(m for turn in self.path() for m in (*turn.asked, turn.reply))
+
+
+@dataclass(frozen=True)
+class ConversationPlace:
+    """Where a request belongs.
+
+    Attributes:
+        turn: whose conversation it repeats; None: nobody's.
+        rest: messages after that turn's reply.
+        why: the reason for a sequence of its own; empty when the turn may be extended.
+    """
+
+    turn: ReplyTurn | None
+    rest: tuple[Message, ...]
+    why: str = ""
+
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation, with what is recorded instead of its copies."""
+        return (*(self.turn.messages() if self.turn is not None else ()), *self.rest)
+
+
+class Forest:
+    """All turns of a rollout.
+
+    Attributes:
+        named: its turns by the name that clients know.
+        reasons: how many sequences were begun, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[ReplyTurn] = []
+        self.named: dict[str, ReplyTurn] = {}
+        self.reasons: Counter[str] = Counter()
+
+    def add(self, turn: ReplyTurn) -> None:
+        """Record a turn."""
+        self.turns.append(turn)
+        self.named[turn.reply.echo] = turn
+        if turn.parent is not None:
+            turn.parent.children.append(turn)
+
+    def place(self, messages: Sequence[Message], tools: str) -> ConversationPlace:
+        """Where a request belongs. It does not end with an assistant's message."""
+        found = self._matches(messages, tools)
+        if not found:
+            return ConversationPlace(None, tuple(messages), self._why_alone(messages))
+        names = echoes(messages)
+        depth, turn = max(found, key=lambda f: (f[0], _named(f[1], names), f[1].delivered, f[1].alone, f[1].number))
+        rest = tuple(messages[depth:])
+        if any(m.role == "assistant" for m in rest):
+            return ConversationPlace(turn, rest, "foreign_assistant_message")
+        return ConversationPlace(turn, rest, "" if turn.tools == tools else "tools_differ")
+
+    def _matches(self, messages: Sequence[Message], tools: str) -> list[tuple[int, ReplyTurn]]:
+        """(messages, turn) of the turns whose whole conversation the request repeats: those with the same tools, or all
+        where there is none."""
+        found = list(self._repeated(messages))
+        return [f for f in found if f[1].tools == tools] or found
+
+    def _repeated(self, messages: Sequence[Message]) -> Iterator[tuple[int, ReplyTurn]]:
+        left = [(0, turn) for turn in self.turns if turn.parent is None]
+        while left:
+            at, turn = left.pop()
+            recorded = (*turn.asked, turn.reply)
+            end = at + len(recorded)
+            if end <= len(messages) and all(map(is_copy, messages[at:end], recorded)):
+                yield end, turn
+                left += [(end, child) for child in turn.children]
+
+    def _why_alone(self, messages: Sequence[Message]) -> str:
+        if not self.turns:
+            return "first"
+        return "history_differs" if any(m.role == "assistant" for m in messages) else "new_conversation"
+
+
+def _named(turn: ReplyTurn, names: set[str]) -> bool:
+    """Whether the request names this turn, or a call of it: names are ours, so it is an echo of no other turn."""
+    return turn.reply.echo in names or any(call.id in names for call in turn.reply.calls)
+
+
+def tools_key(tools: Tools) -> str:
+    """By which two lists of definitions are the same."""
+    return json.dumps(list(tools), sort_keys=True)
+
+
+# The time that an agent takes: between a reply and its next request, and in all.
+#
+# An agent that has died asks nothing, so nothing but a timer notices. There is one for a rollout, and it runs while no
+# turn is under way: a reply that waits for new weights costs its agent nothing.
+
+
+class AgentClock:
+    """The time of one rollout's agents.
+
+    Args:
+        on_expiry: called when a limit has passed without another request; whether the rollout ends of it. Where it does
+            not, because its function generates by itself, the agent has `idle_s` again.
+
+    Attributes:
+        expired: the limit of which the rollout ended, with its value; empty where it did not.
+    """
+
+    def __init__(self, limits: AgentLimits, on_expiry: Callable[[], bool]) -> None:
+        self._limits, self._on_expiry, self.expired = limits, on_expiry, ""
+        self._first = self._last = time.monotonic()
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The first request is here."""
+        self._first = time.monotonic()
+
+    def passed(self, alone: bool) -> tuple[str, float] | None:
+        """The limit that had passed when a request came: its name and value.
+
+        Args:
+            alone: no other turn is under way.
+        """
+        now, idle, wall = time.monotonic(), self._limits.idle_s, self._limits.wall_s
+        if alone and now - self._last > idle:
+            return "idle_s", idle
+        return ("wall_s", wall) if now - self._first > wall else None
+
+    def run(self) -> None:
+        """The agent has its reply: its time runs. When all of it has passed already, the next request is told."""
+        self.stop()
+        self._last = now = time.monotonic()
+        idle, wall = self._limits.idle_s, self._first + self._limits.wall_s - now
+        of_all = 0 < wall < idle
+        limit = f"wall_s = {self._limits.wall_s:g}" if of_all else f"idle_s = {idle:g}"
+        self._alarm = asyncio.get_running_loop().call_later(wall if of_all else idle, self._ring, limit)
+
+    def stop(self) -> None:
+        """A turn is under way, or the rollout has ended."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _ring(self, limit: str) -> None:
+        self.expired = f"rollout.limits.{limit}"
+        if not self._on_expiry():
+            self.expired = ""
+            self.run()
+
+
+REASONS = (
+    "first", "new_conversation", "history_differs", "foreign_assistant_message", "tools_differ", "sibling",
+    "template_rewrites_history", "prefix_broken",
+)  # fmt: skip
+"""Why a sequence begins; docs/agents.md says what each means."""
+TOLD_APART = ("response_format", "text", "output_config", "tool_choice", "chat_template_kwargs", "tools")
+"""Ignored fields that promise the agent something of its replies; each is counted by its name."""
+COUNTED = (
+    "malformed_calls", "unknown_tools", "undelivered_turns", "joined_retries", "ignored_fields", "limits_reached",
+    *(f"ignored_{name}" for name in TOLD_APART),
+)  # fmt: skip
+
+
+class SequenceEngine(Protocol):
+    """What a conversation needs of the rollout's engine; see `workflow.Engine`.
+
+    Attributes:
+        longest: sequences of so many tokens cannot be continued.
+    """
+
+    @property
+    def longest(self) -> int: ...
+    def new_sample(self, prompt: Sequence[int] | None = None) -> Sample: ...
+    def branch(self, sample: Sample, at: int | None = None) -> Sample: ...
+    async def generate(
+        self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> workflow.Turn: ...
+    def append(self, sample: Sample, added: str | Sequence[int]) -> None: ...
+    def cut(self, sample: Sample, at: int) -> None: ...
+    def mask(self, sample: Sample, start: int, end: int) -> None: ...
+    def encode(self, text: str, after: int | None = None) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model replied.
+
+    Attributes:
+        message: in chat completions' form, to be sent back as history.
+        text, reasoning, calls: its parts.
+        finish: stop: the model ended its turn. length: a limit was reached.
+        sample: the sequence that trains it, in which its tokens are [start, end).
+    """
+
+    message: dict[str, Any]
+    text: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    finish: str
+    sample: Sample
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A sequence that is ready for a reply.
+
+    Attributes:
+        back: tokens that it had before this request.
+        parent, asked, why: of the turn to be.
+    """
+
+    sample: Sample
+    back: int
+    parent: ReplyTurn | None
+    asked: tuple[Message, ...]
+    why: str
+
+
+class ChatSession:
+    """All conversations of one rollout.
+
+    Attributes:
+        forest, completions: turns of chats, and of plain prompts.
+        counts: of what happened beside that, by the names in `COUNTED`.
+        closed: it takes no more requests.
+        full: the last request was refused for want of room, or by a limit.
+        failure: of the engines, at the last request.
+
+    Args:
+        on_expiry: see `AgentClock`.
+    """
+
+    def __init__(
+        self, engine: SequenceEngine, rendering: Rendering, limits: AgentLimits,
+        on_expiry: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self._engine, self._rendering, self._limits = engine, rendering, limits
+        self._clock = AgentClock(limits, on_expiry)
+        self.forest, self.completions = Forest(), Forest()
+        self.counts: Counter[str] = Counter()
+        self.closed = self.full = False
+        self.failure: UserError | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
+        self._begun, self._tokens = 0, 0
+        self._native: dict[str, str] = {}
+        self._answers: dict[str, Sequence[ReplyTurn]] = {}
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:  # fmt: skip
+        """The model's reply to messages in chat completions' form.
+
+        Raises:
+            ChatError: a message cannot be answered. ContextFull, LimitReached, SessionOver: see there.
+        """
+        read = [from_chat(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        turn = await asyncio.create_task(self.reply(read, tools, max_tokens=max_tokens, stop=stop))
+        turn.delivered = True
+        r = turn.reply
+        return Reply(to_chat(r), r.text, r.reasoning or "", r.calls, turn.finish, turn.sample, turn.start, turn.end)
+
+    async def reply(
+        self, messages: Sequence[Message], tools: Tools, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> ReplyTurn:
+        """One turn, in a task of its own. Whoever brings it to a client sets `turn.delivered`. Raises like `chat`."""
+        if not messages or messages[-1].role == "assistant":
+            last = messages[-1].role if messages else None
+            raise ChatError("messages", last, "must end with a message to the model: a reply that it did not sample "
+                            "cannot be continued", "end with a user's or a tool's message")  # fmt: skip
+        return await self._tracked(self._reply(messages, tools, max_tokens, tuple(stop)))
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> ReplyTurn:
+        """One turn after a plain prompt, as text or token ids, in a task of its own. Raises like `chat`.
+
+        It goes on from a recorded turn whose prompt and reply it begins with: by token, or by character with special
+        tokens written out.
+        """
+        if not prompt:
+            raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
+        return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Count fields of a request that mean nothing here."""
+        self.counts["ignored_fields"] += len(fields)
+        self.counts.update(f"ignored_{name}" for field in fields if (name := field.partition(":")[0]) in TOLD_APART)
+
+    def check_replies(self, count: int) -> None:
+        """Raise LimitReached where so many replies to one request are more than the rollout may still have."""
+        left = self._limits.turns - len(self.turns) - len(self._running)
+        if count > max(1, left):  # the last one is refused by itself
+            raise self._over("turns", f"{self._limits.turns} ({count} replies asked for, {left} left)", "ask for fewer")
+
+    async def count(self, messages: Sequence[Message], tools: Tools) -> int:
+        """Tokens of messages, up to where the model would reply. No turn."""
+        return len(await self._rendering.render(to_template(messages, self._native), tools))
+
+    async def spell(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return await self._rendering.spell_each(ids)
+
+    async def stop(self) -> None:
+        """Take no more requests, and cancel turns under way, which leave no trace."""
+        self.closed = True
+        self._clock.stop()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def forget(self) -> None:
+        """Nobody asks for turns any more: let go of what refers to each other, so that sequences are freed without
+        Python's search for such circles, which would come late: routes are large."""
+        for turn in self.turns:
+            turn.children.clear()
+
+    def answered(self, turns: Sequence[ReplyTurn]) -> None:
+        """These are the choices of one response, whose id ends with the name of the first."""
+        self._answers[turns[0].reply.echo] = turns
+
+    def choice(self, response: str, index: int) -> ReplyTurn | None:
+        """A turn by the id of the response that told it to the agent; None where there is none."""
+        choices = self._answers.get(re.split("[-_]", response)[-1], ())
+        return choices[index] if index in range(len(choices)) else None
+
+    def mask_undelivered(self) -> None:
+        """Take replies that nobody received out of the loss."""
+        for turn in self.turns:
+            if not turn.known:
+                self.counts["undelivered_turns"] += 1
+                self._engine.mask(turn.sample, turn.start, turn.end)
+
+    def report(self) -> dict[str, float]:
+        """Numbers of the rollout, by metric."""
+        reasons = self.reasons
+        return {
+            "rollout/turns": float(len(self.turns)),
+            **{f"rollout/new_sequence/{why}": float(reasons[why]) for why in REASONS},
+            **{f"rollout/chat/{name}": float(self.counts[name]) for name in COUNTED},
+        }
+
+    @property
+    def expired(self) -> str:
+        """The limit of time that passed without another request, with its value; empty where none did."""
+        return self._clock.expired
+
+    @property
+    def turns(self) -> list[ReplyTurn]:
+        """All of them."""
+        return [*self.forest.turns, *self.completions.turns]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many sequences were begun, by reason."""
+        return self.forest.reasons + self.completions.reasons
+
+    # ------------------------------------------------------------------------------------------------------- one turn
+
+    async def _tracked(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
+        """A turn, whose task `stop` can cancel."""
+        task = asyncio.current_task()
+        assert task is not None, "a turn is part of a task"
+        self._running.add(task)
+        self._clock.stop()
+        try:
+            return await self._noted(work)
+        finally:
+            self._running.discard(task)
+            if self.turns and not self._running and not self.closed:
+                self._clock.run()
+
+    async def _noted(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
+        """A turn, of which it is kept how it ended: the function may hear of it in its agent's words only."""
+        self.full, self.failure = False, None
+        try:
+            self._check_limits()
+            return await work
+        except NoRoomError:
+            self.full = True
+            raise
+        except ChatError:
+            raise
+        except UserError as error:
+            self.failure = error
+            raise
+        finally:
+            work.close()
+
+    async def _reply(
+        self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]
+    ) -> ReplyTurn:
+        key = tools_key(tools)
+        grown = await self._grow(self.forest.place(messages, key), tools)
+        start = len(grown.sample)
+        try:
+            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(said, start)
+            parsed = await self._rendering.parse(ids, grown.sample.tokens[:start].tolist(), tools)
+        except BaseException:
+            self._undo(grown)
+            raise
+        number = next(self._numbers)
+        reply, stopped = self._message(number, parsed, tools, stop if said.finish == "stop" else ())
+        turn = ReplyTurn(
+            number, grown.parent, grown.asked, reply, grown.sample, start, start + len(ids), key, grown.why,
+            said.finish, stopped,
+        )  # fmt: skip
+        return self._recorded(self.forest, turn)
+
+    async def _complete(self, prompt: str | Sequence[int], max_tokens: int | None, stop: tuple[str, ...]) -> ReplyTurn:
+        place, parent, added = self._continued(prompt)
+        if parent is not None:
+            grown = self._extended(parent, (), added)
+        else:
+            grown = self._new(added, (), place)
+        start = len(grown.sample)
+        try:
+            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(said, start)
+            spelled = await self._rendering.spell(ids)
+        except BaseException:
+            self._undo(grown)
+            raise
+        whole = prompt + spelled if isinstance(prompt, str) else ""
+        text, stopped = _before_stop(said.text, stop if said.finish == "stop" else ())
+        number = next(self._numbers)
+        reply = Message("assistant", text, echo=self._name(number))
+        turn = ReplyTurn(
+            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish,
+            stopped, whole,
+        )  # fmt: skip
+        return self._recorded(self.completions, turn)
+
+    def _recorded(self, forest: Forest, turn: ReplyTurn) -> ReplyTurn:
+        forest.add(turn)
+        self._tokens += turn.end - turn.start
+        self._native |= {c.id: c.native for c in turn.reply.calls if c.native}
+        if turn.why != "extends":
+            forest.reasons[turn.why] += 1
+        return turn
+
+    def _message(self, number: int, parsed: Parsed, tools: Tools, stop: tuple[str, ...]) -> tuple[Message, str]:
+        """The reply as messages say it, and the text that ended it. A call that cannot be made is text, so that the
+        client can answer it."""
+        offered = {tool["function"]["name"] for tool in tools}
+        self.counts["malformed_calls"] += sum(not call.callable for call in parsed.calls)
+        self.counts["unknown_tools"] += sum(call.callable and call.name not in offered for call in parsed.calls)
+        calls = tuple(
+            Call(f"call_{self._nonce}_{number}_{i}", c.name, c.arguments, c.id)
+            for i, c in enumerate(c for c in parsed.calls if c.callable)
+        )
+        broken = "".join(c.raw for c in parsed.calls if not c.callable and c.raw not in parsed.text)
+        text, stopped = _before_stop(parsed.text + broken, stop)
+        return Message("assistant", text, calls, parsed.reasoning, echo=self._name(number)), stopped
+
+    def _name(self, number: int) -> str:
+        return f"{self._nonce}{number}"
+
+    def _sampled(self, said: workflow.Turn, start: int) -> list[int]:
+        if not len(said.tokens):
+            most = min(self._engine.longest, start) - 1
+            raise ContextFull.of(f"{start} tokens", "leave no room for a reply", start, most)
+        return said.tokens.tolist()
+
+    # ------------------------------------------------------------------------------------------------ where it is said
+
+    async def _grow(self, place: ConversationPlace, tools: Tools) -> _Grown:
+        """The sequence in which a request is answered, with all that comes before the reply."""
+        why, turn = place.why, place.turn
+        if turn is not None and not why:
+            before, new = turn.sample.tokens[: turn.end].tolist(), to_template(place.rest, self._native)
+            added, why = await self._rendering.extend(before, turn.end - turn.start, new, tools)
+            if added is not None:
+                return self._extended(turn, place.rest, added)
+        messages = place.messages()
+        ids = await self._rendering.render(to_template(messages, self._native), tools)
+        return self._new(ids, messages, why)
+
+    def _continued(self, prompt: str | Sequence[int]) -> tuple[str, ReplyTurn | None, list[int]]:
+        """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
+        given = prompt if isinstance(prompt, str) else np.asarray(prompt)
+        longest = sorted(self.completions.turns, key=lambda t: (t.end, t.alone, t.number), reverse=True)
+        turn = next((t for t in longest if _begins(given, t)), None)
+        if turn is not None:
+            rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
+            last = int(turn.sample.tokens[turn.end - 1])
+            return "", turn, self._engine.encode(rest, last) if isinstance(rest, str) else list(rest)
+        why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
+        return why, None, self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _extended(self, turn: ReplyTurn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
+        """The turn's sequence with tokens after it; a branch of it where something else follows there already."""
+        alone = turn.alone
+        sample = turn.sample if alone else self._begin(lambda: self._engine.branch(turn.sample, turn.end))
+        grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
+        try:
+            self._engine.append(sample, added)
+        except (NoRoomError, ChatError) as error:
+            self._undo(grown)
+            if isinstance(error, ChatError):
+                raise
+            tokens = turn.end + len(added)
+            raise ContextFull.of(str(error), "are too long", tokens, self._engine.longest - 1) from error
+        return grown
+
+    def _new(self, ids: Sequence[int], asked: tuple[Message, ...], why: str) -> _Grown:
+        why = "new_conversation" if why == "first" and self._begun else why  # another one is under way
+        try:
+            sample = self._begin(lambda: self._engine.new_sample(ids))
+        except RolloutError as error:
+            raise ContextFull.of(str(error), "are too long", len(ids), self._engine.longest - 1) from error
+        return _Grown(sample, len(sample), None, asked, why)
+
+    def _begin(self, make: Callable[[], Sample]) -> Sample:
+        if self._begun >= self._limits.sequences:
+            told = ", ".join(f"{count} {why}" for why, count in self.reasons.most_common())
+            raise self._over("sequences", f"{self._limits.sequences} (begun by: {told})",
+                             "find out why histories are not continued (docs/agents.md)")  # fmt: skip
+        sample = make()
+        self._begun += 1
+        return sample
+
+    def _undo(self, grown: _Grown) -> None:
+        """Leave no trace of a turn that came to nothing."""
+        self._begun -= grown.why != "extends"
+        if len(grown.sample) > grown.back:
+            self._engine.cut(grown.sample, grown.back)
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    def _check_limits(self) -> None:
+        if self.closed:
+            raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
+        limits, turns = self._limits, len(self.turns) + len(self._running) - 1  # this one
+        for name, had, limit in (("turns", turns, limits.turns), ("tokens", self._tokens, limits.tokens)):
+            if had >= limit:
+                raise self._over(name, limit, "let the agent end earlier")
+        if not turns:
+            self._clock.begin()
+        elif passed := self._clock.passed(alone=len(self._running) == 1):
+            raise self._over(*passed, "let the agent and its tools answer sooner")
+
+    def _over(self, name: str, value: object, way_out: str) -> LimitReached:
+        self.counts["limits_reached"] += 1
+        rule = "this rollout has reached the limit; what it has is kept"
+        return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
+
+
+def _begins(prompt: str | NDArray[np.integer], turn: ReplyTurn) -> bool:
+    """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
+    if isinstance(prompt, str):
+        return bool(turn.whole) and prompt.startswith(turn.whole)
+    return len(prompt) >= turn.end and np.array_equal(prompt[: turn.end], turn.sample.tokens[: turn.end])
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """A text up to the stop text that ended it, and that one: clients are told what stands before it."""
+    found = min(((text.find(s), s) for s in stop if s and s in text), default=(len(text), ""))
+    return text[: found[0]], found[1]

@@ -1,0 +1,356 @@
+"""The server that agents speak to: aiohttp, one for all rollouts of a process, each below a path of its own with a key.
+
+A reply is told when the turn is complete, for its parts are known then. Until it is, blanks or comments keep the
+connection alive: a weight update takes longer than the patience of most clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from mslime import network
+from mslime.config.errors import ConfigError, UserError
+from mslime.network import url_of
+from mslime.rollout.agents.chat.messages import ChatError, ContextFull
+from mslime.rollout.agents.chat.session import ChatSession, ReplyTurn
+from mslime.rollout.agents.server.anthropic import Messages
+from mslime.rollout.agents.server.openai_chat import ChatCompletions, Completions
+from mslime.rollout.agents.server.requests import MODEL, Dialect, Request, ServedReply
+from mslime.rollout.agents.server.responses import Responses
+from mslime.rollout.agents.server.sessions import ModelEndpoint, ServedRollout
+from mslime.web_server import Listening, admitted, serve
+
+log = logging.getLogger(__name__)
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+COUNT = "/v1/messages/count_tokens"
+NO_RETRY = {"x-should-retry": "false"}
+_SSE = "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that the server waits.
+
+    Attributes:
+        quiet: for a reply, before it begins to keep the connection alive. beat: between signs of life.
+        body: for the whole of a request's body.
+    """
+
+    quiet: float = 5.0
+    beat: float = 10.0
+    body: float = 60.0
+
+
+class ModelServer:
+    """Serves the model to the rollouts of a process.
+
+    Args:
+        host, port: to listen on; port 0: any.
+        token: with which every key begins.
+        max_body: largest request, bytes.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, token: str = "", max_body: int = 64 << 20,
+        patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._host, self._port, self._token = host, port, token
+        self._max_body, self._patience = max_body, patience or Patience()
+        self._sessions: dict[str, ServedRollout] = {}
+        self._ended: dict[str, None] = {}
+        self._listening: Listening | None = None
+        self._starting = asyncio.Lock()
+        self._address = ""
+
+    async def open(self, chat: ChatSession) -> tuple[ModelEndpoint, ServedRollout]:
+        """Serve a rollout. Starts the server when it is the first.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        async with self._starting:
+            if self._listening is None:
+                await self._start()
+        session = ServedRollout(chat, self._token)
+        self._sessions[session.name] = session
+        url = f"{self._address}/{session.name}"
+        return ModelEndpoint(url, f"{url}/v1", session.key, MODEL), session
+
+    async def end(self, session: ServedRollout) -> None:
+        """The rollout has ended: its requests are refused from now on, and turns under way cancelled."""
+        if self._sessions.pop(session.name, None) is not None:
+            self._ended[session.name] = None
+            while len(self._ended) > 100_000:  # names are kept so that a late agent is told why
+                del self._ended[next(iter(self._ended))]
+        await session.chat.stop()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        for session in list(self._sessions.values()):
+            await self.end(session)
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=self._max_body)
+        for dialect in DIALECTS:
+            app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
+        app.router.add_post("/{session}" + COUNT, self._count)
+        app.router.add_get("/{session}/v1/models", self._models)
+        app.router.add_get("/{session}/v1/models/{name:.+}", self._models)
+        try:
+            listening = listen(self._host, self._port)
+        except OSError as error:
+            way_out = "give an address of this machine and a free port, or leave them out"
+            rule = f"cannot be listened on ({error})"
+            raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
+        self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
+        self._address = url_of(self._host, listening.getsockname()[1])
+        log.info("agents find the model at %s", self._address)
+
+    # --------------------------------------------------------------------------------------------------- one request
+
+    async def answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+        """Answer a request for replies."""
+        try:
+            session, raw = await self._admit(http)
+            request = dialect.read(body_of(raw), session.recorded)
+        except Exception as error:  # told to the client, whatever it is
+            return refusal(dialect, error)
+        return await deliver(http, dialect, session, request, raw, self._patience)
+
+    async def _admit(self, http: web.Request) -> tuple[ServedRollout, bytes]:
+        """The session that a request is for, and its body."""
+        name = http.match_info["session"]
+        session = self._sessions.get(name)
+        if session is None:
+            rule = "the rollout has ended" if name in self._ended else "no rollout is served here"
+            raise _Refused(400 if name in self._ended else 404, "url", rule, "stop the agent")
+        key = http.headers.get("authorization", "").removeprefix("Bearer ").strip() or http.headers.get("x-api-key", "")
+        if not session.admits(key) and not session.admits(http.headers.get("x-api-key", "")):
+            raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
+        admitted(http)
+        try:
+            async with asyncio.timeout(self._patience.body):
+                return session, await http.read()
+        except TimeoutError:
+            rule = f"did not arrive within {self._patience.body:g} s"
+            raise _Refused(408, "body", rule, "send it faster") from None
+        except web.HTTPRequestEntityTooLarge:
+            rule = f"is larger than {self._max_body} bytes"
+            raise _Refused(413, "body", rule, "send less, or raise rollout.server.max_request_mib") from None
+
+    async def _count(self, http: web.Request) -> web.Response:
+        """Anthropic's count_tokens."""
+        dialect = DIALECTS[-1]
+        try:
+            session, raw = await self._admit(http)
+            request = dialect.read(body_of(raw), {})
+            return _json({"input_tokens": await session.chat.count(request.messages, request.tools)})
+        except Exception as error:  # told to the client, whatever it is
+            return refusal(dialect, error)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        try:
+            await self._admit(http)
+        except _Refused as error:
+            return refusal(DIALECTS[0], error)
+        name = http.match_info.get("name")  # of any name, as in requests
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "mslime"}
+        return _json(model if name else {"object": "list", "data": [model]})
+
+
+async def deliver(
+    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
+) -> web.StreamResponse:
+    """Answer a request for replies of a session.
+
+    Args:
+        raw: the request's body.
+    """
+    try:
+        return await _deliver(http, dialect, session, request, raw, patience)
+    except ConnectionError:  # the client has gone: nothing is wrong here, and its turn is not trained
+        log.debug("a client disconnected before its reply was sent")
+        return web.Response(status=499)
+
+
+async def _deliver(
+    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
+) -> web.StreamResponse:
+    marked = http.headers.get("x-stainless-retry-count", "0") != "0"
+    attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
+    response = await _wait(http, attempt, request.stream, patience)
+    try:
+        replies = await session.told(attempt.result(), request.logprobs)
+    except Exception as error:  # told to the client, whatever it is
+        return await _fail(http, dialect, response, error)
+    response = await _tell(http, dialect, request, replies, response)
+    for told in replies:
+        told.turn.delivered = True
+    return response
+
+
+async def _wait(
+    http: web.Request, attempt: asyncio.Task[list[ReplyTurn]], stream: bool, patience: Patience
+) -> web.StreamResponse | None:
+    """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
+    await asyncio.wait([attempt], timeout=patience.quiet)
+    if attempt.done():
+        return None
+    response = web.StreamResponse(headers={"Content-Type": _SSE if stream else "application/json"})
+    await response.prepare(http)
+    while not attempt.done():
+        await response.write(b": waiting\n\n" if stream else b" ")
+        await asyncio.wait([attempt], timeout=patience.beat)
+    return response
+
+
+class _Refused(Exception):
+    """A request that is for nobody, with its HTTP status."""
+
+    def __init__(self, status: int, field: str, rule: str, way_out: str) -> None:
+        self.status, self.field = status, field
+        super().__init__(f"{field}: {rule}\n  way out: {way_out}")
+
+
+def _handler(server: ModelServer, dialect: Dialect) -> Any:
+    async def handle(http: web.Request) -> web.StreamResponse:
+        return await server.answer(http, dialect)
+
+    return handle
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def own_clients(host: str) -> Any:
+    """A middleware that refuses what a page in a browser can send: a body that is no JSON by its type, and, where the
+    server listens on loopback, another machine's name for it.
+
+    Args:
+        host: that is listened on.
+    """
+
+    @web.middleware
+    async def check(http: web.Request, handler: Any) -> web.StreamResponse:
+        name = re.sub(r":\d*$", "", http.host).strip("[]").lower()
+        if host in LOOPBACK and name not in LOOPBACK:
+            return _json({"detail": f"{name} is no name of this server: ask {host}"}, 421, NO_RETRY)
+        if http.body_exists and http.content_type != "application/json":
+            return _json({"detail": f"{http.content_type} is not read: send application/json"}, 415, NO_RETRY)
+        return await handler(http)
+
+    return check
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is listened on; port 0: any. Raises OSError."""
+    if port == 0:
+        return network.listen(host)
+    return socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def body_of(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request. Raises ChatError where it is none."""
+    try:
+        found = orjson.loads(raw)
+    except ValueError as error:
+        raise ChatError("body", f"{raw[:40]!r}", f"is not valid JSON ({error})", "mend the request") from error
+    if not isinstance(found, dict):
+        raise ChatError("body", f"{found!r:.40}", "must be an object", "mend the request")
+    return found
+
+
+def _dumped(data: object) -> bytes:
+    """JSON; a model may have written numbers that orjson has no room for."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data).encode()
+
+
+def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=_dumped(data), status=status, headers=headers, content_type="application/json")
+
+
+def _described(error: BaseException) -> tuple[int, str, str]:
+    """(HTTP status, field, code) of an error. What is the client's mistake would fail again; anything else may not."""
+    if isinstance(error, _Refused):
+        return error.status, error.field, "refused"
+    if isinstance(error, ContextFull):
+        return 400, error.field, "context_length_exceeded"
+    if isinstance(error, ChatError):
+        return 400, error.field, "limit_reached" if error.field.startswith("rollout") else "invalid_request"
+    return 503, "", "unavailable"
+
+
+def refusal(dialect: Dialect, error: BaseException) -> web.Response:
+    """The answer to a request that cannot be answered, in the form of its API."""
+    status, field, code = _described(error)
+    if status == 503 and not isinstance(error, UserError):
+        log.warning("a request failed", exc_info=error)
+    headers = {} if status in (408, 503) else NO_RETRY
+    return _json(dialect.error(status, _words(dialect, error), field, code), status, headers)
+
+
+def _words(dialect: Dialect, error: BaseException) -> str:
+    """What an error says, a full context first in the words of the API."""
+    if isinstance(error, ContextFull) and error.most:
+        return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
+    return str(error)
+
+
+async def _fail(
+    http: web.Request, dialect: Dialect, begun: web.StreamResponse | None, error: BaseException
+) -> web.StreamResponse:
+    """Tell an error. In an answer that was begun with status 200, a stream can; else only the connection can be cut,
+    upon which clients ask again and are told."""
+    if begun is None:
+        return refusal(dialect, error)
+    if begun.content_type == _SSE:
+        status, field, code = _described(error)
+        await begun.write(_written("error", dialect.error(status, _words(dialect, error), field, code)))
+        await begun.write_eof()
+    elif http.transport is not None:
+        http.transport.abort()
+    return begun
+
+
+async def _tell(
+    http: web.Request,
+    dialect: Dialect,
+    request: Request,
+    replies: Sequence[ServedReply],
+    begun: web.StreamResponse | None,
+) -> web.StreamResponse:
+    """Write the replies, and return when they are written."""
+    if request.stream:
+        body = b"".join(_written(name, data) for name, data in dialect.events(request, replies))
+    else:
+        body = _dumped(dialect.answer(request, replies))
+    if begun is None:
+        begun = web.Response(body=body, content_type=_SSE if request.stream else "application/json")
+        await begun.prepare(http)
+    else:
+        await begun.write(body)
+    await begun.write_eof()
+    return begun
+
+
+def _written(name: str, data: Mapping[str, Any] | str) -> bytes:
+    """A server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

@@ -1,0 +1,240 @@
+"""OpenAI's chat completions and completions: POST /v1/chat/completions, /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from mslime.rollout.agents.chat.messages import ChatError, as_list, as_object, from_chat, to_chat
+from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.server.requests import (
+    MOST_IN_ALL,
+    MOST_REPLIES,
+    Event,
+    Request,
+    ServedReply,
+    asked,
+    flag,
+    integer,
+    refuse,
+    stopped,
+    texts,
+    tool,
+    wants_usage,
+)
+
+# What OpenAI's three APIs write alike: log-probabilities, numbers of tokens, errors.
+
+
+def token_log_probs(told: ServedReply) -> list[dict[str, Any]]:
+    """A reply's tokens with their log-probabilities; empty where they are not wanted."""
+    pairs = zip(told.spelled, told.log_probs, strict=True) if told.spelled else ()
+    return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+
+
+def usage(replies: Sequence[ServedReply]) -> dict[str, int]:
+    """Numbers of tokens; a prompt of several replies is counted once."""
+    prompt = max(told.turn.start for told in replies)
+    completion = sum(told.turn.end - told.turn.start for told in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class OpenAIErrors:
+    """A `Dialect` whose errors are written in that form."""
+
+    def too_long(self, tokens: int, most: int) -> str:
+        """See `Dialect`."""
+        return (f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+                "tokens.")  # fmt: skip
+
+    def error(self, status: int, message: str, field: str, code: str) -> dict[str, Any]:
+        """See `Dialect`."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
+
+
+_READ = (
+    "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "logprobs", "stream_options",
+    "model",
+)  # fmt: skip
+
+
+class ChatCompletions(OpenAIErrors):
+    """See `Dialect`."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
+        """See `Dialect`."""
+        refuse(body, functions="functions became tools")
+        tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
+        shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
+        return asked(
+            body,
+            _READ,
+            messages=tuple(
+                from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
+            ),
+            tools=tuple(t for t in tools if t is not None),
+            left_out=("tools: those that are no functions",) if None in tools else (),
+            count=integer(body, "n", 1, MOST_REPLIES) or 1,
+            max_tokens=min(shorter, default=None),
+            stop=texts(body, "stop"),
+            logprobs=flag(body, "logprobs"),
+            usage=wants_usage(body),
+        )
+
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
+        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        choices = [
+            {
+                "index": i,
+                "message": to_chat(told.turn.reply),
+                "finish_reason": stopped(told.turn),
+                "logprobs": _log_probs(told),
+                "token_ids": told.ids,
+            }
+            for i, told in enumerate(replies)
+        ]
+        return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
+
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
+        """See `Dialect`."""
+        base = _base(request, replies, "chat.completion.chunk")
+        for i, told in enumerate(replies):
+            for delta in _deltas(told.turn):
+                yield "", {**base, "choices": [{"index": i, "delta": delta, "finish_reason": None}]}
+            last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": _log_probs(told)}
+            yield "", {**base, "choices": [last]}
+        if request.usage:
+            yield "", {**base, "choices": [], "usage": usage(replies)}
+        yield "", "[DONE]"
+
+
+def read_tool(value: object, where: str) -> dict[str, Any] | None:
+    """A definition of a tool in a chat completion's request; None for tools that are no functions."""
+    given = as_object(value, where)
+    if given.get("type", "function") != "function":
+        return None
+    function = as_object(given.get("function"), f"{where}.function")
+    return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
+
+
+def _log_probs(told: ServedReply) -> dict[str, Any] | None:
+    return {"content": token_log_probs(told), "refusal": None} if told.spelled else None
+
+
+def _base(request: Request, replies: Sequence[ServedReply], kind: str) -> dict[str, Any]:
+    name = f"chatcmpl-{replies[0].turn.reply.echo}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def _deltas(turn: ReplyTurn) -> Iterator[dict[str, Any]]:
+    shown = to_chat(turn.reply)
+    yield {"role": "assistant", "content": ""}
+    if "reasoning_content" in shown:
+        yield {"reasoning_content": shown["reasoning_content"]}
+    if shown["content"]:
+        yield {"content": shown["content"]}
+    for i, call in enumerate(shown.get("tool_calls", ())):
+        function = call["function"]
+        yield {"tool_calls": [{"index": i, **call, "function": {"name": function["name"], "arguments": ""}}]}
+        yield {"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]}
+
+
+# OpenAI's completions: POST /v1/completions, plain prompts as text or token ids.
+
+_COMPLETION_FIELDS = (
+    "prompt",
+    "n",
+    "max_tokens",
+    "stop",
+    "stream",
+    "logprobs",
+    "stream_options",
+    "model",
+    "echo",
+    "suffix",
+)
+_FEWER = "send several requests"
+
+
+class Completions(OpenAIErrors):
+    """See `Dialect`."""
+
+    path = "/v1/completions"
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
+        """See `Dialect`."""
+        for name in ("echo", "suffix"):
+            if body.get(name):
+                raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
+        prompts, count = _prompts(body.get("prompt")), integer(body, "n", 1, MOST_REPLIES) or 1
+        if len(prompts) * count > MOST_IN_ALL:
+            raise ChatError(
+                "n", count, f"replies to each of {len(prompts)} prompts are more than {MOST_IN_ALL}", _FEWER
+            )
+        return asked(
+            body,
+            _COMPLETION_FIELDS,
+            prompts=prompts,
+            count=count,
+            max_tokens=integer(body, "max_tokens", 1),
+            stop=texts(body, "stop"),
+            logprobs=integer(body, "logprobs", 0) is not None,
+            usage=wants_usage(body),
+        )
+
+    def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
+        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
+        return {**_completion_base(request, replies), "choices": choices, "usage": usage(replies)}
+
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
+        """See `Dialect`."""
+        base = _completion_base(request, replies)
+        for i, told in enumerate(replies):
+            yield "", {**base, "choices": [_choice(i, told)]}
+        if request.usage:
+            yield "", {**base, "choices": [], "usage": usage(replies)}
+        yield "", "[DONE]"
+
+
+def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """One prompt or several, each a text or token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ChatError("prompt", f"{value!r:.80}", "must be a text, token ids, or an array of either", "send a prompt")
+    items = cast("list[object]", value)
+    if all(isinstance(item, int) for item in items):
+        return (read_ids(items, "prompt"),)
+    if len(items) > MOST_IN_ALL:
+        raise ChatError("prompt", f"{len(items)} prompts", f"are more than {MOST_IN_ALL}", _FEWER)
+    return tuple(item if isinstance(item, str) else read_ids(item, f"prompt[{i}]") for i, item in enumerate(items))
+
+
+def read_ids(value: object, where: str) -> tuple[int, ...]:
+    """Token ids. Raises ChatError for anything else."""
+    good = isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
+    if not good or not value:
+        raise ChatError(where, f"{value!r:.80}", "must be a text or token ids below 2^31", "send a prompt")
+    return tuple(cast("list[int]", value))
+
+
+def _completion_base(request: Request, replies: Sequence[ServedReply]) -> dict[str, Any]:
+    name = f"cmpl-{replies[0].turn.reply.echo}"
+    return {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
+
+
+def _choice(index: int, told: ServedReply) -> dict[str, Any]:
+    turn, found = told.turn, None
+    if told.spelled:
+        found = {
+            "tokens": list(told.spelled),
+            "token_logprobs": told.log_probs,
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+    return {"index": index, "text": turn.reply.text, "finish_reason": turn.finish, "logprobs": found}

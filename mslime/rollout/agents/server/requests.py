@@ -1,0 +1,184 @@
+"""A request as every dialect means it, the reply as every dialect tells it, and readers of what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mslime.rollout.agents.chat.messages import ChatError, Message, as_list, as_object, as_text
+from mslime.rollout.agents.chat.session import ReplyTurn
+
+MODEL = "policy"
+"""Name of the model that is trained, for clients that give none."""
+MOST_REPLIES, MOST_IN_ALL = 128, 1024
+"""To one prompt, and to all prompts of a request."""
+Event = tuple[str, Mapping[str, Any] | str]
+"""Name of a server-sent event, empty for none, and its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client asks.
+
+    Attributes:
+        messages, tools: the conversation; or prompts: plain ones.
+        count: replies to each.
+        max_tokens, stop: what shortens a reply.
+        logprobs: the log-probability of each token is wanted.
+        usage: a stream is to end with the numbers of tokens.
+        ignored: fields that the run decides, or that mean nothing here.
+        model: that the client named.
+        body: all that it sent.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    count: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    logprobs: bool = False
+    usage: bool = False
+    ignored: tuple[str, ...] = ()
+    model: str = MODEL
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedReply:
+    """A reply to be told.
+
+    Attributes:
+        spelled: text of each token, where log-probabilities are wanted.
+    """
+
+    turn: ReplyTurn
+    spelled: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """The reply's tokens."""
+        return self.turn.sample.tokens[self.turn.start : self.turn.end].tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Natural log-probability of each token, at the weights that sampled it."""
+        return self.turn.sample.log_probs[self.turn.start : self.turn.end].tolist()
+
+
+class Dialect(Protocol):
+    """One API: how its requests are read and its replies written.
+
+    Attributes:
+        path: below the session.
+    """
+
+    path: str
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
+        """A request from its JSON.
+
+        Args:
+            recorded: turns by the name that clients know.
+
+        Raises:
+            ChatError: it is malformed, or asks for what mslime does not have.
+        """
+        ...
+
+    def answer(
+        self, request: Request, replies: Sequence[ServedReply]
+    ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        """The JSON of a whole answer."""
+        ...
+
+    def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
+        """The same as server-sent events."""
+        ...
+
+    def too_long(self, tokens: int, most: int) -> str:
+        """How the API says that the messages are too long: clients that shorten their history look for these words."""
+        ...
+
+    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
+        """The JSON of an error."""
+        ...
+
+
+def integer(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
+    """A whole number, or None where there is none. Raises ChatError for anything else, or out of bounds."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        rule = f"must be a whole number from {least}" + ("" if most is None else f" to {most}")
+        raise ChatError(name, f"{value!r:.80}", rule, "mend the request, or leave the field out")
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """True or false; false where there is none. Raises ChatError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ChatError(name, f"{value!r:.80}", "must be true or false", "mend the request, or leave the field out")
+    return bool(value)
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A text, or an array of them; empty ones vanish. Raises ChatError for anything else."""
+    value = body.get(name)
+    if isinstance(value, str):
+        value = [value]
+    return tuple(t for i, v in enumerate(as_list(value, name)) if (t := as_text(v, f"{name}[{i}]")))
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with the numbers of tokens (`stream_options`). Raises ChatError for no object."""
+    options = body.get("stream_options")
+    return bool(options) and flag(as_object(options, "stream_options"), "include_usage")
+
+
+def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, ...] = (), **meant: Any) -> Request:
+    """A request, with what all dialects say alike. Raises ChatError where that is malformed.
+
+    Args:
+        read: names of the fields that the dialect reads; others that are given are ignored, as is what it `left_out`.
+        meant: the other fields of `Request`.
+    """
+    known, model = set(read), body.get("model")
+    unread = sorted(name for name, value in body.items() if value is not None and name not in known)
+    return Request(
+        stream=flag(body, "stream"),
+        ignored=(*unread, *left_out),
+        model=model if isinstance(model, str) and model else MODEL,
+        body=body,
+        **meant,
+    )
+
+
+def refuse(body: Mapping[str, Any], **fields: str) -> None:
+    """Raise ChatError for fields that cannot be ignored, as those that stand for a part of the conversation.
+
+    Args:
+        fields: what is wrong with each, by name.
+    """
+    for name, rule in fields.items():
+        if body.get(name):
+            raise ChatError(name, f"{body[name]!r:.80}", rule, "leave it out, and send the whole conversation")
+
+
+def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
+    """A definition of a tool as chat completions have it, without what says nothing."""
+    function: dict[str, Any] = {"name": as_text(name, f"{where}.name")}
+    if description:
+        function["description"] = as_text(description, f"{where}.description")
+    if parameters is not None:
+        function["parameters"] = as_object(parameters, f"{where}.parameters")
+    return {"type": "function", "function": function}
+
+
+def stopped(turn: ReplyTurn) -> str:
+    """Why a reply ended, as OpenAI says it."""
+    return "tool_calls" if turn.reply.calls and turn.finish == "stop" else turn.finish

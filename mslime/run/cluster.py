@@ -1,0 +1,504 @@
+"""Ray: starting or joining a cluster, placing trainer ranks and engines, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import ray
+from ray._private import services as ray_services
+from ray.exceptions import AuthenticationError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from mslime.backends.sglang.guard import kill_all
+from mslime.config.base import Device
+from mslime.config.cluster import RAY_START, ClusterConfig, Parts, worker_environment
+from mslime.config.engines import SGLangConfig
+from mslime.config.errors import ConfigError, TrainerError, WorkerError
+from mslime.config.resolved import Role
+from mslime.config.schema import RunConfig
+from mslime.run.placement import (
+    ActorPlacement,
+    Spot,
+    check_tensor_groups,
+    gpus_of,
+    in_order,
+    machines,
+    on_other_machines,
+    refuse_small_cluster,
+    spots_of,
+)
+from mslime.run.ray_calls import leave_without_ray
+from mslime.run.sweeper import Sweeper, ray_processes
+
+_log = logging.getLogger(__name__)
+_raylet = cast("Any", ray)._raylet  # compiled, without types
+
+PLACEMENT_SECONDS = 120.0
+MORE_SECONDS = 10.0
+"""For room for one more engine, while the others generate."""
+STOP_SECONDS = 30.0
+"""For Ray to give back what it placed, and to end; where it does not, this process ends without it."""
+_KNOCK_SECONDS = 10.0
+_RAYLET_LINES = 5
+_RAY_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""What Ray says when its own processes were not there in time."""
+_LOCAL_OBJECT_STORE = 512 * 2**20
+
+
+def use_cuda(device: Device) -> bool:
+    """Whether this run uses GPUs: `cluster.device`, or what is visible when it says auto."""
+    if device != "auto":
+        return device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def resolved_device(config: RunConfig) -> RunConfig:
+    """The configuration with `cluster.device` decided, so that every process agrees on it."""
+    device = "cuda" if use_cuda(config.cluster.device) else "cpu"
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
+
+
+class Cluster:
+    """Our part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
+
+    def __init__(
+        self, config: RunConfig, engines: bool, on_init: Callable[[], None] = lambda: None, trainers: bool = True
+    ) -> None:
+        """
+        Args:
+            engines: whether the run launches engines (unless it attaches to running ones).
+            trainers: whether it has trainer ranks, and those of a critic.
+            on_init: called once Ray is there, which sets signal handlers of its own.
+        """
+        self._config, self._on_init, self._parts = config, on_init, Parts(trainers, engines)
+        self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
+        self._num_teachers = config.teacher.launched if engines else 0
+        self._cuda = config.cluster.device == "cuda"
+        self._sweeper = ExitStack()
+        self._groups: list[PlacementGroup] = []
+        self._trainers: PlacementGroup | None = None
+        self._order: dict[str, list[int]] = {}
+        self._spots: list[Spot] = []  # of trainer ranks, in their order
+        self._shared = config.colocated and trainers and self._num_engines > 0
+        self._taught_here = self._shared and config.teacher_shares
+        self._placed = 0  # engines that were given GPUs of the trainer
+        self._critics: PlacementGroup | None = None
+        self._connected = False
+        self._engines: PlacementGroup | None = None
+        self._teachers: PlacementGroup | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        config, world = self._config, self._config.layout.world_size
+        engines, teachers = self._num_engines, self._num_teachers
+        if ray.is_initialized():
+            raise ConfigError(
+                "cluster.ray_address", config.cluster.ray_address, "this process is connected to a Ray cluster already",
+                "call ray.shutdown() first, or start mslime in a separate process",
+            )  # fmt: skip
+        local: dict[str, Any] = {}
+        if config.cluster.ray_address is None:
+            # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
+            processes = sum(claim.count for claim in config.claims(self._parts))
+            local = {"num_cpus": processes + 2, "include_dashboard": False}
+            if not self._cuda:
+                local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
+            self._sweeper.enter_context(Sweeper())
+        self._sweeper.enter_context(_ray_environment(config.cluster.ray_address, config.deadlines.rescue_s))
+        self._connected = True
+        self._connect(local | {"runtime_env": _runtime_environment(config.cluster, config.sglang.extra)})
+        self._on_init()
+        refuse_small_cluster(config.cluster, config.claims(self._parts))
+        if self._parts.trainers:
+            self._trainers, self._spots = self._place_ranks("cluster.trainer_ranks", world)
+        if self._parts.trainers and config.critic_ranks:
+            self._critics, _ = self._place_ranks("critic.placement", config.critic_ranks)
+        if self._shared:
+            self._engines = self._trainers
+        elif engines:
+            self._engines = self._place(
+                "sglang.num_engines",
+                [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.parts)],
+            )
+        if teachers and not self._taught_here:
+            self._teachers = self._place(
+                "teacher.num_engines",
+                [self._bundle(config.teacher.gpus_a_machine) for _ in range(teachers * config.teacher.nnodes)],
+            )
+
+    def _connect(self, options: dict[str, Any]) -> None:
+        # Ray's library has read both at its import, or for an earlier run of this process.
+        _raylet.Config.initialize("")
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+        address = self._config.cluster.ray_address
+        if address is None:
+            _start_ray(options)
+            return
+        try:
+            _knock(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except AuthenticationError:
+            raise ConfigError(
+                "cluster.ray_address", address, "this Ray cluster lets in who has its token; this process has another",
+                "export the RAY_AUTH_TOKEN with which its machines were started (docs/clusters.md)",
+            ) from None  # fmt: skip
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                "cluster.ray_address", address, f"the Ray cluster cannot be joined: {error}",
+                f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
+            ) from error  # fmt: skip
+
+    def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[Spot]]:
+        """Bundles for ranks that share layers, numbered by machine and GPU; and where each rank's lies."""
+        group = self._place(field, [self._bundle(1) for _ in range(ranks)])
+        spots = spots_of(group, self._cuda)
+        self._order[field] = order = in_order(spots)
+        mine = [spots[bundle] for bundle in order]
+        check_tensor_groups(mine, self._config.layout.tp)
+        return group, mine
+
+    def _bundle(self, gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, "GPU": float(gpus)} if self._cuda else {"CPU": 1.0}
+
+    def _place(
+        self, field: str, bundles: list[dict[str, float]], patience_s: float = PLACEMENT_SECONDS
+    ) -> PlacementGroup:
+        group = placement_group(bundles, strategy="PACK")
+        self._groups.append(group)
+        if not group.wait(patience_s):
+            remove_placement_group(group)
+            self._groups.remove(group)
+            free, where = ray.available_resources(), self._config.cluster.ray_address or "this machine"
+            have = {k: free.get(k, 0) for k in ("CPU", "GPU")}
+            raise ConfigError(
+                field,
+                len(bundles),
+                f"the Ray cluster at {where} cannot place {bundles[0]} that often within {patience_s:.0f} s; "
+                f"free: {have}",
+                "end what else runs there (`ray status`), use fewer ranks or engines, or add machines",
+            )
+        return group
+
+    def trainer_options(self, rank: int) -> dict[str, Any]:
+        """Actor options that put trainer `rank` into its bundle: neighbours in rank order share machines."""
+        assert self._trainers is not None
+        return self._options(self._trainers, self._order["cluster.trainer_ranks"][rank], gpus=1)
+
+    def check_trainer_machines(self) -> None:
+        """Raise TrainerError when a machine of trainer ranks is gone: their place is nobody's then."""
+        for group in (self._trainers, self._critics):
+            if group is not None and (state := placement_group_table(group)["state"]) != "CREATED":
+                raise TrainerError(
+                    "cluster", f"placement group {state}", "a machine of the trainer is gone",
+                    "start again with as many machines: the run continues from its newest checkpoint",
+                )  # fmt: skip
+
+    def why_nothing_runs(self) -> str:
+        """What this machine's raylet says last, while no process of the run has come up; empty once one has."""
+        job, worker = ray.get_runtime_context().get_job_id(), cast("Any", ray)._private
+        if any(a["State"] == "ALIVE" for a in worker.state.actors().values() if a["JobID"] == job):
+            return ""
+        log = Path(worker.worker._global_node.get_logs_dir_path()) / "raylet.err"
+        lines = log.read_text(errors="replace").splitlines()[-_RAYLET_LINES:] if log.exists() else []
+        return "\n  ".join([f"no process of the run has started yet; last lines of {log}:", *(lines or ["(nothing)"])])
+
+    def on_other_machines(self) -> list[str]:
+        """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
+        groups = {
+            "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks"), 1),
+            "critic_rank": (self._critics, self._order.get("critic.placement"), 1),
+            "engine": (None if self._shared else self._engines, None, self._config.sglang.parts),
+            "teacher": (self._teachers, None, self._config.teacher.nnodes),
+        }
+        placed: dict[str, list[str]] = {}
+        for called, (group, order, every) in groups.items():
+            if group is None:
+                continue
+            where = placement_group_table(group)["bundles_to_node_id"]
+            nodes = [where[bundle] for bundle in order or sorted(where)]
+            placed[called] = nodes[::every]
+            placed |= {f"part {part} of {called}": nodes[part::every] for part in range(1, every)}
+        return on_other_machines(placed, ray.get_runtime_context().get_node_id(), machines())
+
+    def critic_options(self, rank: int) -> dict[str, Any]:
+        """Actor options that put rank `rank` of a critic of its own into its bundle."""
+        assert self._critics is not None
+        return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
+
+    def engine_places(self, index: int, role: Role = "engine") -> list[ActorPlacement]:
+        """Where engine or teacher `index` goes: one place for each of its machines, or for each half of a pair."""
+        teaches = role == "teacher"
+        if teaches and self._taught_here:  # from the last GPU on, so that more engines have room before them
+            teacher = self._config.teacher
+            return self._on_trainer_gpus(teacher, len(self._spots) - (index + 1) * teacher.tp_size)
+        if self._shared and not teaches:
+            return self._beside_trainer()
+        group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
+        assert group is not None
+        bundles = range(index * section.parts, (index + 1) * section.parts)
+        return [ActorPlacement(self._options(group, bundle, gpus=section.gpus_a_machine)) for bundle in bundles]
+
+    def _beside_trainer(self) -> list[ActorPlacement]:
+        """Places for the next engine on the trainer's GPUs."""
+        engine, number = self._config.sglang, self._placed
+        free = len(self._spots) - (self._config.teacher.gpus if self._taught_here else 0)
+        if (number + 1) * engine.tp_size > free:
+            raise ConfigError(
+                "sglang.num_engines", number + 1,
+                f"engines share {free} of the trainer's GPUs, {engine.tp_size} each (cluster.placement)",
+                "end another one first",
+            )  # fmt: skip
+        self._placed += 1
+        return self._on_trainer_gpus(engine, number * engine.tp_size)
+
+    def _on_trainer_gpus(self, server: SGLangConfig, begin: int) -> list[ActorPlacement]:
+        """Places for a server: neighbouring GPUs of the trainer, beside its ranks, from rank `begin`'s on."""
+        assert self._trainers is not None
+        places: list[ActorPlacement] = []
+        for part in range(server.nnodes):
+            first = begin + part * server.gpus_a_machine
+            gpus = gpus_of(self._spots[first : first + server.gpus_a_machine])
+            bundle = self._order["cluster.trainer_ranks"][first]
+            places.append(ActorPlacement(self._options(self._trainers, bundle, gpus=0), gpus if self._cuda else None))
+        return places
+
+    def one_more_engine(self) -> list[ActorPlacement]:
+        """Places for an engine beyond those that the run began with. Raises ConfigError without room for it."""
+        engine = self._config.sglang
+        if self._shared:
+            return self._beside_trainer()
+        if not self._cuda and self._config.cluster.ray_address is None:
+            # Its cores are logical, and counted without it.
+            return [ActorPlacement(beside_the_driver() | {"max_restarts": 0})] * engine.parts
+        gpus, machines = engine.gpus_a_machine, range(engine.parts)
+        group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
+        return [ActorPlacement(self._options(group, bundle, gpus)) for bundle in machines]
+
+    def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        return {
+            "num_cpus": 0.5,
+            "num_gpus": gpus if self._cuda else 0,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+        }
+
+    def _stop(self) -> None:
+        if self._connected and ray.is_initialized() and not _ends_within(STOP_SECONDS, self._leave):
+            leave_without_ray()  # the sweeper is told nothing: it ends what is left of a local Ray
+            return
+        self._sweeper.close()
+
+    def _leave(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether `work` ends well in this time: in a thread, since a call into Ray's library cannot be interrupted."""
+    well = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # whatever Ray raises: the run has ended, and only its end is left
+            _log.warning("Ray cannot be ended in order: %s: %s", type(error).__name__, error)
+        else:
+            well.set()
+
+    thread = threading.Thread(target=run, name="end of ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return well.is_set()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Ray's processes that are started in the block get a session of their own, as the sweeper has.
+
+    A signal to this process's group (`timeout`, a closed terminal, batch systems) would end them, and the trainer ranks
+    below them, before anything is saved. Ray 2.60 only shields them from SIGINT, and has no setting for it.
+    """
+    before: type = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = before
+
+
+def _start_ray(options: dict[str, Any]) -> None:
+    """Ray gives its processes 30 s, which nothing can change; where a crowded machine needs more, they begin anew.
+
+    Raises:
+        WorkerError: they were too slow `_RAY_STARTS` times.
+    """
+    for _ in range(_RAY_STARTS):
+        try:
+            with _apart():
+                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
+        except Exception as error:  # Ray has no class for it
+            if _TOO_SLOW not in str(error):
+                raise
+            _log.warning("Ray did not start within 30 s, so it is started again")
+            kill_all(ray_processes(os.getpid()))
+        else:
+            return
+    raise WorkerError(
+        "ray", f"{_RAY_STARTS} starts", "its processes on this machine did not come up within 30 s each",
+        f"end what else runs here; or start Ray yourself ({RAY_START}) and set cluster.ray_address",
+    )  # fmt: skip
+
+
+@contextmanager
+def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
+    """Ray's own settings of this process, where the environment does not name them; gone again afterwards.
+
+    Who has the token of a Ray cluster runs code as whoever started it. Each local run draws one, which other processes
+    of this user alone can read; by itself Ray would keep one for ever in a file that everybody can.
+    """
+    ours = {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
+        "RAY_worker_niceness": "0",
+        # What other ranks say when one is lost stands in their logs, and is no second failure.
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        # A job that was submitted to Ray has a runtime environment of its own; see `_runtime_environment`.
+        "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
+        # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(rescue_s) + 600),
+    }
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        ours["RAY_AUTH_MODE"] = "token"
+    elif address is None and os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        # Any `ray.init` of this process has left the mode behind, and with it Ray would take the token of its file.
+        ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def beside_the_driver() -> dict[str, Any]:
+    """Actor options for a service that waits more than it computes: on this machine, without a core of its own."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return {"num_cpus": 0, "scheduling_strategy": here}
+
+
+def remote_class(cls: type, **options: Any) -> Any:
+    """`cls` as a Ray actor class. Untyped on purpose: calls on its handles return references."""
+    return ray.remote(**options)(cls) if options else ray.remote(cls)
+
+
+def _runtime_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, Any]:
+    """What Ray gives every process of the run.
+
+    Variables of `ray job submit` or a RayJob stay as they are, unless `cluster.env` names them. Its import path is
+    this process's already.
+    """
+    job: dict[str, Any] = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
+    variables = {
+        **worker_environment(cluster, engine_fields),
+        **job.get("env_vars", {}),
+        **cluster.env,
+    }
+    quoted = shlex.quote(sys.executable)  # Ray 2.60 gives it to a shell as it is
+    own = {} if quoted == sys.executable else {"py_executable": quoted}
+    return {"env_vars": {**variables, "PYTHONPATH": _python_path()}, **own}
+
+
+def _python_path() -> str:
+    """The driver's import path, so that workers find mslime and the user's reward modules as it does."""
+    return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nobody listens at HOST:PORT, AuthenticationError when who listens wants another token: Ray
+    itself would wait for minutes, and not say the second."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+    except OSError:
+        if host not in ("127.0.0.1", "localhost"):
+            raise
+        # Ray takes these two for this machine's own address, and may listen there only.
+        host = ray.util.get_node_ip_address()
+        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+    _raylet.GcsClient(address=f"{host}:{port}")
+
+
+def own_host(cluster: ClusterConfig) -> str:
+    """The address under which this process's services are found: loopback unless the cluster may span machines."""
+    return "127.0.0.1" if cluster.ray_address is None else ray.util.get_node_ip_address()
+
+
+def use_own_interface(cluster: ClusterConfig) -> None:
+    """Let gloo listen where this process's services are found, unless the environment names an interface.
+
+    By itself gloo looks up the host's name, which many distributions map to 127.0.1.1: no other machine gets there.
+    """
+    interface = interface_of(own_host(cluster))
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address; all of 127.0.0.0/8 belongs to the one of 127.0.0.1."""
+    import psutil
+
+    interfaces, address = psutil.net_if_addrs(), "127.0.0.1" if address.startswith("127.") else address
+    return next((name for name, held in interfaces.items() if any(a.address == address for a in held)), None)
+
+
+def redirect_output(log_path: Path) -> None:
+    """Send this process's stdout and stderr, those of its libraries included, to `log_path` (appending)."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,354 @@
+"""Parts of a run alone: generation without a trainer, training without engines, evaluation without either's loop.
+
+Each writes into a directory of its own beside the run's (`NAME-rollout`, `NAME-replay`, `NAME-eval`), so that it
+neither meets a run that is going on nor changes one that is over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mslime import __version__
+from mslime.checks.environment import refuse_without_gpu
+from mslime.checks.resolve import ResolvedRun, resolve
+from mslime.config.cluster import Parts
+from mslime.config.engines import TeacherConfig
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.data.checkpoints import newest, read_manifest, step_directory, steps
+from mslime.data.sample import Group, Sample
+from mslime.data.tokenizer import load_tokenizer
+from mslime.logs import log_file
+from mslime.observe.metrics import free_name
+from mslime.observe.progress import open_progress
+from mslime.rollout.group_files import fitted, group_files, read_groups
+from mslime.rollout.statistics import batch_metrics
+from mslime.run.assemble import SourceNames, assemble, references
+from mslime.run.cluster import resolved_device
+from mslime.run.results import StepShards
+from mslime.run.rollouts import RolloutProcess
+from mslime.run.run import only_run
+from mslime.run.run_checkpoints import export
+from mslime.run.run_directory import owned, write_resolved
+from mslime.run.run_rollouts import RunRollouts
+from mslime.run.session import TrainingRun
+from mslime.run.started import Started
+from mslime.run.stop import StopSignals
+
+EVAL_FILE = "eval.json"
+_WEIGHTS = "exported-"
+SHOWN_GROUPS, SHOWN_CHARACTERS = 3, 400
+
+
+# ---------------------------------------------------------------------------------------------------- engines without
+
+
+class Generation(Started):
+    """The engines and the rollout service of a run, with the weights that the engines start from.
+
+    Attributes:
+        rollouts: the service.
+    """
+
+    def __init__(self, run: ResolvedRun, stop: StopSignals, num_steps: int) -> None:
+        super().__init__(run, stop)
+        self._num_steps = num_steps
+
+    def _start(self) -> None:
+        config, logs = self.config, self._logs
+        self.progress = self._stack.enter_context(open_progress(config.observe.progress, self._num_steps))
+        self.progress.note(f"starting engines on {config.model.path}; logs in {logs}")
+        cluster, watch = self._join_cluster(True, trainers=False)
+        group = self._engine_group(cluster)
+        engines, teachers = self._start_beside(lambda _: None, group, self._engine_group(cluster, "teacher"))
+        self._take_over(group.attached, lambda _: None)
+        self.rollouts = RolloutProcess(self._run, logs / "rollouts.log", watch.check)
+        self._stack.callback(self.rollouts.stop)
+        self.rollouts.start(engines, [], None, 0, teachers)
+        self.rollouts.service.call(RunRollouts.count_as, 0)
+
+
+def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
+    """`mslime rollout`: the groups of `num_steps` steps, into files of `out`. Returns 0.
+
+    Raises:
+        UserError: a user's mistake, or a failed part.
+        Stopped: a signal ended it.
+    """
+    _wants_engines(config, "mslime rollout")
+    if num_steps < 1:
+        raise ConfigError("--steps", num_steps, "must be at least 1", "leave it out for one step")
+    run, console = _resolved(config, "rollout", Parts(trainers=False)), Console()
+    directory = out or run.config.run_dir / "groups"
+    rows: list[dict[str, float]] = []
+    with _owned(run.config) as stop:
+        write_resolved(run.config, run.config.run_dir / "config.yaml")
+        with Generation(run, stop, num_steps) as generation:
+            for step in range(num_steps):
+                rollouts = generation.rollouts
+                collected = rollouts.service.begin(RunRollouts.collect, step, directory)
+                rows.append(rollouts.groups(collected, generation.progress.rollout))
+                generation.progress.step_done(step + 1, rows[-1])
+    last = read_groups(directory / f"step_{num_steps}.npz")
+    tokenizer = load_tokenizer(run.config.model.tokenizer)
+    for group in last.groups[:SHOWN_GROUPS]:
+        prompt = tokenizer.decode(group.samples[0].tokens[: group.samples[0].prompt_length].tolist())
+        _print_group(console, group, prompt)
+    console.print(_rollout_table(rows))
+    console.print(f"{num_steps} step(s) in {directory}; train on them: mslime train RUN.yaml --replay {directory}",
+                  soft_wrap=True, markup=False, highlight=False)  # fmt: skip
+    return 0
+
+
+def _print_group(console: Console, group: Group, prompt: str) -> None:
+    """Its prompt, and the responses with the highest and the lowest reward."""
+    ordered = sorted(group.samples, key=lambda s: s.reward or 0.0, reverse=True)
+    _say(console, f"\ngroup {group.group_id} of {group.source}, label {group.samples[0].label!r}")
+    _say(console, f"  prompt: {_cut(prompt)}")
+    for sample in ordered if len(ordered) == 1 else (ordered[0], ordered[-1]):
+        _say(console, f"  reward {sample.reward:g}, {_described(sample)}: {_cut(sample.response)}")
+
+
+def _described(sample: Sample) -> str:
+    return f"{sample.response_length} tokens, {sample.status.value}"
+
+
+def _cut(text: str) -> str:
+    """In one line, and not too long."""
+    line = repr(text)[1:-1]
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ... ({len(line)} characters)"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+_ROLLOUT_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("groups", "rollout/groups", "{:.0f}"),
+    ("no signal", "reward/zero_variance_groups", "{:.0f}"),
+    ("tokens", "rollout/response_len_mean", "{:.0f}"),
+    ("longest", "rollout/response_len_max", "{:.0f}"),
+    ("truncated", "rollout/truncated", "{:.1%}"),
+    ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
+)
+
+
+def _rollout_table(rows: Sequence[dict[str, float]]) -> Table:
+    return _table("step", {str(i): row for i, row in enumerate(rows, 1)}, _ROLLOUT_COLUMNS)
+
+
+def _table(first: str, rows: dict[str, dict[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first)
+    for label, _, _ in columns:
+        table.add_column(label, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, *(form.format(row[key]) if key in row else "–" for _, key, form in columns))
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ trainer without
+
+
+class Replay(TrainingRun):
+    """A session without engines: it trains on groups of files, publishes no weights and saves no checkpoint."""
+
+    parts: ClassVar[Parts] = Parts(engines=False)
+
+    def __init__(self, run: ResolvedRun, stop: StopSignals, files: dict[int, Path]) -> None:
+        super().__init__(run, stop)
+        self._files, self._source_name = files, SourceNames()
+
+    def take(self, step: int) -> StepShards:
+        """The groups of a file as shards."""
+        begin, path, model, config = self._timeline.now(), self._files[step + 1], self._run.model, self.config
+        stored = read_groups(path)
+        groups = fitted(stored, path, config.train, config.teacher.serves, model)
+        work = assemble(groups, config, stored.version, self._source_name, model)
+        shards = references(work.shards, config.layout, self._layers)
+        end = self._timeline.now()
+        self._timeline.record("driver", "read groups", begin, end, step + 1)
+        waited = {"perf/wait_seconds": end - begin}
+        return StepShards(shards, batch_metrics(groups, stored.version) | work.metrics | waited, b"")
+
+
+def replay(config: RunConfig, directory: Path) -> int:
+    """`mslime train --replay`: train on the groups in `directory`, step by step, at most `train.num_steps`. Returns 0.
+
+    Raises:
+        UserError: a user's mistake, groups that do not fit, or a failed part of the run.
+        Stopped: a signal ended it.
+    """
+    config.refuse_several("mslime train --replay")
+    if config.train.task == "sft":
+        raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
+                          "leave --replay out, or set train.task: rl")  # fmt: skip
+    files = dict(list(group_files(directory).items())[: config.train.num_steps])
+    run = _resolved(config, "replay", Parts(engines=False))
+    with _owned(run.config) as stop:
+        write_resolved(run.config, run.config.run_dir / "config.yaml")
+        with Replay(run, stop, files) as session:
+            for step in (number - 1 for number in files):
+                with session.step(step) as record:
+                    batch = session.take(step)
+                    record.update(batch.metrics)
+                    record.update(session.train(batch.shards))
+    Console(stderr=True).print(f"replayed {len(files)} step(s) of {directory}: {run.config.run_dir}", soft_wrap=True)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(config: RunConfig, checkpoint: str | None) -> int:
+    """`mslime eval`: scores on the held-out sets, as a table and in `eval.json`. Returns 0.
+
+    Args:
+        checkpoint: a training checkpoint's directory, its step, or `newest`; None: the weights of `model.path`.
+
+    Raises:
+        UserError: a user's mistake, or a failed part.
+        Stopped: a signal ended it.
+    """
+    found = evaluated(config, checkpoint)
+    console, metrics = Console(), found.metrics
+    sets = [s.name for s in config.data.eval_sets]
+    rows = {name: {k.removeprefix(f"eval/{name}/"): v for k, v in metrics.items()} for name in sets}
+    passes = sorted({k for row in rows.values() for k in row if k.startswith("pass@")}, key=lambda k: int(k[5:]))
+    columns = [("accuracy", "accuracy", "{:.1%}"), ("reward", "reward", "{:.3f}")]
+    columns += [(k, k, "{:.1%}") for k in passes if k != "pass@1"]
+    columns += [("tokens", "response_len_mean", "{:.0f}"), ("truncated", "truncated", "{:.1%}")]
+    console.print(_table("set", rows, [*columns, ("seconds", "seconds", "{:.1f}")]))
+    _say(console, f"weights: {found.weights}; written to {found.path}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What an evaluation found.
+
+    Attributes:
+        weights: the model, or the training checkpoint.
+        step: that the checkpoint continues at; None for a model.
+        metrics: `eval/<set>/...`.
+        path: the file that says the same.
+    """
+
+    weights: Path
+    step: int | None
+    metrics: dict[str, float]
+    path: Path
+
+
+def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
+    """Evaluate, and write `eval.json`; see `evaluate`."""
+    _wants_engines(config, "mslime eval")
+    if not config.data.eval_sets:
+        raise ConfigError("data.eval_sets", [], "there is nothing to evaluate on",
+                          "name held-out files: data: {eval_sets: [{name: test, path: test.jsonl}]}")  # fmt: skip
+    source = _checkpoint(config, checkpoint) if checkpoint is not None else None
+    config = _alone(resolved_device(config), "eval")
+    # Its scores are for training only.
+    config = config.model_copy(update={"teacher": TeacherConfig()})
+    refuse_without_gpu(config.cluster)
+    with _owned(config) as stop, _weights(config, source) as served:
+        run = resolve(served, Parts(trainers=False))
+        write_resolved(config, config.run_dir / "config.yaml")
+        with Generation(run, stop, 1) as generation:
+            found = generation.rollouts.service.call(RunRollouts.evaluate)
+    step = read_manifest(source).extra.get("next_step") if source is not None else None
+    scores = Scores(source or config.model.path, step, found.metrics, config.run_dir / EVAL_FILE)
+    _write_scores(scores, found.end - found.begin)
+    return scores
+
+
+def _write_scores(scores: Scores, seconds: float) -> None:
+    """Write `eval.json`; an earlier one is kept under a numbered name."""
+    said: dict[str, Any] = {
+        "weights": str(scores.weights), "step": scores.step, "metrics": scores.metrics, "seconds": round(seconds, 3),
+        "time": round(time.time(), 3), "mslime": __version__,
+    }  # fmt: skip
+    if scores.path.exists():
+        scores.path.rename(free_name(scores.path))
+    scores.path.write_text(json.dumps(said, indent=1) + "\n")
+
+
+@contextmanager
+def _weights(config: RunConfig, checkpoint: Path | None) -> Iterator[RunConfig]:
+    """The configuration with a model that engines can load: a checkpoint's weights are exported for so long."""
+    for left in config.run_dir.glob(f"{_WEIGHTS}*"):  # by one that was killed: the directory is ours
+        shutil.rmtree(left)
+    if checkpoint is None:
+        yield config
+        return
+    directory = config.run_dir / f"{_WEIGHTS}{checkpoint.name}"
+    try:
+        export(config, checkpoint, directory)
+        model = {"path": directory, "tokenizer_path": config.model.tokenizer}
+        yield config.model_copy(update={"model": config.model.model_copy(update=model)})
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _checkpoint(config: RunConfig, text: str) -> Path:
+    """The training checkpoint that `--checkpoint` names."""
+    if config.sglang.urls:
+        raise ConfigError(
+            "--checkpoint", text, "servers that run already (sglang.urls) serve what they were started with",
+            "export it with `mslime convert run`, start a server on that, and leave --checkpoint out; or let mslime "
+            "launch the engines (no sglang.urls)",
+        )  # fmt: skip
+    root = config.run_dir / "checkpoints"
+    known = [path.name.removeprefix("step_") for path in steps(root)]
+    if text == "newest":
+        found = newest(root)
+        if found is None:
+            raise ConfigError("--checkpoint", text, f"{root} holds no checkpoint",
+                              "name one by its directory, or leave --checkpoint out for model.path")  # fmt: skip
+        return found
+    found = step_directory(root, int(text)) if text.isdecimal() else Path(text)
+    if not (found / "manifest.json").is_file():
+        raise ConfigError("--checkpoint", text, f"{found} is no checkpoint: it has no manifest.json", "name a "
+                          f"directory, newest, or a step of {root}: {', '.join(known) or 'none yet'}")  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- together
+
+
+def _wants_engines(config: RunConfig, command: str) -> None:
+    config.refuse_several(command)
+    if config.train.task == "sft":
+        raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
+                          "add --train.task rl, and a reward if there is none")  # fmt: skip
+
+
+@contextmanager
+def _owned(config: RunConfig) -> Iterator[StopSignals]:
+    """The run directory is this process's, signals are followed, and what is done is logged."""
+    log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
+    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
+        yield stop
+
+
+def _alone(config: RunConfig, what: str) -> RunConfig:
+    return config.model_copy(update={"name": f"{config.name}-{what}"})
+
+
+def _resolved(config: RunConfig, what: str, parts: Parts) -> ResolvedRun:
+    """The run under a name of its own, checked as far as these parts go."""
+    config = _alone(resolved_device(config), what)
+    refuse_without_gpu(config.cluster)
+    return resolve(config, parts)

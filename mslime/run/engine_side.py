@@ -1,0 +1,114 @@
+"""The engines that a rollout service has around it: their clients, which it checks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from mslime.config.dtypes import engine_dtype
+from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.resolved import served_lora
+from mslime.logs import hide
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.client import EngineClient
+    from mslime.backends.sglang.handshake import Needs
+    from mslime.backends.sglang.pool import EnginePool
+    from mslime.backends.sglang.server import EngineAddress
+    from mslime.checks.resolve import ResolvedRun
+    from mslime.config.errors import EngineError
+    from mslime.config.model_facts import ModelFacts
+    from mslime.config.schema import RunConfig
+
+_log = logging.getLogger(__name__)
+GREET_S = 15.0
+"""For an engine's first answers to control calls, of which the others know that they take milliseconds."""
+
+
+class EngineSide:
+    """Engines are met before a service is opened, and left after it was closed.
+
+    Args:
+        config: of the run, or what one of several managers has of it.
+
+    Attributes:
+        pool: the engines, once they were met.
+    """
+
+    pool: EnginePool
+    _needs: Needs
+
+    def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
+        self._run, self._config = run, config
+
+    async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
+        """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
+        from mslime.backends.sglang.handshake import Needs, handshake_all
+        from mslime.backends.sglang.pool import EnginePool
+
+        run, r = self._run, self._config.rollout
+        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
+        clients = self._clients(addresses, run.model)
+        self._needs = Needs(
+            bool(run.replayed_layers), architectures=(run.family.architecture,),
+            dtype=engine_dtype(self._config, run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
+            memory=self._config.colocated, lora=served_lora(self._config, run.adapted_modules),
+            truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
+        )  # fmt: skip
+        refused_input = await handshake_all(clients, self._needs)
+        self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
+        return refused_input
+
+    async def greet(self, address: EngineAddress) -> None:
+        """Check an engine that is new, was started again or answers again, and let it take part from the next weight
+        update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
+        from mslime.backends.sglang.client import EngineDied
+        from mslime.backends.sglang.handshake import handshake
+        from mslime.config.base import ENGINE_TAGS
+        from mslime.run.attached import make_clean
+
+        hide(address.keys.api, address.keys.admin)
+        limits = self._config.deadlines
+        (client,) = self._clients([address], self._run.model)
+        try:
+            async with asyncio.timeout(limit_s := limits.engine_start_s):
+                if not await client.answers():
+                    raise client.error("/ready", "nobody answers", EngineDied)
+                # One that hangs is not to hold up the sync for long.
+                client.deadlines = limits.controls_within(GREET_S)
+                await make_clean(client)
+                client.deadlines = limits
+                if self._needs.memory:  # it may have been given up while it slept
+                    await client.hold_memory(ENGINE_TAGS)
+                await handshake(client, self._needs)
+                await client.pause(self._config.rollout.pause_mode)
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, TimeoutError):
+                raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
+            raise
+        await self.pool.admit(client)
+
+    async def leave_out(self, urls: Collection[str], why: str) -> None:
+        """See `EnginePool.leave_out`."""
+        self.pool.leave_out(urls, why)
+
+    async def dead(self) -> dict[str, EngineError]:
+        """Dead engines by name, with what killed them; see `EnginePool.missing`."""
+        return self.pool.missing
+
+    async def stranded(self) -> bool:
+        """See `EnginePool.stranded`."""
+        return self.pool.stranded
+
+    def _clients(self, addresses: Sequence[EngineAddress], model: ModelFacts) -> list[EngineClient]:
+        from mslime.backends.sglang.pair import client_of
+
+        return [client_of(address, self._config.deadlines, model) for address in addresses]
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self.pool.close()

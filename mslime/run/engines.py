@@ -1,0 +1,448 @@
+"""The engine group: one Ray actor per SGLang server, which it launches on its own node and ends with itself.
+
+A run has one group that generates, and one of teachers when `teacher` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mslime.config.errors import ConfigError, EngineError, TrainerError, UserError
+from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
+from mslime.config.resolved import Role, ServerSpec, engine_spec, teacher_spec
+from mslime.config.schema import RunConfig
+from mslime.logs import hide, log_process, phase
+from mslime.run.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
+from mslime.run.placement import ActorPlacement
+from mslime.run.ray_calls import POLL_SECONDS, call, gather
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+    from mslime.checks.resolve import ResolvedRun
+
+_log = logging.getLogger(__name__)
+STOP_SECONDS = 20.0
+PART_SECONDS = 60.0
+"""For another machine of a server to do as it is told."""
+BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 15.0, 120.0
+"""A server waits for its second start again, and twice as long for its third: what it needs may come back."""
+SAY_AGAIN_SECONDS = 30.0
+"""A phase that lasts is told again after so long."""
+
+
+def _begin_actor(config: RunConfig, name: str, log_dir: str, keys: EngineKeys) -> str:
+    """In the process around a server, or a part of one: its own log, its interface. Its address."""
+    redirect_output(Path(log_dir) / f"{name}_actor.log")
+    log_process(f"{name} actor", config.observe.log_level)
+    hide(keys.api, keys.admin)
+    _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
+    use_own_interface(config.cluster)
+    return own_host(config.cluster)
+
+
+class PartActor:
+    """Launches a server's part on another machine than its first, when that says so. It dies with this process."""
+
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys, routes: bool,
+        gpus: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        host = _begin_actor(config, f"{spec.role}{index}_part{rank}", log_dir, keys)
+        from mslime.backends.sglang.server import ServerPart
+
+        self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
+
+    def launch(self, meeting: str) -> None:
+        """See `ServerPart`, as for the next two."""
+        with phase(_log, f"starting the part that connects to the first at {meeting}"):
+            self._part.launch(meeting)
+
+    def check(self) -> None:
+        self._part.check()
+
+    def stop(self) -> None:
+        with phase(_log, "stopping the part"):
+            self._part.stop()
+
+
+def _of_engine(error: UserError) -> EngineError:
+    """What went wrong in an actor of an engine, which counts as its failure."""
+    return EngineError(error.field, error.value, error.rule, error.way_out)
+
+
+class RemotePart:
+    """An `OtherMachine` in the hands of a `PartActor`."""
+
+    def __init__(self, actor: Any, name: str, log_path: str) -> None:
+        self._actor, self._name, self._log = actor, name, log_path
+
+    def launch(self, meeting: str) -> None:
+        self._call(self._actor.launch.remote(meeting))
+
+    def check(self) -> None:
+        self._call(self._actor.check.remote())
+
+    def stop(self) -> None:
+        """Ends nothing more than it can: an actor that is gone took its part with it."""
+        with suppress(EngineError, TrainerError):
+            self._call(self._actor.stop.remote())
+
+    def _call(self, ref: ray.ObjectRef) -> None:
+        try:
+            call(ref, self._name, "engine start", PART_SECONDS, self._log)
+        except TrainerError as error:  # its actor is gone, or says nothing
+            raise _of_engine(error) from error
+
+
+class PrefillActor:
+    """Launches the half of a pair that prefills. The server dies with this process."""
+
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        gpus: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        host = _begin_actor(config, f"{spec.role}{index}_prefill", log_dir, keys)
+        from mslime.backends.sglang.server import ServerProcess
+
+        self._server = ServerProcess(
+            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, half="prefill"
+        )
+
+    def start(self) -> EngineAddress:
+        """See `EngineActor`, as for the next one."""
+        with phase(_log, "starting the server"):
+            return self._server.start()
+
+    def stop(self) -> None:
+        with phase(_log, "stopping the server"):
+            self._server.stop()
+
+
+class EngineActor:
+    """Launches one server, or a pair, and watches it. The server dies with this process, whatever ends it.
+
+    Args:
+        parts: on the server's other machines a `PartActor` each, in order; or of a pair, the `PrefillActor`.
+        gpus: that the server may use; None: what Ray gives this process.
+    """
+
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        parts: Sequence[Any] = (), gpus: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
+        from mslime.backends.sglang.server import ServerProcess
+
+        pair = spec.settings.pairs is not None
+        self._prefill = parts[0] if pair else None
+        self._prefill_name, self._start_s = f"{name}_prefill", spec.start_s
+        self._prefill_log = str(Path(log_dir) / f"{self._prefill_name}.log")
+        others = [
+            RemotePart(part, f"{name}_part{rank}", str(Path(log_dir) / f"{name}_part{rank}.log"))
+            for rank, part in enumerate(() if pair else parts, 1)
+        ]
+        self._server = ServerProcess(
+            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, others=others,
+            half="decode" if pair else None,
+        )  # fmt: skip
+
+    def start(self) -> EngineAddress:
+        """Launch and wait until it serves; a pair, until both halves do."""
+        with phase(_log, "starting the server"):
+            address = self._server.start() if self._prefill is None else self._start_pair(self._prefill)
+        _log.info("serving at %s, log in %s", address.url, address.log_path)
+        return address
+
+    def _start_pair(self, prefill: Any) -> EngineAddress:
+        """Both halves at the same time; none is left when one does not start."""
+        other = prefill.start.remote()
+        try:
+            address = self._server.start()
+            return replace(
+                address, prefill=call(other, self._prefill_name, "engine start", self._start_s, self._prefill_log)
+            )
+        except UserError as error:
+            self.stop()
+            raise error if isinstance(error, EngineError) else _of_engine(error) from error
+
+    def start_again(self, wait_s: float) -> EngineAddress:
+        """Launch another server in the place of one that died, after so long; of a pair, both."""
+        self.stop()
+        time.sleep(wait_s)
+        return self.start()
+
+    def phase(self) -> str:
+        """What the starting server is doing; answered beside `start`."""
+        return self._server.phase()
+
+    def stop(self) -> None:
+        """End the server and its children, or what is left of them; of a pair, both."""
+        with phase(_log, "stopping the server"):
+            self._server.stop()
+        if self._prefill is not None:
+            with suppress(EngineError, TrainerError):  # an actor that is gone took its server with it
+                call(self._prefill.stop.remote(), self._prefill_name, "engine stop", PART_SECONDS, self._prefill_log)
+
+
+class EngineGroup:
+    """All engines of a run, or all teachers: launched, or attached to by URL.
+
+    Args:
+        log_dir: of the servers and of the processes around them.
+
+    Attributes:
+        role: what each of them is called, with its number.
+    """
+
+    def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
+        config, routes = run.config, role == "engine" and bool(run.replayed_layers)
+        settings = config.teacher if role == "teacher" else config.sglang
+        count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
+        self._config, self._urls, self._adapted = config, settings.urls, run.adapted_modules
+        self.role: Role = role
+        self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
+        hide(self._keys.api, self._keys.admin)
+        self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
+        self._actors: dict[str, Any] = {}
+        self._parts: dict[str, list[Any]] = {}  # on the other machines of a server, or of the other half of a pair
+        self._places: dict[str, list[ActorPlacement]] = {}
+        self._free_places: list[list[ActorPlacement]] = []
+        self._waiting: list[str] = []
+        self._may_start = True
+        self._starting: dict[str, ray.ObjectRef] = {}
+        self._restarts = Counter[str]()
+        self._made = 0
+        self.log_paths: dict[str, str] = {}
+        self.addresses: list[EngineAddress] = []
+        for _ in range(0 if self._urls else count):
+            self._make(cluster.engine_places(self._made, role))
+
+    def _make(self, places: list[ActorPlacement]) -> str:
+        """Processes for one more engine, one on each of its machines, or for each half of a pair; its name."""
+        name, index = f"{self.role}{self._made}", self._made
+        self._made += 1
+        of_teacher = self.role == "teacher"
+        spec = teacher_spec(self._config) if of_teacher else engine_spec(self._config, self._adapted)
+        logs = str(self._log_dir)
+        pair, rest = spec.settings.pairs is not None, places[1:]
+        self._parts[name] = parts = [
+            remote_class(PrefillActor).options(**each.options).remote(
+                self._config, spec, index, logs, self._keys, self._routes, each.gpus
+            )
+            if pair
+            else remote_class(PartActor).options(**each.options).remote(
+                self._config, spec, index, rank, logs, self._keys, self._routes, each.gpus
+            )
+            for rank, each in enumerate(rest, 1)
+        ]  # fmt: skip
+        remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
+        made = remote.options(**places[0].options).remote(
+            self._config, spec, index, logs, self._keys, self._routes, parts, places[0].gpus
+        )
+        self._places[name] = places
+        self._actors[name], self.log_paths[name] = made, str(self._log_dir / f"{name}.log")
+        return name
+
+    def begin_start(self) -> dict[str, ray.ObjectRef]:
+        """Start all servers without waiting, so that trainers can start beside them."""
+        return {name: actor.start.remote() for name, actor in self._actors.items()}
+
+    def watch_start(self, starting: dict[str, ray.ObjectRef], say: Callable[[str], None]) -> Callable[[], None]:
+        """What to call now and then while they start: says what each is doing when that changes, or lasts.
+
+        It raises EngineError as soon as a server has failed to start, also while something else is waited for.
+        """
+        asked: dict[str, ray.ObjectRef] = {}
+        said: dict[str, tuple[str, float]] = {}
+
+        def poll() -> None:
+            for name in starting:
+                actor = self._actors[name]
+                if ray.wait([starting[name]], timeout=0)[0]:
+                    call(starting[name], name, f"{self.role} start", 1.0, self.log_paths[name])
+                    continue
+                if name in asked and ray.wait([asked[name]], timeout=0)[0]:
+                    phase = str(call(asked.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
+                    doing, when = phase.partition(",")[0], time.monotonic()
+                    before, at = said.get(name, ("", 0.0))
+                    if doing != before or when - at > SAY_AGAIN_SECONDS:
+                        said[name] = (doing, when)
+                        say(f"{name}: {phase}")
+                if name not in asked:
+                    asked[name] = actor.phase.options(concurrency_group="progress").remote()
+
+        return poll
+
+    def finish_start(
+        self, starting: dict[str, ray.ObjectRef], on_wait: Callable[[], None] | None = None
+    ) -> list[EngineAddress]:
+        """Wait until every server serves. Raises EngineError with the end of the log of the one that does not."""
+        from mslime.backends.sglang.server import attach
+
+        if self._urls:
+            self.addresses = [attach(url, i, self.role, self._keys) for i, url in enumerate(self._urls)]
+            self._made = len(self._urls)
+        else:
+            deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
+            self.addresses = list(gather(starting, f"{self.role} start", deadline, self.log_paths, on_wait).values())
+        return self.addresses
+
+    # ------------------------------------------------------------------------------------ after a session has ended
+
+    @property
+    def attached(self) -> list[Endpoint]:
+        """Of the engines that somebody else runs."""
+        return [address.endpoint for address in self.addresses if not self.launched(address.name)]
+
+    def replace(self, unsound: Collection[str]) -> None:
+        """Start these engines again, and whoever is launched and not there; let those go that somebody else runs."""
+        self.addresses = [address for address in self.addresses if address.name not in unsound]
+        there = {address.name for address in self.addresses}
+        self._restarts.clear()
+        for name in self._actors:
+            if name not in there and name not in self.starting:
+                self.start_again(name)
+
+    def wait_for_one(self, on_wait: Callable[[], None]) -> None:
+        """Return when an engine is there. Raises EngineError or TrainerError when none comes.
+
+        Args:
+            on_wait: called a few times a second.
+        """
+        failed: UserError | None = None
+        while not self.addresses:
+            for found in self.started().values():
+                if isinstance(found, UserError):
+                    failed = found
+                else:
+                    self.take(found)
+            if self.addresses:
+                return
+            if not self.starting:
+                raise failed or EngineError(f"{self.role}s", "none", "no server is left, and none is being started",
+                                            f"read the logs in {self._log_dir}")  # fmt: skip
+            on_wait()
+            time.sleep(POLL_SECONDS)
+
+    # ------------------------------------------------------------------------------------------ while the run trains
+
+    @property
+    def starting(self) -> list[str]:
+        """Names of servers that are being started or wait for it, or were and have not been asked for by `started`."""
+        return [*self._starting, *self._waiting]
+
+    def let_start(self, may: bool) -> None:
+        """Whether servers may be started now, as they may at first; those that are to be meanwhile wait for it."""
+        self._may_start = may
+        waiting, self._waiting = (self._waiting, []) if may else ([], self._waiting)
+        for name in waiting:
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Start a server, or another one in its place; once it may."""
+        if not self._may_start:
+            self._waiting.append(name)
+            return
+        actor, before = self._actors[name], self._restarts[name] - 1
+        wait_s = min(max(before, 0) * BACKOFF_SECONDS, MOST_BACKOFF_SECONDS)
+        self._starting[name] = actor.start_again.remote(wait_s) if before >= 0 else actor.start.remote()
+
+    def halt(self, name: str) -> None:
+        """End the server of this name, if mslime has started it, and let nothing of it be left. It may be started
+        again."""
+        if name in self._actors and name not in self.starting:
+            ref = self._actors[name].stop.remote()
+            call(ref, name, "engine stop", STOP_SECONDS + PART_SECONDS, self.log_paths[name])
+
+    @property
+    def launches(self) -> bool:
+        """Whether mslime starts the engines of this run; else they are attached."""
+        return not self._urls
+
+    def launched(self, name: str) -> bool:
+        """Whether mslime launched the engine of this name."""
+        return name in self._actors
+
+    def start_again(self, name: str) -> str:
+        """Begin to start an engine of this name that died; says what comes of that."""
+        if name not in self._actors:
+            return "mslime does not start it"
+        if self._restarts[name] >= self._config.sglang.restarts:
+            return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
+        self._restarts[name] += 1
+        self._begin(name)
+        return "it is started again" if self._may_start else "it is started again when the trainer sleeps"
+
+    def forgive(self, name: str) -> None:
+        """An engine has served well since it was started: what it died of before counts no more."""
+        del self._restarts[name]
+
+    def start_another(self) -> str:
+        """Begin to start one more server; its name. Raises ConfigError when the cluster has no room for it."""
+        name = self._make(self._free_places.pop() if self._free_places else self._cluster.one_more_engine())
+        self._begin(name)
+        return name
+
+    def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
+        """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one, and
+        ConfigError where engines share GPUs with the trainer."""
+        from mslime.backends.sglang.server import attach
+
+        if self._config.colocated:
+            raise ConfigError("attach", url, "engines of this run share the trainer's GPUs (cluster.placement)",
+                              "add engines with --engines N")  # fmt: skip
+        address = attach(url, self._made, self.role, keys)
+        self._made += 1
+        return address
+
+    def started(self) -> dict[str, EngineAddress | EngineError | TrainerError]:
+        """Servers by name that have been started since the last call, or why they could not be."""
+        found: dict[str, EngineAddress | EngineError | TrainerError] = {}
+        for name, ref in list(self._starting.items()):
+            if not ray.wait([ref], timeout=0)[0]:
+                continue
+            del self._starting[name]
+            try:
+                found[name] = call(ref, name, "engine start", 1.0, self.log_paths[name])
+            except (EngineError, TrainerError) as error:
+                found[name] = error
+        return found
+
+    def take(self, address: EngineAddress) -> None:
+        """An engine is one of the run's from now on, or is so at another address."""
+        names = [known.name for known in self.addresses]
+        if address.name in names:
+            self.addresses[names.index(address.name)] = address
+        else:
+            self.addresses.append(address)
+
+    def end(self, name: str) -> None:
+        """Let an engine leave the run: forget it, and end its server if mslime launched it. Its place in the cluster
+        stays the run's, for the next one."""
+        self.addresses = [address for address in self.addresses if address.name != name]
+        self._starting.pop(name, None)
+        self._waiting = [other for other in self._waiting if other != name]
+        if (actor := self._actors.pop(name, None)) is not None:
+            actor.stop.remote()
+            actor.__ray_terminate__.remote()  # when it has stopped
+            for part in self._parts.pop(name):
+                part.__ray_terminate__.remote()
+            self._free_places.append(self._places.pop(name))
+
+    def stop(self) -> None:
+        """End every server, politely first."""
+        stopping = [actor.stop.remote() for actor in self._actors.values()]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS) if stopping else None
+        for actor in (*self._actors.values(), *(part for parts in self._parts.values() for part in parts)):
+            ray.kill(actor, no_restart=True)

@@ -1,0 +1,260 @@
+"""Who generates while the run trains: engines die and come back, are added and let go, all of it at weight syncs.
+
+An engine may have requests only with the run's weights in it, and those it gets in a sync, with all others. So whoever
+is new, was started again or answers again is checked beside the run and admitted to the next sync; who is to leave gets
+no requests from then on, and is left out of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from mslime.config.errors import ConfigError, EngineError, UserError
+from mslime.observe.progress import Progress
+from mslime.run.attached import AttachedEngines
+from mslime.run.endpoint import EngineState, Order, Orders
+from mslime.run.engines import EngineGroup
+from mslime.run.rollouts import RolloutProcess
+from mslime.run.run_engines import RunEngines
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+
+LOOK_EVERY_S = 0.5
+"""While no engine is left."""
+FORGIVEN_AFTER = 10
+"""Weight syncs that an engine takes part in before `sglang.restarts` is counted anew: a run of weeks loses engines, one
+that dies again and again is broken."""
+
+
+class Fleet:
+    """The engines of a run and what becomes of them.
+
+    Args:
+        engines: those that the run began with, and what launches others.
+        attached: takes over engines of others before they are used, and releases them.
+        check: raises when the run is to end.
+
+    Attributes:
+        orders: what is asked of it from outside.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutProcess,
+        engines: EngineGroup,
+        attached: AttachedEngines,
+        check: Callable[[], None],
+        progress: Progress,
+    ) -> None:
+        self._rollouts, self._engines = rollouts, engines
+        self._attached, self._check, self._progress = attached, check, progress
+        self.orders = Orders()
+        self._passed = Counter[str]()  # syncs since an engine was gone
+        self._states = {
+            a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
+        } | {name: EngineState(name, "", True, "starting") for name in engines.starting}
+        self._show()
+
+    @property
+    def size(self) -> int:
+        """How many engines the run has, dead ones and those that are being started included."""
+        return len(self._states)
+
+    # --------------------------------------------------------------------------------------------------- at a sync
+
+    def tend(self) -> bool:
+        """Before the engines are paused for a sync: take those that have been started, that answer again or that are
+        attached, start those again that died, let those leave that are not wanted. Whether any joined."""
+        for number, order in self.orders.take():
+            try:
+                told = self._obey(order)
+            except UserError as error:
+                told = f"refused: {error}"
+            self._progress.note(f"asked for {order.describe()}: {told.splitlines()[0]}")
+            self._show()
+            self.orders.tell(number, told)
+        self._take_started()
+        for name, why in self._rollouts.engines.call(RunEngines.dead).items():
+            self._look_after(name, why)
+        self._show()
+        return any(state.state == "joining" for state in self._states.values())
+
+    def _take_started(self) -> None:
+        """Greet servers that have been started, and start those again that were in vain."""
+        for name, found in (started := self._engines.started()).items():
+            how = "is back" if self._states[name].why else "joins"
+            failure = found if isinstance(found, UserError) else self._greet(found, how)
+            if failure is not None:
+                self._start_again(name, f"{name} could not be started ({failure.brief})", failure)
+        if started:
+            self._show()
+
+    def lost(self, gone: Mapping[str, str]) -> None:
+        """Engines that a sync goes on without, and what they died of."""
+        for name, why in gone.items():
+            if name in self._states and self._states[name].state in ("serving", "joining"):
+                self._start_again(name, f"{name} is gone ({why})", why)
+        self._show()
+
+    def reject(self, urls: Collection[str], error: UserError) -> None:
+        """Engines that are new cannot be given weights, which is no failure of the others. Raises UserError when one of
+        them cannot be spared."""
+        for name in [name for name, state in self._states.items() if state.url in urls]:
+            self._rollouts.engines.call(RunEngines.retire, name)
+            what = f"{name} cannot be given weights ({error.brief})"
+            if self._states[name].launched:
+                self._start_again(name, what, error)
+            else:
+                self._progress.note(what)
+                self._forget(name)
+        self._show()
+
+    def settled(self) -> None:
+        """A sync is over: who joined has the weights, and who was to leave has left."""
+        for name, state in list(self._states.items()):
+            if state.state in ("joining", "serving"):
+                state.state = "serving"
+                state.syncs += 1
+                if state.syncs == FORGIVEN_AFTER:
+                    self._engines.forgive(name)
+            elif state.state == "leaving":
+                self._forget(name)
+        self._show()
+
+    def revive(self, error: EngineError) -> None:
+        """No engine is left, or none of a rollout manager's: wait until there is one that a sync can give weights to,
+        for each manager. Raises `error` when none can come back."""
+        dead = self._rollouts.engines.call(RunEngines.dead)
+        others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
+        what = "a rollout manager has no engine left" if others else "no engine is left"
+        self._progress.note(f"{what} ({error.brief})")
+        while True:
+            self.tend()
+            if not self._rollouts.engines.call(RunEngines.stranded):
+                return
+            if not self._engines.starting:
+                raise error
+            self._check()
+            time.sleep(LOOK_EVERY_S)
+
+    # ---------------------------------------------------------------------------------------------------- one engine
+
+    def _look_after(self, name: str, why: str) -> None:
+        """An engine that is dead to the rollout service: take it if it answers, for only a connection may have broken;
+        start it again if it does not."""
+        state = self._states.get(name)
+        if state is None or state.state in ("starting", "joining", "leaving"):
+            return
+        if state.state == "gone" and (state.launched or not self._is_due(name)):
+            return  # it has been started again as often as it may; or it was asked a moment ago
+        address = self._address(name)
+        assert address is not None, "a dead engine had an address"
+        if self._greet(address, "answers again") is not None and state.state != "gone":
+            self._start_again(name, f"{name} is gone ({why})", why)
+
+    def _is_due(self, name: str) -> bool:
+        """Whether to ask an attached engine that is gone: ever more rarely, since one that hangs delays the sync."""
+        self._passed[name] += 1
+        return self._passed[name].bit_count() == 1
+
+    def _greet(self, address: EngineAddress, how: str) -> EngineError | None:
+        """Admit an engine to the next sync; what is wrong with it."""
+        try:
+            self._rollouts.engines.call(RunEngines.greet, address)
+        except EngineError as error:
+            return error
+        self._engines.take(address)
+        del self._passed[address.name]
+        launched = self._engines.launched(address.name)
+        self._states[address.name] = EngineState(address.name, address.url, launched, "joining")
+        self._progress.note(f"{address.name} {how} at {address.url}")
+        return None
+
+    def _start_again(self, name: str, what: str, why: object) -> None:
+        what_now = self._engines.start_again(name)
+        state = self._states[name]
+        state.state = "starting" if name in self._engines.starting else "gone"
+        state.why = why.brief if isinstance(why, UserError) else str(why)
+        self._progress.note(f"{what}: {what_now}")
+
+    # ------------------------------------------------------------------------------------------------------- orders
+
+    def _obey(self, order: Order) -> str:
+        """Do what somebody asked; what comes of it. Raises UserError when it cannot be done."""
+        if order.engines is not None:
+            return self._scale(order.engines)
+        if order.attach:
+            return self._attach(order)
+        return self._drain(order.drain)
+
+    def _scale(self, engines: int) -> str:
+        for name in [name for name, state in self._states.items() if state.launched and state.state == "gone"]:
+            self._retire(name)  # others take its place
+        mine = [name for name, state in self._states.items() if state.launched and state.state != "leaving"]
+        if not self._engines.launches:
+            raise ConfigError(
+                "engines", engines, "the engines of this run are attached ones (sglang.urls)",
+                "use --attach and --drain",
+            )  # fmt: skip
+        if len(mine) == engines:
+            return f"there are {engines} already"
+        for name in reversed(mine[engines:]):
+            self._retire(name)
+        names = [self._launch() for _ in range(engines - len(mine))]
+        return f"starting {', '.join(names)}" if names else f"{', '.join(mine[engines:])} will leave"
+
+    def _launch(self) -> str:
+        name = self._engines.start_another()
+        self._states[name] = EngineState(name, "", True, "starting")
+        return name
+
+    def _attach(self, order: Order) -> str:
+        if order.attach in (urls := [state.url for state in self._states.values()]):
+            raise ConfigError("attach", order.attach, "is an engine of this run", f"its engines: {', '.join(urls)}")
+        address = self._engines.attach(order.attach, order.keys)
+        self._attached.add(address.endpoint)
+        if (failure := self._greet(address, "joins")) is not None:
+            self._attached.release(address.endpoint)
+            raise failure
+        return f"it is {address.name}"
+
+    def _drain(self, which: str) -> str:
+        for name, state in self._states.items():
+            if which in (name, state.url):
+                self._retire(name)
+                return f"{name} will leave"
+        known = ", ".join(f"{state.name} ({state.url})" for state in self._states.values())
+        raise ConfigError("drain", which, "is no engine of this run", f"its engines: {known}")
+
+    def _retire(self, name: str) -> None:
+        """Let an engine leave. Raises ConfigError for the last one that serves."""
+        state = self._states[name]
+        serves = [s.name for s in self._states.values() if s.state in ("serving", "joining")]
+        if serves == [name]:
+            raise ConfigError("drain", name, "no other engine serves now, and a run needs one", "add another one first")
+        if state.state == "leaving":
+            return
+        self._rollouts.engines.call(RunEngines.retire, name)
+        if name in serves:
+            state.state = "leaving"
+        else:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        address = self._address(name)
+        if address is not None and not self._states[name].launched:
+            self._attached.release(address.endpoint)
+        self._engines.end(name)
+        del self._states[name]
+        self._progress.note(f"{name} has left")
+
+    def _address(self, name: str) -> EngineAddress | None:
+        """Where an engine is; None while it is started for the first time."""
+        return next((address for address in self._engines.addresses if address.name == name), None)
+
+    def _show(self) -> None:
+        self.orders.show(list(self._states.values()))

@@ -1,0 +1,81 @@
+"""The loop. One for synchronous, one-step-ahead and asynchronous training: `rollout.max_staleness` is the difference.
+
+A step takes finished groups from the rollout service, trains on them, and publishes new weights; the service decides
+what is generated meanwhile and what is too old to train on. What each line does is in the rooms; the order is here.
+"""
+
+from __future__ import annotations
+
+from mslime.config.schema import RunConfig
+from mslime.run.session import TrainingRun
+
+
+def train_rl(session: TrainingRun) -> None:
+    """Reinforcement learning from `session.first_step` to `train.num_steps`."""
+    config = session.config
+    with session.rescuing():
+        session.publish_weights(version=session.first_step)
+        if _evaluation_owed(session):
+            session.evaluate(step=session.first_step)
+        for step in range(session.first_step, config.train.num_steps):
+            with session.step(step) as record:
+                batch = session.take(step)
+                record.update(batch.metrics)
+                record.update(session.train(batch.shards, batch.watched))
+                record.update(session.evaluated())  # of the weights that are now replaced
+                record.update(session.publish_weights(version=step + 1))
+                if evaluation_due(config, step):
+                    record.update(session.evaluate(step=step + 1))
+            _keep(session, step)
+        session.finish()
+
+
+def train_sft(session: TrainingRun) -> None:
+    """Supervised training on the same trainer; no engine is started."""
+    config = session.config
+    with session.rescuing():
+        if _evaluation_owed(session):
+            session.held_out_loss(step=session.first_step)
+        for step in range(session.first_step, config.train.num_steps):
+            with session.step(step) as record:
+                record.update(session.train(session.supervised_batch()))
+                record.update(session.rows_metrics())
+                if evaluation_due(config, step):
+                    record.update(session.held_out_loss(step=step + 1))
+            _keep(session, step)
+        session.finish()
+
+
+def _keep(session: TrainingRun, step: int) -> None:
+    """What is written after a step: a checkpoint, and a Hugging Face checkpoint beside the run."""
+    if save_due(session.config, step):
+        session.save(next_step=step + 1)
+    if _multiple(session.config.checkpoint.hf_every, step):
+        session.export_hf(session.config.run_dir / f"hf_step_{step + 1}")
+
+
+def save_due(config: RunConfig, step: int) -> bool:
+    """Whether a checkpoint follows `step` (0-based): every so many steps, and after the last one in any case."""
+    return _is_last(config, step) or _multiple(config.checkpoint.save_every, step)
+
+
+def evaluation_due(config: RunConfig, step: int) -> bool:
+    """Whether an evaluation follows `step` (0-based): every so many steps and after the last one, or never."""
+    every = config.observe.eval_every
+    return every > 0 and (_is_last(config, step) or _multiple(every, step))
+
+
+def _evaluation_owed(session: TrainingRun) -> bool:
+    """Whether the weights that the session begins with are to be evaluated: those of a new run, or those that an
+    earlier session was stopped with before their scores were there."""
+    config, done = session.config, session.first_step
+    due = evaluation_due(config, done - 1) if done else config.observe.eval_at_start
+    return due and not session.has_scores(done)
+
+
+def _multiple(every: int, step: int) -> bool:
+    return every > 0 and (step + 1) % every == 0
+
+
+def _is_last(config: RunConfig, step: int) -> bool:
+    return step + 1 == config.train.num_steps

@@ -1,0 +1,157 @@
+"""After a weight sync: do engines and trainer say the same of a fixed text?
+
+Engines add tokens of their own to it, which the trainer scores with the rest. While they do, it scores what they added
+the last time, and needs no second pass where that is what they add.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.errors import sync_error
+from mslime.config.model_facts import ModelFacts
+from mslime.data.probe import SAME_ROUTES, Probed, ProbeDifferences, routes_of
+from mslime.run.ranks import Span
+from mslime.run.rollouts import RolloutProcess
+from mslime.run.run_rollouts import RunRollouts
+from mslime.run.sharing import Apart
+from mslime.run.trainers import TrainerGroup
+
+WAY_OUT = (
+    "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
+    "see docs/weight_sync.md, section Probe; weights.probe_tolerance allows more, weights.verify: first does without"
+)
+
+Score: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int16] | None]
+"""What the trainer says of a text: [T] log-probs, [T, MoE layers, top-k] experts."""
+Scores: TypeAlias = dict[bytes, Score]
+"""By the bytes of the text's token ids."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A probe that went well.
+
+    Attributes:
+        worst: the largest difference in log-probs, and the smallest share of equal routes, among the engines.
+        seconds: for which the engines waited.
+        spans: when each rank was busy with it.
+    """
+
+    worst: ProbeDifferences
+    seconds: float
+    spans: Mapping[str, Span]
+
+    def metrics(self) -> dict[str, float]:
+        """Named as in `metrics.jsonl`."""
+        return {
+            "weights/probe_seconds": self.seconds,
+            "weights/probe_log_probs": self.worst.log_probs,
+            "weights/probe_routes": self.worst.routes,
+        }
+
+
+class WeightProbe:
+    """Asks engines, which are paused before and after, and trainer.
+
+    Args:
+        tolerance: nats, see `data.probe.ProbeDifferences`.
+        memory: whose turn it is on shared GPUs.
+        follows: whether the trainer's routers can be given the engines' routes (`train.replay: r3`).
+    """
+
+    def __init__(
+        self, rollouts: RolloutProcess, trainers: TrainerGroup, tolerance: float, memory: Apart, model: ModelFacts,
+        *, follows: bool,
+    ) -> None:  # fmt: skip
+        self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
+        self._model, self._follows = model, follows
+        self._expected: list[NDArray[np.int32]] = []  # texts with the tokens that engines added the last time
+
+    def ask(self, version: int) -> Answered | None:
+        """Ask all, after the engines were stamped with this version; None where no engine has an answer.
+
+        Raises:
+            WeightSyncError: an engine differs by more than rounding does; it names all that do.
+            EngineError: all engines refuse. EngineDied: none is left. TrainerError: a rank is gone.
+        """
+        begin = time.monotonic()
+        self._memory.enter("generate")
+        found, known, spans = self._answers(version)
+        if not found:
+            return None
+        self._memory.enter("send")
+        texts = {each.tokens.tobytes(): each for each in found.values()}  # most engines add the same tokens
+        if missing := [each.tokens for key, each in texts.items() if key not in known]:
+            scored, spans = self._trainers.probe(missing)
+            known |= _by_text(missing, scored)
+        self._expected = [each.tokens for each in texts.values()]
+        expected = {key: Probed(each.tokens, each.given, *known[key]) for key, each in texts.items()}
+        apart = {url: ProbeDifferences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
+        apart |= self._by_their_routes(
+            {url: found[url] for url, each in apart.items() if self._is_doubtful(each)}, apart
+        )
+        self._check(version, {url: each for url, each in apart.items() if each.too_large(self._tolerance)})
+        worst = ProbeDifferences(
+            max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values())
+        )
+        return Answered(worst, time.monotonic() - begin, spans)
+
+    def _answers(self, version: int) -> tuple[Mapping[str, Probed], Scores, Mapping[str, Span]]:
+        """What engines say; and what the trainer says meanwhile, on GPUs of its own, of what they added the last time:
+        weights that have moved a little mostly add the same."""
+        if self._memory.shared or not self._expected:
+            return self._rollouts.service.call(RunRollouts.probe, version), {}, {}
+        with ThreadPoolExecutor(1) as beside:
+            scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # whose turn it is, too
+            found = self._rollouts.service.call(RunRollouts.probe, version)  # where it raises, the ranks are waited for
+            scored, spans = scoring.result()
+        return found, _by_text(self._expected, scored), spans
+
+    def _is_doubtful(self, apart: ProbeDifferences) -> bool:
+        """Whether the log-probs may differ because rounding chose other experts for some tokens."""
+        return self._follows and apart.too_large(self._tolerance) and SAME_ROUTES <= apart.routes < 1
+
+    def _by_their_routes(
+        self, doubtful: Mapping[str, Probed], apart: Mapping[str, ProbeDifferences]
+    ) -> dict[str, ProbeDifferences]:
+        """Differences to what the trainer says where its routers follow each engine's own.
+
+        One other expert of an early token reaches all tokens after it, and so the median.
+        """
+        found = {url: each for url, each in doubtful.items() if each.may_be_followed(self._model.num_experts)}
+        if not found:
+            return {}
+        routes = routes_of(list(found.values()), self._model.moe_layer_ids, self._model.num_experts)
+        scored, _ = self._trainers.probe([each.tokens for each in found.values()], routes)
+        return {
+            url: replace(
+                apart[url], log_probs=ProbeDifferences.between(each, replace(each, log_probs=log_probs)).log_probs
+            )
+            for (url, each), (log_probs, _) in zip(found.items(), scored, strict=True)
+        }
+
+    def _check(self, version: int, wrong: Mapping[str, ProbeDifferences]) -> None:
+        if not wrong:
+            return
+        told = "; ".join(
+            f"{url}: log-probs off by {each.log_probs:.3g} nats, same experts in {each.routes:.1%}"
+            for url, each in wrong.items()
+        )
+        rule = (
+            f"an engine scores a fixed text differently from the trainer's weights of version {version}. Allowed are a "
+            f"median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
+        )
+        raise sync_error("probe", told, rule, WAY_OUT)
+
+
+def _by_text(texts: Sequence[NDArray[np.int32]], scored: Sequence[Score]) -> Scores:
+    return {tokens.tobytes(): score for tokens, score in zip(texts, scored, strict=True)}

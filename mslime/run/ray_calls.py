@@ -1,0 +1,370 @@
+"""Calls into other processes of a run, typed by the object's class: with a deadline, progress, and the first failure.
+
+A rank that dies leaves its peers stuck in a collective, so nobody waits for all: the first call that fails ends the
+wait, and its own traceback and log path are what the user sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from mslime.config.errors import TrainerError, UserError, WeightSyncError, WorkerError
+from mslime.config.schema import DeadlineConfig
+
+POLL_SECONDS = 0.25
+DEATH_SECONDS = 5.0
+"""In which Ray notices that a process is gone."""
+
+
+def gather(
+    refs: Mapping[str, ray.ObjectRef],
+    what: str,
+    deadline_s: float,
+    log_paths: Mapping[str, str],
+    on_wait: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Results of all calls by name.
+
+    Args:
+        refs: running calls by the name of who works on them, for example `trainer rank 3`.
+        what: the work, for messages.
+        deadline_s: seconds after which those who have not answered are declared stuck.
+        log_paths: where each of them writes.
+        on_wait: called a few times a second, for progress.
+
+    Raises:
+        UserError: as raised by the worker, when it was a user's mistake.
+        WorkerError: a worker crashed, died, or missed the deadline. TrainerError: Ray failed.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    pending, results = list(refs.values()), {}
+    end = time.monotonic() + deadline_s
+    while pending:
+        done, pending = _wait(pending, what)
+        for ref in done:
+            try:
+                results[names[ref]] = _value(ref, names[ref], what, log_paths)
+            except WeightSyncError as error:
+                raise _death_among(pending, names, what, log_paths) or error from None
+        if on_wait is not None:
+            on_wait()
+        if pending and time.monotonic() > end:
+            stuck = sorted(names[ref] for ref in pending)
+            logs = ", ".join(log_paths.get(n, "?") for n in stuck)
+            raise WorkerError(
+                what,
+                ", ".join(stuck),
+                f"no answer within {deadline_s:.0f} s",
+                f"read {logs}; `py-spy dump` shows where a live rank waits; raise the deadline if it was slow",
+            )
+    return {name: results[name] for name in refs}
+
+
+def _death_among(
+    pending: list[ray.ObjectRef], names: Mapping[ray.ObjectRef, str], what: str, log_paths: Mapping[str, str]
+) -> WorkerError | None:
+    """Why a sync failed on a rank that merely lost another: Ray may tell of that one's death a moment later."""
+    done, _ = _wait(pending, what, len(pending), DEATH_SECONDS) if pending else ([], [])
+    for ref in done:
+        try:
+            _value(ref, names[ref], what, log_paths)
+        except WorkerError as death:
+            return death
+        except UserError:
+            continue
+    return None
+
+
+def _wait(
+    pending: list[ray.ObjectRef], what: str, number: int = 1, seconds: float = POLL_SECONDS
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    try:
+        return ray.wait(pending, num_returns=number, timeout=seconds)
+    except RayError as error:
+        raise _ray_failed(what, "Ray", error) from None
+
+
+def call(
+    ref: ray.ObjectRef,
+    who: str,
+    what: str,
+    deadline_s: float,
+    log_path: str = "?",
+    on_wait: Callable[[], None] | None = None,
+) -> Any:
+    """The result of one call; see `gather`."""
+    return gather({who: ref}, what, deadline_s, {who: log_path}, on_wait)[who]
+
+
+def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]) -> Any:
+    log = log_paths.get(who, "?")
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        raise told(error, who, what, log) from None
+
+
+def told(error: RayError, who: str, what: str, log: str) -> Exception:
+    """What a call's failure is to the user: the worker's own words if the mistake is the user's, else that `who`
+    crashed, died, or that Ray failed."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, UserError):
+            return error.cause
+        # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind eats it.
+        return WorkerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
+    if isinstance(error, RayActorError):
+        return WorkerError(
+            what,
+            who,
+            f"the process died ({str(error).splitlines()[0]})",
+            f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
+        )
+    return _ray_failed(what, who, error)
+
+
+def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
+    reason = str(error).strip().splitlines() or [""]
+    return TrainerError(
+        what, who, f"Ray failed: {type(error).__name__}: {reason[0]}",
+        "Ray's logs are in /tmp/ray/session_latest/logs; the kernel's out-of-memory killer may have ended its raylet",
+    )  # fmt: skip
+
+
+# Calls to an object in another process of the run, typed by the object's class.
+#
+# A Ray actor that derives from `Host` holds objects by name. A `Remote` is one of them as another process has it:
+# `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop.
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How the driver calls a method.
+
+    Attributes:
+        what: the work, for errors; may name arguments, as in `step {0}`.
+        deadline: which of `deadlines` bounds it.
+        more_s: seconds beyond that, for what the other process does around its own wait.
+        interruptible: whether the run may end while it is waited for.
+    """
+
+    what: str
+    deadline: str
+    more_s: float
+    interruptible: bool
+
+
+_VERBS: dict[Callable[..., Any], Verb] = {}
+
+
+def verb(
+    what: str, deadline: str = "engine_control_s", *, more_s: float = 30.0, interruptible: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the driver call the method; see `Verb`."""
+
+    def register(method: Callable[P, R]) -> Callable[P, R]:
+        _VERBS[method] = Verb(what, deadline, more_s, interruptible)
+        return method
+
+    return register
+
+
+class Host:
+    """Base of a Ray actor whose objects other processes call.
+
+    Attributes:
+        objects: by name.
+    """
+
+    objects: dict[str, object]
+
+    async def ask(self, name: str, method: str, *args: Any, **options: Any) -> Any:
+        """What a method of the object of this name returns."""
+        return await getattr(self.objects[name], method)(*args, **options)
+
+
+@dataclass(frozen=True)
+class PendingCall(Generic[R]):
+    """A call that is under way.
+
+    Attributes:
+        what: the work, for errors.
+    """
+
+    ref: ray.ObjectRef = field(repr=False)
+    verb: Verb
+    what: str
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+
+class Remote(Generic[T]):
+    """An object of another process; `rollout.protocols.Asked`.
+
+    Args:
+        actor: a handle of a `Host`.
+        name: of the object there.
+        who: the process, for errors.
+        log_path: where it writes.
+        deadlines: of the run.
+        check: called while an interruptible call is waited for; raises when the run is to end.
+    """
+
+    def __init__(
+        self, actor: Any, name: str, who: str, log_path: str, deadlines: DeadlineConfig,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._actor, self._name, self._who, self._log = actor, name, who, log_path
+        self._deadlines, self.check = deadlines, check
+        self._limit_s: float | None = None
+
+    def within(self, limit_s: float | None) -> Remote[T]:
+        """The same object, whose calls have so many seconds; None: what their verbs say."""
+        other = copy(self)
+        other._limit_s = limit_s
+        return other
+
+    def begin(
+        self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs
+    ) -> PendingCall[R]:
+        """Call the method, which is a `verb`, and wait for nothing."""
+        ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
+        found = _VERBS[method]
+        return PendingCall(ref, found, found.what.format(*args))
+
+    def wait(self, pending: PendingCall[R], on_wait: Callable[[], None] | None = None) -> R:
+        """What a call that was begun returns.
+
+        Args:
+            on_wait: called a few times a second while it is waited for.
+
+        Raises:
+            UserError: as the method raised it. WorkerError: it crashed, its process died, or the deadline was missed.
+            TrainerError: Ray failed.
+        """
+        limit_s = self._limit_s or getattr(self._deadlines, pending.verb.deadline) + pending.verb.more_s
+        checked = self.check if pending.verb.interruptible and not pending.done else None
+        return call(pending.ref, self._who, pending.what, limit_s, self._log, on_wait or checked)
+
+    def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """What the method, which is a `verb`, returns; see `wait`."""
+        return self.wait(self.begin(method, *args, **options))
+
+    async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """What the method returns. It is cancelled with the caller. Raises as `wait` does."""
+        ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+        except RayError as error:
+            what = f"{self._name}: {method.__name__}"
+            raise told(error, self._who, what, self._log) from None
+
+
+# Notices that Ray's control process (the GCS) is gone. Without this the driver works on for a minute, and is then
+# ended by Ray's own code without a word, although the trainer could still save.
+
+_EVERY_S, _CONNECT_S, _MISSES = 2.0, 3.0, 3
+_LEFT = threading.Event()
+"""Once this process is to end without Ray."""
+
+
+class RayWatch:
+    """Knocks at an address every few seconds. A context manager.
+
+    Args:
+        address: `host:port` of the GCS.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._address, self._target = address, (host.strip("[]"), int(port))
+        self._gone_since: float | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ray watch", daemon=True)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process does not answer any more."""
+        return self._gone_since is not None
+
+    def left(self) -> bool:
+        """Whether the process is gone at the end of a run: then `leave_without_ray` is called."""
+        if self.gone or not self._answers():
+            leave_without_ray()
+            return True
+        return False
+
+    def check(self, patience_s: float = 0.0) -> None:
+        """Raise TrainerError when the process has been gone for longer than `patience_s` seconds."""
+        if self._gone_since is not None and time.monotonic() - self._gone_since > patience_s:
+            raise TrainerError(
+                "Ray", f"gcs_server at {self._address}", "Ray's control process is gone",
+                "start again: the run continues from its newest checkpoint; Ray's logs are in "
+                "/tmp/ray/session_latest/logs, and the kernel's out-of-memory killer is a frequent cause",
+            )  # fmt: skip
+
+    def _watch(self) -> None:
+        misses = 0
+        while not self._end.wait(_EVERY_S):
+            misses = 0 if self._answers() else misses + 1
+            if misses == _MISSES:
+                self._gone_since = time.monotonic()
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(self._target, _CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join(_CONNECT_S)
+
+
+def leave_without_ray() -> None:
+    """Let this process end without Ray's own shutdown, which waits for processes that are gone. What is left of a local
+    Ray, engines included, is ended by the sweeper once this process is."""
+    if not _LEFT.is_set():
+        _LEFT.set()
+        sys.excepthook = sys.__excepthook__  # Ray's tells its control process of an error first, and waits for it
+        atexit.register(end, 2)  # runs before what Ray registered earlier
+
+
+def end(status: int) -> None:
+    """End this process with this exit status if it is to end without Ray; otherwise return."""
+    if _LEFT.is_set():
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,112 @@
+"""What a run writes of its steps, whatever it consists of: rows of metrics, the timeline, progress, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from mslime.config.schema import RunConfig
+from mslime.observe.hooks import call_step_hook
+from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
+from mslime.observe.progress import Progress, open_progress, summary_line
+from mslime.observe.rows import are_scores
+from mslime.observe.timeline import STEP, Timeline
+from mslime.run.run_checkpoints import RunCheckpoints
+
+
+class StepRecords:
+    """Steps are begun one after the other, and closed when they were trained.
+
+    Attributes:
+        step: the one that was begun last; before the first, the steps done before this session.
+        last_row: the metrics of the last step that was closed, also before this session.
+        timeline, progress: from `open` on.
+    """
+
+    timeline: Timeline
+    progress: Progress
+
+    def __init__(self, config: RunConfig, checkpoints: RunCheckpoints) -> None:
+        self._config, self._checkpoints = config, checkpoints
+        self._first_step = self.step = checkpoints.first_step
+        self.last_row: dict[str, Any] | None = checkpoints.last_row
+        self._begun: tuple[float, dict[str, float]] | None = None  # when, and the record of the step in progress
+        self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
+
+    def open(self, stack: ExitStack, quiet: bool, progress: Progress | None = None) -> None:
+        """Open the files, which `stack` closes.
+
+        Args:
+            quiet: show no progress, whatever `observe.progress` says.
+            progress: takes the place of what `observe.progress` says.
+        """
+        config, first = self._config, self._first_step
+        begins_with = first + 1 if first else 0
+        self._metrics = stack.enter_context(
+            MetricsLogger(config.run_dir, config.observe, begins_with, config.name, config.as_dict(), self.last_row)
+        )
+        self._checkpoints.read_scores()
+        self.timeline = stack.enter_context(Timeline(config.run_dir))
+        shown = "off" if quiet else config.observe.progress
+        self.progress = progress or stack.enter_context(open_progress(shown, config.train.num_steps, first))
+
+    @property
+    def record(self) -> dict[str, float] | None:
+        """Of the step in progress, if there is one: what is added to it is logged with the step."""
+        return None if self._begun is None else self._begun[1]
+
+    def begin(self, step: int) -> dict[str, float]:
+        """Begin a step (1-based); returns its record."""
+        self.step = step
+        record, self._carried = self._carried, {}
+        self._begun = (self.timeline.now(), record)
+        return record
+
+    def carry(self, metrics: Mapping[str, float]) -> None:
+        """Log these with the step that is begun next."""
+        self._carried |= metrics
+
+    def drop(self) -> None:
+        """The step in progress is not logged."""
+        self._begun = None
+
+    def close(self, hook: bool = True) -> None:
+        """Log the row of the step in progress, if there is one.
+
+        Args:
+            hook: call the user's hook first. When it raises, the row is logged without what it would have told.
+        """
+        if self._begun is None:
+            return
+        (begin, record), end, self._begun = self._begun, self.timeline.now(), None
+        record |= {"version": self.step, "perf/step_seconds": end - begin}
+        try:
+            record |= call_step_hook(self._config, self.step, record) if hook else {}
+        finally:
+            self.last_row = self._metrics.log(self.step, record)
+            self._checkpoints.score(self.step, record)
+            self.timeline.record("driver", STEP, begin, end, self.step)
+            self.progress.step_done(self.step, record)
+
+    def log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
+        self._checkpoints.score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
+        if step:
+            self.progress.note(f"step {step}: {summary_line(metrics)}")
+        else:
+            self.progress.step_done(0, metrics)
+
+    def has_scores(self, step: int) -> bool:
+        """Whether the run has recorded scores on held-out sets after `step` steps."""
+        rows = read_metrics(self._config.run_dir / FILE_NAME)
+        return any(row["step"] == step and are_scores(row) for row in rows)
+
+    def record_lanes(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
+        """Work of this step on several lanes of the timeline: (start, end) by lane."""
+        self.timeline.record_lanes(name, spans, self.of_span(self.step))
+
+    def of_span(self, step: int) -> int:
+        """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session
+        does before its first step counts to that one."""
+        return step + 1 if step == self._first_step > 0 else step

@@ -1,0 +1,448 @@
+"""The process of the rollout service: an asyncio process of its own, so that scoring and tokenising never hold up the
+loop; and the driver's end of it. What it does with a step's groups is in `run_rollouts`, with engines in `run_engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from mslime.logs import hide, log_process
+from mslime.observe.progress import RolloutCounts
+from mslime.run.cluster import beside_the_driver, redirect_output, remote_class
+from mslime.run.ray_calls import Host, PendingCall, Remote, verb
+from mslime.run.results import Beginning, Evaluation, OfAdapter, SavedState
+from mslime.run.run_engines import RunEngines
+from mslime.run.run_rollouts import RunRollouts
+from mslime.run.started import search_seldom
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.pool import EnginePool
+    from mslime.backends.sglang.server import EngineAddress
+    from mslime.checks.resolve import ResolvedRun
+    from mslime.config.base import EngineTag
+    from mslime.config.schema import RunConfig
+    from mslime.data.tokenizer import Tokenizer
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import Asked, Engines
+    from mslime.rollout.rewards.scorer import RewardScorer
+    from mslime.rollout.shared_room import SharedRoom
+    from mslime.rollout.teacher import ServedTeacher
+    from mslime.run.engine_side import EngineSide
+
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+WHO = "rollout service"
+ONLY = ""
+"""Stands for the adapter's name where a run has one service."""
+
+
+def _key(adapter: str) -> str:
+    """Under which the rollouts of an adapter stand among the actor's objects."""
+    return f"rollouts {adapter}".strip()
+
+
+class RolloutActor(Host):
+    """Owns the rollout service, the engine clients and the reward workers; or, with several managers, their front; or,
+    with several adapters, a service of each over the same engines."""
+
+    _close_engines: Callable[[], Awaitable[None]]
+
+    def __init__(self, run: ResolvedRun, log_path: str, adapters: Mapping[str, OfAdapter] | None = None) -> None:
+        """
+        Args:
+            adapters: by name, in their order; None where there is one service, the run's.
+        """
+        redirect_output(Path(log_path))
+        log_process("rollouts", run.config.observe.log_level)
+        self._run, self._config = run, run.config
+        self._runs = {ONLY: run} if adapters is None else {name: each.run for name, each in adapters.items()}
+        self._weights = {name: each.weight for name, each in (adapters or {}).items()}
+        self._of: dict[str, RunRollouts] = {}
+        self._scoring: list[ScoringSide] = []
+        self._log_path = Path(log_path)
+        self.objects = {"process": self}
+
+    @verb("rollout start", "engine_start_s", more_s=0)
+    async def start(
+        self,
+        addresses: Sequence[EngineAddress],
+        layers: Sequence[tuple[int, ...]],
+        begins: Mapping[str, Beginning],
+        teachers: Sequence[EngineAddress],
+    ) -> None:
+        """Connect to the engines, check what they can do, and open the prompts.
+
+        Args:
+            layers: global MoE layer ids of every trainer rank's pipeline stage.
+            begins: of each adapter, or of `ONLY`.
+            teachers: servers of the teacher, if SGLang serves one.
+        """
+        from mslime.checks.user_functions import check_seams
+        from mslime.data.tokenizer import load_tokenizer
+
+        for run in self._runs.values():
+            check_seams(run.config, WHO)
+        hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
+        tokenizer = load_tokenizer(self._config.model.tokenizer)
+        self._of = {
+            name: RunRollouts(run, tokenizer, layers, "" if name == ONLY else name) for name, run in self._runs.items()
+        }
+        open_managers = self._open_here if self._config.rollout.managers == 1 else self._open_apart
+        engines = await open_managers(addresses, teachers, tokenizer)
+        for name, of in self._of.items():
+            await of.begin(engines, begins[name].state, begins[name].version)
+        self.objects |= {"engines": engines} | {_key(name): of for name, of in self._of.items()}
+        search_seldom()
+
+    async def _open_here(
+        self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
+    ) -> RunEngines:
+        """A manager in this process, or one for each adapter."""
+        from mslime.backends.sglang.adapter_engines import AdapterEngines
+        from mslime.rollout.protocols import Local
+        from mslime.rollout.shared_room import SharedRoom
+        from mslime.run.engine_side import EngineSide
+
+        config, side = self._config, EngineSide(self._run, self._config)
+        refused_input = await side.meet_engines(addresses)
+        self._close_engines = side.close
+        room: SharedRoom | None = None
+        if self._weights:
+            room = SharedRoom(lambda: config.rollout.concurrency * max(len(side.pool), 1), self._weights)
+        for name, of in self._of.items():
+            scoring = ScoringSide(self._runs[name], of.config)
+            self._scoring.append(scoring)
+            of.own_engines, of.room = AdapterEngines(side.pool, name), room
+            engines, places = (side.pool, None) if room is None else (of.own_engines, room.of(name))
+            manager = await open_manager(
+                of.config, self._run, engines, scoring, refused_input, teachers, tokenizer, places
+            )
+            of.serve([Local(manager)], refused_input, taught=bool(teachers))
+        member = Member(Local(side), Local(side.pool), [*addresses])
+        return RunEngines([member], self._scoring[0] if len(self._scoring) == 1 else None)
+
+    async def _open_apart(
+        self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
+    ) -> RunEngines:
+        """Several managers, each in a process of its own."""
+
+        managers = ManagerProcesses(self._run, self._log_path.parent, addresses)
+        refused_input = await managers.start(teachers)
+        self._close_engines = managers.stop
+        self._of[ONLY].serve(managers.managers, refused_input, taught=bool(teachers))
+        return RunEngines(managers.members)
+
+    async def stop(self) -> None:
+        """Stop generating, close connections, end the reward workers."""
+        _log.info("stopping")
+        for of in self._of.values():
+            await of.close()
+        await self._close_engines()
+        for scoring in self._scoring:
+            await scoring.close()
+
+
+class RolloutProcess:
+    """The driver's end of the rollout service's process.
+
+    Attributes:
+        engines: of the run.
+        service: its rollouts, or those of one of its adapters.
+    """
+
+    engines: Remote[RunEngines]
+    service: Remote[RunRollouts]
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        log_path: Path,
+        check: Callable[[], None],
+        adapters: Mapping[str, OfAdapter] | None = None,
+    ) -> None:
+        """
+        Args:
+            check: called while groups, an evaluation or a new engine are waited for; raises when the run is to end.
+            adapters: see `RolloutActor`.
+        """
+        several = 64 * max(1, len(adapters or ()))
+        made = remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=several)
+        self._log, self._actor = str(log_path), made.remote(run, str(log_path), adapters)
+        self._process = Remote[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
+        self._connect(ONLY, run.config, check)
+
+    def _connect(self, adapter: str, config: RunConfig, check: Callable[[], None]) -> None:
+        common = (WHO, self._log, config.deadlines, check)
+        self.engines = Remote(self._actor, "engines", *common)
+        self.service = Remote(self._actor, _key(adapter), *common)
+
+    def of(self, adapter: str, config: RunConfig, check: Callable[[], None]) -> RolloutProcess:
+        """The same process, for one of its adapters, with its configuration and its check."""
+        other = copy(self)
+        other._connect(adapter, config, check)
+        return other
+
+    def start(
+        self,
+        addresses: Sequence[EngineAddress],
+        layers: Sequence[tuple[int, ...]],
+        state: SavedState | None,
+        version: int,
+        teachers: Sequence[EngineAddress] = (),
+    ) -> None:
+        """See `RolloutActor.start`.
+
+        Args:
+            state: what `RunRollouts.save` wrote, when resuming.
+            version: weight version that the trainer starts with.
+        """
+        self.start_adapters(addresses, layers, {ONLY: Beginning(state, version)}, teachers)
+
+    def start_adapters(
+        self,
+        addresses: Sequence[EngineAddress],
+        layers: Sequence[tuple[int, ...]],
+        begins: Mapping[str, Beginning],
+        teachers: Sequence[EngineAddress] = (),
+    ) -> None:
+        """See `RolloutActor.start`."""
+        self._process.call(RolloutActor.start, addresses, layers, begins, teachers)
+
+    def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
+        """What a call that waits for a step's groups returns; reports their counts while it waits."""
+        asked: list[PendingCall[RolloutCounts]] = []
+
+        def poll() -> None:
+            self.service.check()
+            if asked and asked[0].done:
+                with suppress(RayError):  # the call that is waited for says what happened
+                    on_counts(ray.get(asked.pop().ref))
+            if not asked:
+                asked.append(self.service.begin(RunRollouts.group_counts))
+
+        return self.service.wait(pending, poll)
+
+    def begin_evaluation(self, step: int) -> Evaluation:
+        """Begin to evaluate the weights after `step` steps, and wait for nothing."""
+        return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), what=f"evaluation of step {step}"))
+
+    def stop(self) -> None:
+        """End the process, politely first."""
+        ray.wait([self._actor.stop.remote()], timeout=5)
+        ray.kill(self._actor, no_restart=True)
+
+
+# Rollout managers as Ray actors, beside the front that asks them: one process each, with its share of the engines.
+#
+# The front makes them (`RolloutActor`), and they end with it. A manager that dies fails the call that is under way,
+# which ends the session with its name and its log.
+
+
+async def open_manager(
+    config: RunConfig, run: ResolvedRun, engines: Engines, scoring: ScoringSide, refused_input: int,
+    teachers: Sequence[EngineAddress], tokenizer: Tokenizer, places: AbstractAsyncContextManager[None] | None = None,
+    report_every_s: float = 0.0,
+) -> Manager:  # fmt: skip
+    """A manager in this process, with what scores its responses.
+
+    Args:
+        config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
+        places: at the engines, if several adapters share them. report_every_s: see `Manager`.
+    """
+    from mslime.backends.sglang.generating import end_ids
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import EngineLimits
+
+    await scoring.open(teachers, tokenizer)
+    limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
+    return Manager(
+        config, engines, tokenizer, scoring.scorer, run.model, limits, teacher=scoring.teacher,
+        eval_scorers=scoring.eval_scorers, places=places, report_every_s=report_every_s,
+    )  # fmt: skip
+
+
+@dataclass
+class Member:
+    """The engines of one manager.
+
+    Attributes:
+        side, pool: what they are asked by, in the manager's process.
+    """
+
+    side: Asked[EngineSide]
+    pool: Asked[EnginePool]
+    engines: list[EngineAddress]
+
+    @property
+    def names(self) -> list[str]:
+        """Of its engines."""
+        return [engine.name for engine in self.engines]
+
+
+class ManagerActor(Host):
+    """One manager, with its engine clients and reward workers."""
+
+    def __init__(self, run: ResolvedRun, index: int, log_path: str) -> None:
+        from mslime.rollout.manager import share_of
+
+        redirect_output(Path(log_path))
+        log_process(f"manager{index}", run.config.observe.log_level)
+        self.objects = {"process": self}
+        self._run, self._config = run, share_of(run.config, index)
+
+    async def meet(self, addresses: Sequence[EngineAddress]) -> int:
+        """Connect to the engines and check them; how many tokens they refuse to continue."""
+        from mslime.checks.user_functions import check_seams
+        from mslime.run.engine_side import EngineSide
+
+        check_seams(self._config, "rollout service")
+        hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
+        self._side = EngineSide(self._run, self._config)
+        refused_input = await self._side.meet_engines(addresses)
+        self.objects |= {"engines": self._side, "weight sync": self._side.pool}
+        return refused_input
+
+    async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
+        """Make the manager, for engines of which the first refuses to continue so many tokens."""
+        from mslime.data.tokenizer import load_tokenizer
+        from mslime.rollout.manager import REPORT_EVERY_S
+
+        hide(*(key for a in teachers for key in (a.keys.api, a.keys.admin)))
+        self._scoring = ScoringSide(self._run, self._config)
+        tokenizer = load_tokenizer(self._config.model.tokenizer)
+        self.objects["rollout"] = await open_manager(
+            self._config, self._run, self._side.pool, self._scoring, refused_input, teachers, tokenizer,
+            report_every_s=REPORT_EVERY_S,
+        )  # fmt: skip
+        search_seldom()
+
+    async def stop(self) -> None:
+        """Close connections, end the reward workers."""
+        _log.info("stopping")
+        await self._side.close()
+        await self._scoring.close()
+
+
+class ManagerProcesses:
+    """All managers of a run.
+
+    Args:
+        log_dir: for a log of each.
+        engines: manager m of M has the engines m, m + M, ...
+
+    Attributes:
+        managers: as the front asks them.
+        members: their engines.
+    """
+
+    def __init__(self, run: ResolvedRun, log_dir: Path, engines: Sequence[EngineAddress]) -> None:
+        every, limits = run.config.rollout.managers, run.config.deadlines
+        made = remote_class(ManagerActor).options(**beside_the_driver(), max_concurrency=64)
+        self.managers: list[Asked[Manager]] = []
+        self.members: list[Member] = []
+        self._actors: list[Any] = []
+        self._processes: list[Remote[ManagerActor]] = []
+        for index in range(every):
+            log = str(log_dir / f"manager{index}.log")
+            actor, who = made.remote(run, index, log), f"rollout manager {index}"
+            self._actors.append(actor)
+            self._processes.append(Remote(actor, "process", who, log, limits))
+            self.managers.append(Remote(actor, "rollout", who, log, limits))
+            side: Remote[EngineSide] = Remote(actor, "engines", who, log, limits)
+            pool: Remote[EnginePool] = Remote(actor, "weight sync", who, log, limits)
+            self.members.append(Member(side, pool, [*engines[index::every]]))
+
+    async def start(self, teachers: Sequence[EngineAddress]) -> int:
+        """Connect to all engines and make the managers; how many tokens the engines refuse to continue."""
+        pairs = zip(self._processes, self.members, strict=True)
+        met = [process.ask(ManagerActor.meet, member.engines) for process, member in pairs]
+        refused_input = min(await asyncio.gather(*met))
+        await asyncio.gather(*(process.ask(ManagerActor.open, refused_input, teachers) for process in self._processes))
+        return refused_input
+
+    async def stop(self) -> None:
+        """End all managers, politely first."""
+        stopping = [process.ask(ManagerActor.stop) for process in self._processes]
+        await asyncio.gather(*stopping, return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+
+# What scores the responses of one configuration: its rewards, those of held-out sets, and a served teacher.
+
+
+class ScoringSide:
+    """Opened before a rollout service, and closed after it.
+
+    Args:
+        config: of the run, of one of its adapters, or what one of several managers has of it.
+
+    Attributes:
+        scorer, eval_scorers, teacher: see `RolloutService`; once it was opened.
+    """
+
+    scorer: RewardScorer
+    eval_scorers: dict[str, RewardScorer]
+    teacher: ServedTeacher | None
+
+    def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._teachers: EnginePool | None = None
+
+    async def open(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
+        """Start what scores responses of training and of held-out sets."""
+        from mslime.rollout.rewards.scorer import RewardScorer
+
+        config = self._config
+        self.scorer = RewardScorer(config.reward, tokenizer=tokenizer)
+        self.eval_scorers = {
+            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
+            for i, s in enumerate(config.data.eval_sets)
+            if s.reward is not None
+        }
+        for scorer in (self.scorer, *self.eval_scorers.values()):
+            await scorer.start()
+        self.teacher = await self._meet_teachers(teachers, tokenizer)
+
+    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
+        """The teacher behind these servers, which are checked; None when there are none."""
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.handshake import meet_teachers
+        from mslime.backends.sglang.pool import EnginePool
+        from mslime.rollout.teacher import ServedTeacher
+
+        if not addresses:
+            return None
+        config, model = self._config, self._run.model
+        rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
+        longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
+        limits = config.deadlines
+        clients = [EngineClient(a.url, a.name, limits, None, a.log_path, a.keys, a.identity) for a in addresses]
+        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
+        self._teachers = EnginePool(clients, config.teacher.concurrency)
+        return ServedTeacher(self._teachers)
+
+    async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
+        """Let the teacher's servers, on shared GPUs, hold these parts of their memory; names of those that are dead.
+        Raises EngineError where none is left."""
+        assert self.teacher is not None and self._teachers is not None, "a teacher shares the GPUs"
+        await self.teacher.hold_memory(tags)
+        return [*self._teachers.dead]
+
+    async def close(self) -> None:
+        """Close connections, end the reward workers."""
+        if self._teachers is not None:
+            await self._teachers.close()
+        for scorer in (self.scorer, *self.eval_scorers.values()):
+            await scorer.close()

@@ -1,0 +1,203 @@
+"""The checkpoints of one run: the one it begins with, which of those it writes are kept, and their export."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mslime.config.dtypes import export_dtype
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.lora import LORA_KEY
+from mslime.config.schema import RunConfig
+from mslime.convert.families import read_hf_config
+from mslime.convert.torch_dist import ModelPlacement
+from mslime.data.checkpoints import (
+    NAME,
+    Chosen,
+    check_checkpoint,
+    choose,
+    critic_directory,
+    newest,
+    prune,
+    read_manifest,
+    retained,
+    rollouts_file,
+    step_directory,
+)
+from mslime.observe.metrics import FILE_NAME, read_metrics
+from mslime.observe.progress import ConversionBars
+from mslime.offline.adapters import export_adapter
+from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
+from mslime.offline.to_hf import ToHf, side_files
+from mslime.run.results import SavedState
+from mslime.run.stop import StopSignals
+
+
+class RunCheckpoints:
+    """What a run finds in its directory, or is told to load, and what it leaves there.
+
+    Attributes:
+        loaded: the checkpoint that the run begins with, if any.
+        own: whether that is the run's own, which then continues, and not another run's (`checkpoint.load`).
+        extra: what `loaded` says of the run that wrote it.
+        first_step: steps done before this session.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises CheckpointError: the checkpoint to begin with is damaged, or of another kind."""
+        self._config, self._root = config, config.run_dir / "checkpoints"
+        self._chosen = self._choose()
+        self.loaded = self._chosen.directory
+        self._manifest = read_manifest(self.loaded) if self.loaded else None
+        self.extra: Mapping[str, Any] = self._manifest.extra if self._manifest else {}
+        self.own = self.loaded is not None and self.loaded.parent == self._root
+        self.first_step: int = self._next_step() if self.own else 0
+        self._scores: dict[int, float] = {}  # of `checkpoint.keep_best`, larger is better
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The configuration of the earlier session of this run, if there was one and it says."""
+        return self.extra.get("config") if self.own else None
+
+    @property
+    def last_row(self) -> dict[str, Any] | None:
+        """The metrics of the last step before this session, likewise."""
+        return self.extra.get("row") if self.own else None
+
+    @property
+    def rollouts(self) -> SavedState | None:
+        """What the rollout service of the earlier session wrote, likewise."""
+        if not self.own or self.loaded is None or self._manifest is None:
+            return None
+        name = rollouts_file(self._manifest)
+        return None if name is None else SavedState(self.loaded, name, self._manifest.files[name])
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know of the choice."""
+        for directory, error in self._chosen.passed_over:
+            yield f"passed over a damaged checkpoint, now {directory}: {error}"
+        if self._manifest is not None and not self._manifest.summed:
+            yield f"{self.loaded} is from before checksums: only sizes of its files are compared"
+
+    def directory(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps is written."""
+        return step_directory(self._root, step)
+
+    def read_scores(self) -> None:
+        """Of the steps before this session, for `checkpoint.keep_best`."""
+        for row in read_metrics(self._config.run_dir / FILE_NAME) if self._config.checkpoint.keep_best else ():
+            self.score(row["step"], row)
+
+    def score(self, step: int, row: Mapping[str, Any]) -> None:
+        """Note what a row of metrics says of a step's weights, if it holds the metric of `checkpoint.keep_best`."""
+        settings = self._config.checkpoint
+        value = row.get(settings.keep_best) if settings.keep_best else None
+        if isinstance(value, int | float):
+            self._scores[step] = value if settings.keep_best_is == "max" else -value
+
+    def prune(self) -> None:
+        """Remove the checkpoints, of policy and critic, that `checkpoint` does not keep."""
+        settings = self._config.checkpoint
+
+        def keep(saved: Sequence[int]) -> set[int]:
+            return retained(saved, settings.keep, settings.keep_every, self._scores)
+
+        prune(self._root, keep)
+        if self._config.has_critic:
+            prune(critic_directory(self.directory(0)).parent, keep)
+
+    def _choose(self) -> Chosen:
+        """The run's own checkpoint when there is one, else `checkpoint.load`, else none."""
+        own, load = choose(self._root, self._config.checkpoint.resume), self._config.checkpoint.load
+        if own.directory is not None or load is None:
+            return own
+        if not load.is_dir():
+            raise CheckpointError(
+                "checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory"
+            )
+        return Chosen(load)
+
+    def _next_step(self) -> int:
+        step = self.extra.get("next_step")
+        if type(step) is not int or step < 0:
+            raise CheckpointError(
+                str(self.loaded), f"next_step {step!r}", "a run's checkpoint must hold the step at which it continues",
+                "name it as checkpoint.load of another run, or move it away",
+            )  # fmt: skip
+        return step
+
+
+# A training checkpoint written as a Hugging Face checkpoint.
+#
+# Joins the offline conversions to megatron-core, which alone knows where it keeps a model's parameters.
+
+
+def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
+    """Write what the trainer itself would export of a training checkpoint: a Hugging Face checkpoint, or an adapter.
+
+    Args:
+        checkpoint: default: the run's newest.
+        out: directory to write; must not exist.
+
+    Raises:
+        UserError: there is no checkpoint or it is damaged, or `out` exists.
+    """
+    config.refuse_several("an export")
+    refuse_existing(out)
+    source = checkpoint or newest(config.run_dir / "checkpoints")
+    if source is None:
+        raise ConfigError("--checkpoint", str(config.run_dir), "holds no checkpoint", "name one with --checkpoint")
+    check_checkpoint(source)
+    if (lora := _adapters(source)) is not None:
+        tensors = export_adapter(source, lora, config.model.path, out)
+        Console(stderr=True).print(f"{out}: an adapter of {tensors} tensors, in peft's format")
+        return
+    dtype = export_dtype(read_hf_config(config.model.path))
+    job = export_job(source, config.model.path, dtype=dtype)
+    with StopSignals(), ConversionBars(Console(stderr=True), config.observe.progress == "off") as bars:
+        run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)
+
+
+def export_job(
+    checkpoint: Path, source: Path | None, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30
+) -> ConversionJob:
+    """Megatron -> Hugging Face, for `run_job`.
+
+    Args:
+        source: Hugging Face directory of the model; None where the checkpoint carries its config.json.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model.
+    """
+    if _adapters(checkpoint) is not None:
+        raise CheckpointError(
+            str(checkpoint), "adapters", "it holds adapters, and not the model that they are on",
+            "write the adapter with `mslime convert run`, and merge it with `mslime convert merge-lora`",
+        )  # fmt: skip
+    directory = side_files(checkpoint, source)
+    config = read_hf_config(directory)
+    return ToHf(
+        checkpoint, directory, config, placement(config, directory), dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def _adapters(checkpoint: Path) -> Mapping[str, object] | None:
+    """What a training checkpoint says of its adapters; None where it holds a model."""
+    if not (checkpoint / NAME).is_file():
+        return None  # a converted checkpoint
+    return read_manifest(checkpoint, check_files=False).extra.get(LORA_KEY)
+
+
+def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
+    """Where megatron-core keeps the parameters of this model; imports it, builds a model on the meta device."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, about how it is trained
+        from mslime.backends.megatron.checkpoint_files import model_placement
+
+        return model_placement(config, directory)

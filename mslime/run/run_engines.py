@@ -1,0 +1,163 @@
+"""The engines of a run, whichever manager has them: who they are, and what a weight update asks of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from mslime.backends.sglang.pool import EnginePool, UpdateMembers, all_or_first_failure
+from mslime.config.errors import ConfigError
+from mslime.logs import phase
+from mslime.run.engine_side import EngineSide
+from mslime.run.ray_calls import verb
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.generating import ProbeRequest
+    from mslime.backends.sglang.port import Sums
+    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.serving_adapters import AdapterVersion
+    from mslime.config.base import EngineTag
+    from mslime.data.probe import Probed
+    from mslime.run.rollouts import Member, ScoringSide
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+P = ParamSpec("P")
+SYNC = "weight_sync_s"
+
+
+class RunEngines:
+    """Asks the engines of all managers. Lives in the process of the rollout service; the driver calls it.
+
+    Args:
+        members: the managers' engines.
+        teachers: what has the servers of a teacher, if it shares the trainer's GPUs.
+    """
+
+    def __init__(self, members: Sequence[Member], teachers: ScoringSide | None = None) -> None:
+        self._members, self._teachers = list(members), teachers
+
+    # ---------------------------------------------------------------------------------------------- who they are
+
+    @verb("meet engine", "engine_start_s", interruptible=True)
+    async def greet(self, address: EngineAddress) -> None:
+        """See `EngineSide.greet`: at the manager whose engine it was, or at the one that has fewest."""
+        with phase(_log, f"meeting {address.name} at {address.url}"):
+            known = [member for member in self._members if address.name in member.names]
+            member = known[0] if known else min(self._members, key=lambda each: len(each.engines))
+            await member.side.ask(EngineSide.greet, address)
+        if known:
+            member.engines[member.names.index(address.name)] = address
+        else:
+            member.engines.append(address)
+
+    @verb("let engine leave")
+    async def retire(self, name: str) -> None:
+        """Let an engine leave at the next weight update. Raises ConfigError when its manager is one of several and has
+        no other engine: its groups have nowhere to go."""
+        with phase(_log, f"{name} leaves"):
+            for member in self._members:
+                if len(self._members) > 1 and name not in member.names:
+                    continue
+                if len(self._members) > 1 and len(member.engines) == 1:
+                    raise ConfigError(
+                        "drain", name, "is the only engine of one of several rollout managers", "drain another"
+                    )
+                await member.pool.ask(EnginePool.retire, name)
+                member.engines[:] = [address for address in member.engines if address.name != name]
+
+    @verb("leave engines out")
+    async def leave_out(self, urls: Collection[str], why: str) -> None:
+        """Take these engines for dead; see `EnginePool.leave_out`."""
+        await _all(member.side.ask(EngineSide.leave_out, urls, why) for member in self._members)
+
+    @verb("engines")
+    async def dead(self) -> dict[str, str]:
+        """What each dead engine died of, by name."""
+        found = await _all(member.side.ask(EngineSide.dead) for member in self._members)
+        return {name: error.brief for each in found for name, error in each.items()}
+
+    @verb("engines")
+    async def stranded(self) -> bool:
+        """Whether a manager has nobody to generate."""
+        return any(await _all(member.side.ask(EngineSide.stranded) for member in self._members))
+
+    # --------------------------------------------------------------------------------------------- their memory
+
+    @verb("weight sync: memory", SYNC)
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Let the paused engines hold these parts of their memory; see `EnginePool.hold_memory`."""
+        with phase(_log, f"engines hold {', '.join(sorted(tags)) or 'nothing'}"):
+            await self._each(EnginePool.hold_memory, tags)
+
+    @verb("weight sync: memory", SYNC)
+    async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
+        """Let the teacher's servers hold these parts of their memory; names of dead ones. See `ServedTeacher`."""
+        assert self._teachers is not None, "one manager has the teacher of shared GPUs"
+        with phase(_log, f"teachers hold {', '.join(sorted(tags)) or 'nothing'}"):
+            return await self._teachers.hold_teachers(tags)
+
+    # ------------------------------------------------------------------------------------------- a weight update
+
+    @verb("weight sync: begin", SYNC)
+    async def begin_update(self) -> UpdateMembers:
+        """Let the paused engines take weights; see `EnginePool`, as for what follows: all managers at once. A manager
+        whose engines are all gone raises: its groups have nowhere to go."""
+        return await self._serving(EnginePool.begin_update)
+
+    @verb("weight sync: begin again", SYNC)
+    async def begin_again(self) -> UpdateMembers:
+        """The same after an update that broke off."""
+        return await self._serving(EnginePool.begin_again)
+
+    @verb("weight sync: load adapter", SYNC)
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
+        """Let the engines have an adapter, while they generate."""
+        with phase(_log, f"loading {adapter.name}"):
+            return await self._serving(EnginePool.load_adapter, adapter, alive)
+
+    @verb("weight sync: compare", SYNC)
+    async def compare(self, expected: Sums, strict: bool, adapter: int | None = None, owner: str = "") -> int:
+        """How many tensors in all engines were compared with what the trainer sent.
+
+        Args:
+            adapter: of adapters, the version. owner: the adapter's name, if there are several.
+        """
+        with phase(_log, f"comparing the engines' weights with the trainer's{f' for {owner}' if owner else ''}"):
+            return sum(await self._each(EnginePool.compare, expected, strict, adapter, owner))
+
+    @verb("weight sync: end", SYNC)
+    async def end_update(self) -> None:
+        """All weights are there."""
+        await self._each(EnginePool.end_update)
+
+    @verb("weight version")
+    async def stamp(self, version: int) -> None:
+        """Let the engines report a version."""
+        await self._each(EnginePool.stamp, version)
+
+    async def probe(self, request: ProbeRequest) -> Mapping[str, Probed]:
+        """The answers of all engines, by URL; see `EnginePool.probe`."""
+        return {url: found for each in await self._each(EnginePool.probe, request) for url, found in each.items()}
+
+    async def _serving(
+        self, method: Callable[Concatenate[EnginePool, P], Awaitable[UpdateMembers]], *args: P.args, **options: P.kwargs
+    ) -> UpdateMembers:
+        found = await self._each(method, *args, **options)
+        gone = {name: why for each in found for name, why in each.gone.items()}
+        for name, why in gone.items():
+            _log.warning("%s is gone: %s", name, why)
+        urls = tuple(url for each in found for url in each.urls)
+        return UpdateMembers(urls, gone, frozenset().union(*(each.adapters for each in found)))
+
+    async def _each(
+        self, method: Callable[Concatenate[EnginePool, P], Awaitable[T]], *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        return await _all(member.pool.ask(method, *args, **options) for member in self._members)
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The answers of calls that have all ended. Raises the first failure among them."""
+    return all_or_first_failure(await asyncio.gather(*calls, return_exceptions=True))

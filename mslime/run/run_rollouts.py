@@ -1,0 +1,275 @@
+"""The rollouts of one configuration, within the rollout actor: its service, what is kept of its responses, its shards.
+
+A run has one; a run of several adapters has one for each, over the same engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from mslime.config.errors import EngineError, RewardError
+from mslime.data.checkpoints import FileSum, check_sums
+from mslime.data.sample_log import Logged, SampleLog
+from mslime.logs import phase
+from mslime.observe import samples
+from mslime.observe.progress import RolloutCounts, summary_line
+from mslime.run.ray_calls import verb
+from mslime.run.results import Evaluated, SavedState, Spans, StepShards
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.adapter_engines import AdapterEngines
+    from mslime.backends.sglang.generating import ProbeRequest
+    from mslime.checks.resolve import ResolvedRun
+    from mslime.data.probe import Probed
+    from mslime.data.sample import Group, Sample
+    from mslime.data.tokenizer import Tokenizer
+    from mslime.rollout.evaluate import EvalResult
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import Asked, StepBatch
+    from mslime.rollout.service import RolloutService
+    from mslime.rollout.shared_room import SharedRoom
+    from mslime.run.run_engines import RunEngines
+
+_log = logging.getLogger(__name__)
+LAST_SAMPLES_S = 3.0
+"""For what is still being written of the last responses when the run ends."""
+
+
+class RunRollouts:
+    """Everything of a configuration's rollouts but the engines and what scores.
+
+    Args:
+        run: the configuration, resolved.
+        tokenizer: of the model.
+        layers: global MoE layer ids of every trainer rank's pipeline stage.
+        adapter: which of several adapters the rollouts are for; empty where there is one configuration.
+
+    Attributes:
+        service: once it was opened.
+        own_engines, room: of one of several adapters: the engines as it has them, and what is divided among all.
+        counts: groups needed, accepted, running.
+    """
+
+    service: RolloutService
+    own_engines: AdapterEngines
+    room: SharedRoom | None = None
+
+    def __init__(
+        self, run: ResolvedRun, tokenizer: Tokenizer, layers: Sequence[tuple[int, ...]], adapter: str = ""
+    ) -> None:
+        from mslime.run.assemble import SourceNames
+
+        self.config, self._run, self._tokenizer, self._layers = run.config, run, tokenizer, layers
+        self._adapter, self._says = adapter, f"{adapter}: " if adapter else ""
+        self._for = f" for {adapter}" if adapter else ""
+        self.counts = RolloutCounts(0, 0, 0)
+        self._source_name = SourceNames()
+        self._spans: Spans = []
+        self._evaluated: list[Logged] = []
+        self._closed = False
+        self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
+
+    def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, taught: bool) -> None:
+        """Make the service that these managers generate for.
+
+        Args:
+            refused_input: engines refuse to continue so many tokens. taught: whether a served teacher scores responses.
+        """
+        from mslime.data.source import open_prompts
+        from mslime.rollout.generation import Sampling
+        from mslime.rollout.protocols import EngineLimits
+        from mslime.rollout.service import RolloutService
+
+        config = self.config
+        limits = EngineLimits(refused_input)
+        sampling = Sampling.for_training(config.rollout, config.train.replay, self._run.model, limits)
+        self.service = RolloutService(
+            config, managers, open_prompts(config.data, config.seed, self._tokenizer), sampling.longest_input,
+            taught=taught, on_progress=self.on_progress, on_span=self.on_span, on_evaluated=self.on_evaluated,
+        )  # fmt: skip
+
+    async def begin(self, engines: RunEngines, state: SavedState | None, version: int) -> None:
+        """Let the service generate from now on.
+
+        Args:
+            state: what `save` wrote, when resuming.
+            version: weight version that the trainer starts with.
+        """
+        self._engines, self.service.version = engines, version
+        if state is not None:
+            check_sums(state.directory, {state.name: state.total})
+            await self.service.load(state.directory / state.name)
+        _log.info("%sprompts are open, generation begins with version %d", self._says, version)
+        samples.begin(self.config.run_dir, version)
+
+    @verb("rollout of step {0}", "rollout_step_s", more_s=60)
+    async def take(self, step: int) -> StepShards:
+        """Wait for a step's groups; shard them."""
+        from mslime.run.assemble import have_advantages
+
+        groups = self.config.rollout.groups_per_step
+        _log.info("%sstep %d: collecting %d groups", self._says, step + 1, groups)
+        while True:
+            batch = await self.service.take(step)
+            try:
+                # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
+                references, metrics, logged, trained = await asyncio.to_thread(self._shard, batch)
+                break
+            except RewardError as error:
+                _log.warning("%sstep %d: groups without an advantage: %s", self._says, step + 1, error)
+                blamed = [g for g in batch.groups if not have_advantages(g, self.config.algorithm)]
+                if not await self.service.give_back(blamed):
+                    raise
+        if self.config.observe.save_groups:
+            await asyncio.to_thread(_write, self.config.run_dir / "groups", batch)
+        watched = self._samples.watch(step + 1, batch.samples, trained)
+        self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
+        _log.info("%sstep %d: handed over, %s", self._says, step + 1, summary_line(batch.metrics | metrics))
+        spans, self._spans = self._spans, []
+        outline, notes = await self.service.outline(), self._samples.notes()
+        return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
+
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
+        from mslime.run.assemble import assemble, references
+
+        work = assemble(batch.groups, self.config, batch.version, self._source_name, self._run.model)
+        shards = references(work.shards, self.config.layout, self._layers)
+        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
+
+    @verb("log-probs of step {0}")
+    async def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+        """Write what the trainer found of the sequences that `take` named, beside the step's responses.
+
+        Args:
+            step: of the metrics.
+            log_probs: by sequence, [T].
+        """
+        self._samples.write_trained(samples.trainer_file_of(self.config.run_dir, step), step, log_probs)
+
+    @verb("group counts")
+    async def group_counts(self) -> RolloutCounts:
+        """Groups needed, accepted, running; answered beside the work."""
+        return self.counts
+
+    @verb("pause engines")
+    async def pause(self) -> None:
+        """Hold the engines for a weight update; where they are given adapters alone, nothing is held."""
+        with phase(_log, f"pausing the engines{self._for}"):
+            await self.service.pause_for_update()
+
+    @verb("resume engines")
+    async def resume(self, version: int) -> None:
+        """Go on under new weights."""
+        with phase(_log, f"going on under version {version}{self._for}"):
+            await self.service.resume_after_update(version)
+
+    @verb("adapter leaves")
+    async def leave(self) -> None:
+        """The adapter is trained: nothing more is generated for it, and its places at the engines are the others'."""
+        assert self.room is not None, "the only service leaves with the run"
+        await self.close()
+        await self.own_engines.abort()
+        self.room.leave(self._adapter)
+
+    @verb("rollout of step {0}", "rollout_step_s", more_s=60)
+    async def collect(self, step: int, directory: Path) -> dict[str, float]:
+        """A step's groups into a file of `rollout.group_files`, none to a trainer; returns the rollout's metrics. Then
+        the engines go on as if the step had been trained, under the same weights."""
+        batch = await self.service.take(step)
+        await asyncio.to_thread(_write, directory, batch)
+        logged = Logged(batch.groups, batch.version)
+        self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
+        await self.count_as(step + 1)
+        return batch.metrics
+
+    @verb("weight version")
+    async def count_as(self, version: int) -> None:
+        """Let the weights that the engines serve count as `version`."""
+        await self.service.pause_for_update()
+        await self._engines.stamp(version)
+        await self.service.resume_after_update(version)
+
+    @verb("weight sync: probe", "weight_sync_s")
+    async def probe(self, version: int) -> Mapping[str, Probed]:
+        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where it
+        does not fit."""
+        request = self._probe_request(version)
+        if request is None:
+            return {}
+        with phase(_log, f"probing the engines under version {version}{self._for}"):
+            return await self._engines.probe(request)
+
+    def _probe_request(self, version: int) -> ProbeRequest | None:
+        from mslime.backends.sglang.generating import ProbeRequest
+        from mslime.data import probe
+
+        config, model = self.config, self._run.model
+        ids = self._tokenizer.encode(probe.TEXT, special_tokens=True)
+        longest = config.rollout.longest(model.max_positions)
+        tokens = probe.fitted(ids, model.vocab_size, min(longest, config.sglang.max_total_tokens or longest))
+        if not tokens:
+            return None
+        routes = bool(self._run.replayed_layers)
+        return ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, routes, self._adapter)
+
+    @verb("evaluation", "rollout_step_s", more_s=0, interruptible=True)
+    async def evaluate(self) -> Evaluated:
+        """Scores on every held-out set, one after the other."""
+        begin, step = time.time(), self.service.version  # the weights after so many steps
+        self._evaluated = []
+        results: list[EvalResult] = []
+        for eval_set in self.config.data.eval_sets:
+            with phase(_log, f"{self._says}evaluating on {eval_set.name}"):
+                results.append(await self.service.evaluate(eval_set))
+        versions = {r.version for r in results if r.version is not None}
+        assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
+        metrics = {name: value for result in results for name, value in result.metrics().items()}
+        self._samples.write(samples.file_of(self.config.run_dir, step, evaluation=True), step, self._evaluated)
+        return Evaluated(metrics, next(iter(versions), None), begin, time.time())
+
+    @verb("rollout state", "checkpoint_s", more_s=0)
+    async def save(self, path: Path, next_step: int) -> FileSum:
+        """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
+        try:
+            with phase(_log, f"saving {path}"):
+                return await self.service.checkpoint(path, next_step)
+        except EngineError:  # the engines are gone with what they were generating; the rest is ours
+            return await self.service.save(path, next_step)
+
+    async def close(self) -> None:
+        """Stop generating; once is enough."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.service.close()
+        await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
+
+    # ----------------------------------------------------------------------------------- told by the service
+
+    def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
+        """See `protocols.EvaluatedHook`."""
+        self._evaluated.append(Logged(groups, self.service.version, None, name))
+
+    def on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        """See `protocols.ProgressHook`."""
+        self.counts = RolloutCounts(needed, accepted, running, done, aborted)
+
+    def on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
+        """See `protocols.SpanHook`."""
+        self._spans.append((lane, name, start, end, step + 1))
+
+
+def _write(directory: Path, batch: StepBatch) -> None:
+    from mslime.rollout.group_files import StepGroups, write_groups
+
+    write_groups(directory, StepGroups(batch.step + 1, batch.version, batch.groups))

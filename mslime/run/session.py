@@ -1,0 +1,491 @@
+"""One run's parts, started together, watched, and ended together: what the loop's verbs mean.
+
+Every method is one verb of the loop. A failure anywhere leaves through `__exit__`, which ends every process of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mslime.backends.sglang.client import EngineDied
+from mslime.checks.resolve import ResolvedRun
+from mslime.config.cluster import WHOLE, Parts
+from mslime.config.errors import CheckpointError, EngineError, TrainerError, WorkerError
+from mslime.data.checkpoints import (
+    CRITIC,
+    OUTLINE,
+    ROLLOUTS,
+    FileSum,
+    begin,
+    critic_directory,
+    saving_directory,
+    write_summed,
+)
+from mslime.observe.rows import over_optimizer_steps
+from mslime.run.adapter_delivery import AdapterDelivery
+from mslime.run.assemble import SupervisedRows
+from mslime.run.cluster import Cluster
+from mslime.run.delivery import Delivery
+from mslime.run.endpoint import ControlEndpoint
+from mslime.run.engines import EngineGroup
+from mslime.run.fleet import Fleet
+from mslime.run.probe import WeightProbe
+from mslime.run.publish import Publisher
+from mslime.run.records import StepRecords
+from mslime.run.resources import Resources
+from mslime.run.results import Evaluated, Evaluation, StepShards
+from mslime.run.rollouts import RolloutProcess
+from mslime.run.run_checkpoints import RunCheckpoints
+from mslime.run.run_engines import RunEngines
+from mslime.run.run_rollouts import RunRollouts
+from mslime.run.sharing import Apart, Shared
+from mslime.run.started import Started
+from mslime.run.stop import Learnt, Stopped, StopSignals
+from mslime.run.trainers import TrainerGroup
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+
+Shards = Sequence[Sequence[Any]]
+"""[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
+
+_log = logging.getLogger(__name__)
+REST_S = 30.0
+"""How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
+
+
+class TrainingRun(Started):
+    """A running run. A context manager.
+
+    Attributes:
+        checkpoints: the one that the run begins with, and those it writes.
+        first_step: steps done before this session (after a resume).
+        parts: which of its processes are started.
+    """
+
+    parts: ClassVar[Parts] = WHOLE
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        stop: StopSignals | None = None,
+        quiet: bool = False,
+        resources: Resources | None = None,
+    ) -> None:
+        """
+        Args:
+            quiet: show no progress, whatever `observe.progress` says.
+            resources: see `Started`.
+            stop: handlers of signals that are set already; the session makes them patient once there is something to
+                save. None: the session follows no signal.
+        """
+        super().__init__(run, stop or StopSignals(), resources)
+        self._quiet = quiet
+        self.checkpoints = RunCheckpoints(self.config)
+        self.first_step = self.checkpoints.first_step
+        self._learnt = Learnt(self.first_step, self.first_step)
+        self._records = StepRecords(self.config, self.checkpoints)
+        self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
+        self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
+        self._evaluating: Evaluation | None = None
+        # around what is done with the engines' members
+        self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._memory = Apart(self._tend)
+
+    def _start(self) -> None:
+        config = self.config
+        self._open_records()
+        self._say_start()
+        for note in self.checkpoints.notes():
+            self.progress.note(note)
+        generates = config.train.task == "rl" and self.parts.engines
+        cluster, _ = self._join_cluster(generates)
+        self._trainers = TrainerGroup.of_run(config, cluster, self._logs, self._worth_waiting)
+        self._stack.callback(self._trainers.stop)
+        if generates:
+            self._start_generation(cluster)
+        else:
+            self._start_trainers()
+        if self.checkpoints.loaded is not None and not (generates and config.colocated):
+            self._load(self.checkpoints.loaded)
+        if config.train.task == "sft":
+            self._rows = SupervisedRows(self._run)
+            if self.first_step:
+                self._rows.resume(self.checkpoints.loaded, self.checkpoints.extra)
+            self._source_state = self._rows.source.state_dict()
+
+    def _open_records(self) -> None:
+        self._records.open(self._stack, self._quiet)
+        self._timeline, self.progress = self._records.timeline, self._records.progress
+
+    def _load(self, checkpoint: Path) -> None:
+        """Give the trainer, and the critic, what a checkpoint holds."""
+        critic = self.config.critic
+        self.progress.note(f"continuing from {checkpoint}")
+        self._trainers.load(checkpoint, new_run=not self.checkpoints.own)
+        if self.config.has_critic and not critic_directory(checkpoint).is_dir():
+            self.progress.note(f"no critic in {checkpoint}: it starts from {critic.path or self.config.model.path}")
+
+    def _start_generation(self, cluster: Cluster) -> None:
+        """Engines and trainers start side by side, or on the same GPUs one after the other; the rollout service
+        connects when both are there."""
+        if self._resources.engines is None:
+            addresses, taught_by = self._start_engines(cluster)
+        else:
+            addresses, taught_by = self._find_engines(self._resources.engines, cluster)
+        group = self._take_over(self._engines.attached, self._trainers.disconnect)
+        self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
+        self._stack.callback(self._rollouts.stop)
+        self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
+        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
+        if self.config.colocated:
+            teachers = self._resources.teachers if self.config.teacher_shares else None
+            self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)
+        delivery = self._make_delivery()
+        delivery.connect(group)
+        self._publisher = self._publishes_by(delivery)
+        self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
+
+    def _start_engines(self, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
+        """(engines, teachers) that are launched beside the trainer, or attached."""
+        self._engines = self._resources.engines = self._engine_group(cluster)
+        teachers = self._resources.teachers = self._engine_group(cluster, "teacher")
+        if self.config.colocated:
+            self._start_and_sleep()
+            addresses, taught_by = self._start_beside(lambda _: None, self._engines, teachers)
+        else:
+            addresses, taught_by = self._start_beside(self._start_trainers, self._engines, teachers)
+        return addresses, taught_by
+
+    def _find_engines(self, engines: EngineGroup, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
+        """(engines, teachers) that an earlier session has left, while another trainer starts."""
+        self._engines, teachers = engines, self._resources.teachers
+        assert teachers is not None, "they are started together"
+        self._resources.clean(engines, self.config, self.progress.note)
+        self._start_trainers(cluster.check_trainer_machines)
+        engines.wait_for_one(self._at_rest)
+        self._say_where(engines, teachers)
+        return engines.addresses, teachers.addresses
+
+    def _make_delivery(self) -> Delivery | AdapterDelivery:
+        """What brings the engines the weights, or the adapters."""
+        parts = (self._rollouts, self._trainers)
+        if self.config.syncs_adapters:
+            return AdapterDelivery(self.config, *parts, self._fleet, self._at_rest, self._probe())
+        return Delivery(
+            self.config, *parts, self._engines, self._fleet, self._at_rest, self._other_group, self.progress,
+            self._memory, self._probe(),
+        )  # fmt: skip
+
+    def _start_and_sleep(self) -> None:
+        """Engines measure the memory of their GPUs when they start: so the trainer is there first, and asleep."""
+        self._start_trainers()
+        if self.checkpoints.loaded is not None:
+            self._load(self.checkpoints.loaded)
+        self._trainers.hold(())
+        self.progress.note("the trainer is ready and asleep")
+
+    def _start_trainers(self, on_wait: Callable[[], None] | None = None) -> None:
+        self._layers = self._trainers.start(on_wait)
+
+    def _tend(self) -> None:
+        self._publisher.tend()
+
+    def _publishes_by(self, delivery: Delivery | AdapterDelivery) -> Publisher:
+        verify = self.config.weights.verify
+        return Publisher(verify, self._rollouts, delivery, self._fleet, self._memory, self.progress, self._timeline)
+
+    def _probe(self) -> WeightProbe | None:
+        if self.config.weights.verify not in ("probe", "always"):
+            return None
+        tolerance, model = self._run.probe_tolerance, self._run.model
+        follows = model.sends_routes(self.config.train.replay)
+        return WeightProbe(self._rollouts, self._trainers, tolerance, self._memory, model, follows=follows)
+
+    # ---------------------------------------------------------------------------------------------- verbs of the loop
+
+    @property
+    def trained(self) -> int:
+        """Steps done, also before this session."""
+        return self._learnt.trained
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[dict[str, float]]:
+        """One step (0-based): times it, and logs what was recorded when it ends well."""
+        yield self._records.begin(step + 1)
+        self._close_row()
+        self._at_rest()
+
+    def _close_row(self, hook: bool = True) -> None:
+        """Log the row of the step in progress, if that was trained."""
+        if self._learnt.trained < self._records.step:
+            self._records.drop()
+        self._records.close(hook)
+
+    def take(self, step: int) -> StepShards:
+        """Finished groups of a step as shards; waits for them."""
+        _log.info("step %d: waiting for rollouts", step + 1)
+        begin = self._timeline.now()
+        while True:
+            try:
+                taking = self._rollouts.service.begin(RunRollouts.take, step)
+                batch = self._rollouts.groups(taking, self.progress.rollout)
+                break
+            except EngineError as error:  # what was finished waits for the next call
+                with self._syncing():
+                    self._revive(error)
+                    self._publish(step)
+        end = self._timeline.now()
+        self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
+        for span in batch.spans:
+            self._timeline.record(*span)
+        for note in batch.notes:
+            self.progress.note(note)
+        batch.metrics["perf/wait_seconds"] = end - begin
+        self._outlines = {at: old for at, old in self._outlines.items() if at >= step} | {step + 1: batch.outline}
+        return batch
+
+    def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
+        """Optimizer steps on the shards, and one row of metrics of them all.
+
+        Args:
+            watched: sequences whose log-probs are written beside their responses.
+        """
+        self._memory.begin_training()
+        _log.info("step %d: training", self._records.step)
+        # While the critic is warmed up, the policy stays what it is.
+        policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
+        self._learnt.training = True
+        found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
+        self._learnt.training = False
+        self._learnt.trained = self._records.step
+        if self.config.train.task == "sft":
+            self._source_state = self._rows.source.state_dict()
+        self._records.record_lanes("train", found.spans)
+        if found.log_probs:
+            self._rollouts.service.begin(RunRollouts.log_trained, self._records.step, found.log_probs)
+        return over_optimizer_steps(found.metrics)
+
+    def publish_weights(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's weights under a new version; see `Publisher.publish`."""
+        self._at_rest()
+        assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
+        return self._publish(version)
+
+    def _revive(self, error: EngineError) -> None:
+        self._publisher.revive(error)
+
+    def _publish(self, version: int) -> dict[str, float]:
+        return self._publisher.publish(version, self._records.of_span(self._records.step))
+
+    def has_scores(self, step: int) -> bool:
+        """Whether the run has recorded scores on held-out sets after `step` steps."""
+        return self._records.has_scores(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Scores on the held-out sets after `step` steps.
+
+        With `rollout.max_staleness` above 0, on GPUs of their own, the engines draw them while the trainer goes on, and
+        `evaluated` waits for them; after the last step there is nothing to go on with. Otherwise returns what
+        `evaluated` does.
+        """
+        if not self.config.data.eval_sets:
+            return {}
+        self._at_rest()
+        self._evaluating = self._rollouts.begin_evaluation(step)
+        beside = self.config.rollout.max_staleness > 0 and not self.config.colocated
+        return {} if beside and step < self.config.train.num_steps else self.evaluated()
+
+    def evaluated(self, again: bool = True) -> dict[str, float]:
+        """Wait for the evaluation that is running, if there is one, and record its scores with the step that they are
+        of. Returns what belongs into the record of the step in progress.
+
+        Args:
+            again: begin it again where all engines died in it; the weights are still the same.
+
+        `checkpoint.keep_best` needs no more: scores are known before the next checkpoint is saved, and until then
+        theirs is the newest, which is kept.
+        """
+        if (running := self._evaluating) is None:
+            return {}
+        begin = self._timeline.now()
+        found = self._scores(running) if again else self._rollouts.service.wait(running.answer)
+        end = self._timeline.now()
+        self._evaluating = None
+        assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
+        for address in self._engines.addresses:
+            self._timeline.record(address.name, "evaluate", found.begin, found.end, self._records.of_span(running.step))
+        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.of_span(self._records.step))
+        waited = {"perf/eval_seconds": end - begin}
+        in_step = self._records.record is not None
+        if in_step and self._records.step == running.step:
+            return found.metrics | waited
+        self._records.log_scores(running.step, found.metrics if in_step else found.metrics | waited)
+        return waited
+
+    def _scores(self, running: Evaluation) -> Evaluated:
+        """What an evaluation found, the first in which an engine lived to its end."""
+        while True:
+            try:
+                return self._rollouts.service.wait(running.answer)
+            except EngineDied as error:
+                with self._syncing():
+                    if self._rollouts.engines.call(RunEngines.stranded):
+                        self._fleet.revive(error)
+                        self._publish(running.step)
+                self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
+                running = self._rollouts.begin_evaluation(running.step)
+
+    def supervised_batch(self) -> Shards:
+        """The next `train.sft_batch_size` rows as shards for every rank."""
+        return self._rows.batch()
+
+    def rows_metrics(self) -> dict[str, float]:
+        """What became of supervised rows so far."""
+        return self._rows.source.metrics()
+
+    def held_out_loss(self, step: int) -> dict[str, float]:
+        """The loss on held-out rows after `step` steps; outside a step it is logged in a row of its own."""
+        if not self.config.data.eval_sets:
+            return {}
+        self._at_rest()
+        begin = self._timeline.now()
+
+        def of_shards(shards: Shards) -> tuple[float, int]:
+            found, spans = self._trainers.negative_log_likelihood(shards)
+            self._timeline.record_lanes("evaluate", spans, step)
+            return found
+
+        metrics = self._rows.evaluate(of_shards)
+        metrics["perf/eval_seconds"] = self._timeline.now() - begin
+        if self._records.record is None:
+            self._records.log_scores(step, metrics)
+        return metrics
+
+    def save(self, next_step: int) -> None:
+        """A checkpoint from which the run continues at `next_step` without losing anything."""
+        try:
+            self._save(next_step)
+        except CheckpointError:
+            self._learnt.save_failed = True
+            raise
+        self._at_rest()
+
+    def _save(self, next_step: int, rescue: bool = False) -> None:
+        begun_at = self._timeline.now()
+        deadline = self.config.deadlines.rescue_s if rescue else self.config.deadlines.checkpoint_s
+        directory = self.checkpoints.directory(next_step)
+        extra: dict[str, Any] = {"next_step": next_step, "version": next_step, CRITIC: self.config.has_critic}
+        extra |= {"row": self._records.last_row, "config": self.config.as_dict()}
+        _log.info("saving %s", directory)
+        begin(directory)
+        others: dict[str, FileSum] = {}
+        if self.config.train.task == "rl":
+            others = self._save_rollouts(saving_directory(directory), next_step, deadline, rescue)
+        else:
+            extra["source"] = self._source_state
+        with self._memory.awake("save", next_step, last=rescue):
+            self._trainers.save(directory, extra, others, deadline)
+        self._learnt.saved = next_step
+        self.checkpoints.prune()
+        end = self._timeline.now()
+        self._records.carry({"perf/checkpoint_seconds": end - begun_at})
+        self._records.record_lanes(
+            "save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)}
+        )
+        self.progress.note(f"saved {directory}")
+
+    def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
+        """The rollout service writes its own file. In a rescue its last outline stands in for one that is gone."""
+        try:
+            service = self._rollouts.service.within(deadline)
+            return {ROLLOUTS: service.call(RunRollouts.save, saving / ROLLOUTS, next_step)}
+        except TrainerError as error:
+            if not rescue or next_step not in self._outlines:
+                raise
+            self.progress.note(
+                f"the rollout service cannot report its groups ({error.rule.splitlines()[0]}): unfinished groups will "
+                "begin again from their prompts"
+            )
+            return {OUTLINE: write_summed(saving / OUTLINE, self._outlines[next_step])}
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Whatever ends the block early, a signal or an error: save what the trainer has learnt, if it is at rest."""
+        self._stop.describe, self._stop.patient = lambda: self._learnt.stopping(self._records.step), True
+        try:
+            yield
+        except BaseException as error:
+            told = self._stop.told(error)
+            outcome = self._rescue(told)
+            if isinstance(told, Stopped):
+                told.outcome = outcome
+            if told is not error:
+                raise told from None
+            raise
+        finally:
+            self._stop.patient = False
+
+    def _rescue(self, error: BaseException) -> str:
+        """Save before the run ends with `error`; what came of it, in words. Raises Stopped at a second signal."""
+        learnt, stopped = self._learnt, isinstance(error, Stopped)
+        ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # which may have another one
+        reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
+        if isinstance(error, Stopped) and not error.save:
+            return self._lost("a second signal came")
+        self._keep_scores()
+        if not learnt.training and learnt.trained <= learnt.saved:
+            return learnt.nothing_to_save()
+        if why := learnt.hinders_saving(self._records.step, stopped):
+            return self._lost(why)
+        self.progress.note(f"saving step {learnt.trained} before {reason}")
+        try:
+            self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
+            self._close_row(hook=False)  # the first error is the one that ends the run
+            self._save(learnt.trained, rescue=True)
+        except KeyboardInterrupt:
+            self._lost("a second signal came")
+            raise
+        except Exception as second:  # whatever it is: the first error is the one that ends the run
+            return self._lost(f"saving failed: {second}")
+        return f"saved step {learnt.trained} in {self.checkpoints.directory(learnt.trained)}"
+
+    def _keep_scores(self) -> None:
+        """Record the scores of an evaluation that has ended, before the run does."""
+        running = self._evaluating
+        if running is None or (self._ray is not None and self._ray.gone):
+            return
+        with suppress(Exception):  # whatever it is: the first error is the one that ends the run
+            if running.answer.done:
+                found = self.evaluated(again=False)
+                if (record := self._records.record) is not None:
+                    record.update(found)
+                return
+        fate = "it begins again when the run continues" if running.step == self.trained else "its scores are lost"
+        self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
+
+    def _lost(self, why: str) -> str:
+        """Say that steps are not saved."""
+        text = self._learnt.lost(why)
+        self.progress.note(text)
+        return text
+
+    def finish(self) -> None:
+        """The run is through: export the final weights when asked to."""
+        if self.config.checkpoint.save_hf:
+            self.export_hf(self.config.run_dir / "hf")
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
+        with self._memory.awake("send", self.trained):
+            self._trainers.export_hf(directory)
+        self.progress.note(f"wrote {directory}")
+        self._at_rest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

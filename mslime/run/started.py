@@ -1,0 +1,203 @@
+"""Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import ray
+
+from mslime.checks.resolve import ResolvedRun
+from mslime.config.keys import Endpoint
+from mslime.observe.progress import Progress
+from mslime.run.attached import AttachedEngines, new_group
+from mslime.run.cluster import Cluster
+from mslime.run.engines import EngineGroup, Role
+from mslime.run.ray_calls import RayWatch
+from mslime.run.resources import Resources
+from mslime.run.stop import StopSignals
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+
+
+SILENT_S = 60.0
+"""A start in which no process has come up for so long says what Ray says."""
+
+
+class Started(ABC):
+    """A context manager; what `_start` puts on the stack is ended in reverse order.
+
+    Attributes:
+        config: the resolved configuration.
+        progress: where lines go, from `_start` on.
+    """
+
+    progress: Progress
+    _attached: AttachedEngines
+
+    def __init__(self, run: ResolvedRun, stop: StopSignals, resources: Resources | None = None) -> None:
+        """
+        Args:
+            resources: of an earlier session, and for the next one. None: of this one alone.
+        """
+        self._run, self.config, self._stop = run, run.config, stop
+        self._stack = ExitStack()
+        self._resources = self._stack.enter_context(Resources()) if resources is None else resources
+        self._ray: RayWatch | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._ray is not None and self._ray.left():
+            self.progress.__exit__(None, None, None)
+            return
+        self._stack.close()
+
+    @property
+    def _logs(self) -> Path:
+        return self.config.run_dir / "logs"
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start everything; the progress comes first."""
+
+    def _worth_waiting(self) -> None:
+        """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
+        self._stop.check(self.config.deadlines.rescue_s)
+        if self._ray is not None:
+            self._ray.check(self.config.deadlines.rescue_s)
+
+    def _at_rest(self) -> None:
+        """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
+        self._stop.check()
+        if self._ray is not None:
+            self._ray.check()
+
+    def _say_start(self) -> None:
+        ranks, layout = self.config.layout.world_size, self.config.layout.describe()
+        self.progress.note(f"starting {ranks} trainer rank(s): {layout}; logs in {self._logs}")
+
+    def _join_cluster(self, generates: bool, *, trainers: bool = True) -> tuple[Cluster, RayWatch]:
+        """Room on Ray's cluster for the parts of the run, and the watch over Ray."""
+        held = self._resources
+        if held.cluster is None or held.ray is None:
+            # Ray's own handler of SIGTERM would end the driver with a stack trace.
+            cluster = Cluster(self.config, generates, self._stop.install, trainers=trainers)
+            held.cluster = held.stack.enter_context(cluster)
+            held.ray = held.stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
+            for line in cluster.on_other_machines():
+                self.progress.note(f"logs in {self._logs.absolute()} of {line}")
+            silent = threading.Timer(SILENT_S, self._say_why_nothing_runs, [cluster])
+            silent.daemon = True
+            silent.start()
+            held.stack.callback(silent.cancel)
+        self._ray = held.ray
+        return held.cluster, held.ray
+
+    def _say_why_nothing_runs(self, cluster: Cluster) -> None:
+        with suppress(Exception):  # Ray has ended meanwhile
+            if why := cluster.why_nothing_runs():
+                self.progress.note(why)
+
+    def _engine_group(self, cluster: Cluster, role: Role = "engine") -> EngineGroup:
+        """Servers, yet to be started, that end with the resources."""
+        group = EngineGroup(self._run, cluster, self._logs, role)
+        self._resources.stack.callback(group.stop)
+        return group
+
+    def _start_beside(
+        self, trainers: Callable[[Callable[[], None]], object], *groups: EngineGroup
+    ) -> list[list[EngineAddress]]:
+        """Start servers and trainers side by side; where the servers of each group are.
+
+        Args:
+            trainers: starts them, and calls what it is given while it waits: that raises when an engine, one of the
+                first group, fails to start.
+        """
+        starting = [group.begin_start() for group in groups]
+        watches = [group.watch_start(of, self.progress.note) for group, of in zip(groups, starting, strict=True)]
+        trainers(watches[0])
+        found = [group.finish_start(of, watch) for group, of, watch in zip(groups, starting, watches, strict=True)]
+        self._say_where(*groups)
+        return found
+
+    def _say_where(self, *groups: EngineGroup) -> None:
+        for group in groups:
+            if group.addresses:
+                self.progress.note(f"{group.role}s: " + ", ".join(address.url for address in group.addresses))
+
+    def _take_over(self, endpoints: Sequence[Endpoint], disconnect: Callable[[float], None]) -> str:
+        """Take over engines that somebody else runs; what names of groups with the engines begin with.
+
+        Args:
+            endpoints: of those engines, not of launched ones.
+            disconnect: lets the trainer leave them at the end, within so many seconds.
+        """
+        group = new_group(self.config.name)
+        self._resources.groups.append(group)
+        self._attached = AttachedEngines(self.config, endpoints, group)
+        self._attached.take_over()
+        self._stack.callback(self._attached.leave, disconnect)
+        return group
+
+    def _other_group(self) -> str:
+        """The beginning of other names, for groups without the engines that are gone."""
+        group = new_group(self.config.name)
+        self._resources.groups.append(group)
+        self._attached.also(group)
+        return group
+
+
+# When Python searches a process for circles of objects that nobody holds any more.
+#
+# By default it searches all of the process whenever the objects that live long have become a quarter more. With
+# thousands of requests under way that is several times in a step, each for some tenths of a second, in which no
+# answer is read: 45% of a rollout manager's CPU (benchmarks/results/rollout.md). Rollouts make no circles of their
+# own, users' functions, clients and agents do: the search is made once a minute all the same.
+
+log = logging.getLogger(__name__)
+
+YOUNG, MIDDLE = 20_000, 20
+"""New objects before the newest are searched, and such searches before those that outlived them are (700 and 10)."""
+NEVER = 1 << 30
+EVERY_S = 60.0
+
+
+def search_seldom(every_s: float = EVERY_S) -> None:
+    """Leave what the process holds now out of all searches, search new objects seldom, and all others when the running
+    loop has run for so long, again and again. Called once, when a process has its modules and services."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, MIDDLE, NEVER)
+    _search_later(asyncio.get_running_loop(), every_s)
+    log.info("%d objects are left out of searches for garbage, others are searched every %g s",
+             gc.get_freeze_count(), every_s)  # fmt: skip
+
+
+def _search_later(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
+    loop.call_later(every_s, _search, loop, every_s)
+
+
+def _search(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
+    gc.collect()
+    _search_later(loop, every_s)

@@ -1,0 +1,481 @@
+"""The trainer: one Ray actor per rank around `MegatronTrainer`, with the critic's ranks inside or beside them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.base import TrainerPart
+from mslime.config.keys import Endpoint
+from mslime.config.resolved import critic_spec, policy_spec
+from mslime.config.schema import RunConfig
+from mslime.data.checkpoints import FileSum, critic_directory
+from mslime.data.probe import joined_routes
+from mslime.logs import hide, phase
+from mslime.run.cluster import Cluster
+from mslime.run.ranks import RankActor, RankGroup, Report, Span, fetched
+from mslime.run.ray_calls import gather
+
+if TYPE_CHECKING:
+    from mslime.backends.megatron.step.critic import MegatronCritic
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
+    from mslime.config.layout import ParallelLayout
+    from mslime.data.probe import RoutedRows
+    from mslime.data.routes import Routes
+    from mslime.data.shard import TrainShard
+    from mslime.weights.sync import SendReport
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the ranks say of a step.
+
+    Attributes:
+        metrics: of each optimizer step, equal on all ranks.
+        spans: when each rank was busy.
+        log_probs: by watched sequence, [T] float32, NaN for its first token.
+    """
+
+    metrics: list[dict[str, float]]
+    spans: dict[str, Span]
+    log_probs: dict[int, NDArray[np.float32]]
+
+
+class PolicyRank:
+    """What the driver asks of a trainer rank, and of a critic's rank on the same GPU."""
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config, self._rank, self._step = config, rank, 0
+        self._sent, self._buckets = 0, 0
+        self._prepared: list[TrainShard] = []
+        self._found: dict[str, float] = {}
+
+    def adopt(
+        self, trainer: MegatronTrainer, critic: MegatronCritic | None, on_micro_batch: Callable[[int, int], None]
+    ) -> None:
+        """Ask these from here on. A collective.
+
+        Args:
+            on_micro_batch: called with (done, in all) in a step.
+        """
+        from mslime.backends.sglang.port import SGLangPort
+
+        self._trainer, self._critic = trainer, critic
+        trainer.on_micro_batch = on_micro_batch
+        if critic is not None:
+            critic.on_micro_batch = on_micro_batch
+        self._sender = trainer.weight_sender(SGLangPort(self._config.deadlines), self._report_bucket)
+
+    def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
+        """Everything before the first gradient of these shards, which `update` then takes.
+
+        Args:
+            step: of the run, from 1 on, for the log.
+            values: of a critic elsewhere, one column a shard.
+
+        Returns:
+            What a critic is to learn, one column a shard; None where there is no critic.
+        """
+        self._step = step
+        with phase(_log, f"step {step}: log-probs of {len(shards)} shard(s)"):
+            own: list[TrainShard] = fetched(shards)
+            if values is not None:
+                own = [replace(shard, values=column) for shard, column in zip(own, values, strict=True)]
+            elif self._critic is not None:
+                own = self._critic.with_values(own)
+            self._prepared, self._found = self._trainer.prepare(own)
+        return [shard.returns for shard in self._prepared]
+
+    def update(self, policy: bool, watched: Sequence[int]) -> dict[str, Any]:
+        """One optimizer step per prepared shard; returns metrics of each, the span of time this rank was busy, and the
+        log-probs that it found of `watched` sequences (`Watch`).
+
+        Args:
+            policy: also of the policy, not only of the critic on the same GPU.
+        """
+        begin, shards = time.time(), self.begin_update(watched)
+        rows: list[dict[str, float]] = [{} for _ in shards]
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in shards)} tokens"):
+            if self._critic is not None:
+                rows = self._critic.train(shards)
+            if policy:
+                rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(shards), strict=True)]
+        return self.end_update(rows, begin)
+
+    def begin_update(self, watched: Sequence[int]) -> list[TrainShard]:
+        """What `prepare` has left; log-probs of `watched` sequences are kept from here on."""
+        self._trainer.watch.begin(watched)
+        shards, self._prepared = self._prepared, []
+        return shards
+
+    def end_update(self, rows: Sequence[Mapping[str, float]], begin: float) -> dict[str, Any]:
+        """What `update` returns, of the rows of its steps and the time at which it began."""
+        found = [{**self._found, **row} for row in rows]
+        return {"metrics": found, "span": (begin, time.time()), "log_probs": self._trainer.watch.found}
+
+    def train(self, shards: Sequence[Any], policy: bool, step: int, watched: Sequence[int]) -> dict[str, Any]:
+        """`prepare` and `update` in one."""
+        begin = time.time()
+        self.prepare(shards, step)
+        return self.update(policy, watched) | {"span": (begin, time.time())}
+
+    def negative_log_likelihood(self, shards: Sequence[Any]) -> tuple[float, int, Span]:
+        """(its sum over these shards' trained tokens, how many those are, when this rank was busy)."""
+        begin = time.time()
+        total, tokens = self._trainer.negative_log_likelihood(fetched(shards))
+        return total, tokens, (begin, time.time())
+
+    def buckets(self) -> tuple[int, int]:
+        """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
+        return self._sent, self._buckets
+
+    def connect(self, engines: Sequence[Endpoint], group: str) -> None:
+        """Meet the engines."""
+        hide(*(key for engine in engines for key in (engine.keys.api, engine.keys.admin)))
+        with phase(_log, f"connecting to {', '.join(engine.url for engine in engines)}"):
+            self._sender.connect(engines, group)
+
+    def disconnect(self) -> None:
+        """Leave the engines."""
+        self._sender.disconnect()
+
+    def send_weights(self, version: int, verify: bool) -> tuple[SendReport, Span]:
+        """Send every bucket; returns the report and the span of time this rank was busy."""
+        begin = time.time()
+        with phase(_log, f"sending weights of version {version}"):
+            report = self._sender.send(version, verify)
+        return report, (begin, time.time())
+
+    def write_adapter(self, directory: str, verify: bool) -> tuple[dict[str, str], Span]:
+        """Write the adapters for engines; see `MegatronTrainer.write_adapter`. And the span of time of it."""
+        begin = time.time()
+        with phase(_log, f"writing adapters to {directory}"):
+            expected = self._trainer.write_adapter(Path(directory), verify)
+        return expected, (begin, time.time())
+
+    def probe(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None
+    ) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
+        """What the current weights say of sequences, see `MegatronTrainer.probe`; of the experts only what one of
+        several copies of the model chose."""
+        begin = time.time()
+        with phase(_log, f"log-probs of {len(sequences)} probe(s)"):
+            log_probs, chosen = self._trainer.probe(sequences, routes)
+        first = self._config.layout.dp_rank(self._rank) == 0
+        return log_probs, chosen if first else None, (begin, time.time())
+
+    def hold(self, parts: Sequence[TrainerPart]) -> None:
+        """Have these parts of the state on the GPU and no others: the policy's, and a critic's beside it, which is not
+        needed where nothing is trained or saved."""
+        with phase(_log, f"having {', '.join(parts) or 'nothing'} on the device"):
+            self._trainer.hold(parts)
+            if self._critic is not None:
+                self._critic.hold(parts if "optimizer" in parts else ())
+
+    def export_hf(self, directory: str) -> None:
+        """Write the current weights as a Hugging Face checkpoint, or the adapter that is trained."""
+        with phase(_log, f"exporting to {directory}"):
+            self._trainer.export(Path(directory))
+
+    def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum]) -> None:
+        """Write a resumable checkpoint, the critic's first.
+
+        Args:
+            others: files of other processes that are in it already.
+        """
+        with phase(_log, f"saving {directory}"):
+            if self._critic is not None:
+                self._critic.save(critic_directory(Path(directory)), {})
+            self._trainer.save(Path(directory), extra, others)
+
+    def load(self, directory: str, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`. A critic that it lacks stays as it started."""
+        with phase(_log, f"loading {directory}"):
+            self._trainer.load(Path(directory), new_run)
+            if self._critic is not None and critic_directory(Path(directory)).is_dir():
+                self._critic.load(critic_directory(Path(directory)), new_run)
+
+    def _report_bucket(self, sent: int, buckets: int) -> None:
+        self._sent, self._buckets = sent, buckets
+
+
+class TrainerActor(RankActor, PolicyRank):
+    """One trainer rank, and its rank of a critic that shares its GPU."""
+
+    role = "trainer"
+
+    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
+        RankActor.__init__(self, config, rank, log_path)
+        PolicyRank.__init__(self, config, rank)
+
+    def start(self, rendezvous: str) -> dict[str, Any]:
+        """Build the model and optimizer; returns this rank's MoE layers."""
+        from mslime.backends.megatron.step.critic import MegatronCritic
+        from mslime.backends.megatron.step.trainer import MegatronTrainer
+        from mslime.checks.user_functions import check_seams
+
+        config, critic = self._config, None
+        check_seams(config, "trainer")  # this machine may lack a module that the driver's has
+        with phase(_log, f"starting at {rendezvous}"):
+            trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
+            if config.shares_critic:
+                critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
+            self.adopt(trainer, critic, self._report)
+        return {"moe_layer_ids": trainer.moe_layer_ids}
+
+
+class CriticActor(RankActor):
+    """One rank of a critic on GPUs of its own."""
+
+    role = "critic"
+
+    def start(self, rendezvous: str) -> None:
+        """Build the model and optimizer."""
+        from mslime.backends.megatron.step.critic import MegatronCritic
+
+        with phase(_log, f"starting at {rendezvous}"):
+            spec = critic_spec(self._config)
+            self._critic = MegatronCritic(spec, self._rank, spec.layout.world_size, rendezvous)
+        self._critic.on_micro_batch = self._report
+        self._shards: list[TrainShard] = []
+
+    def values(self, shards: Sequence[Any], step: int) -> list[Any]:
+        """The values of these shards, one column each, which `train` then takes."""
+        self._step = step
+        with phase(_log, f"step {step}: values of {len(shards)} shard(s)"):
+            self._shards = self._critic.with_values(fetched(shards))
+        return [shard.values for shard in self._shards]
+
+    def train(self, returns: Sequence[Any]) -> dict[str, Any]:
+        """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
+        begin = time.time()
+        learnt = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in learnt)} tokens"):
+            metrics = self._critic.train(learnt)
+        self._shards = []
+        return {"metrics": metrics, "span": (begin, time.time())}
+
+    def save(self, directory: str) -> None:
+        """Write a resumable checkpoint."""
+        with phase(_log, f"saving {directory}"):
+            self._critic.save(Path(directory), {})
+
+    def load(self, directory: str, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`."""
+        with phase(_log, f"loading {directory}"):
+            self._critic.load(Path(directory), new_run)
+
+
+class TrainerGroup:
+    """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
+
+    def __init__(
+        self, config: RunConfig, trainers: RankGroup, critics: RankGroup | None, check: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            check: called while a step or a weight update is waited for; raises when that is to end.
+        """
+        self._config, self._trainers, self._critics, self._check = config, trainers, critics, check
+
+    @classmethod
+    def of_run(cls, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> Self:
+        """The ranks of a run that trains one policy, which are yet to be started."""
+        critics = None
+        if config.critic_ranks:
+            critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
+        return cls(config, RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir), critics, check)
+
+    def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
+        """Build the models on all ranks; returns every trainer rank's global MoE layer ids."""
+        refs, logs = self._trainers.begin_start(on_wait), self._trainers.log_paths
+        if self._critics is not None:
+            refs, logs = refs | self._critics.begin_start(on_wait), logs | self._critics.log_paths
+        started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs, on_wait)
+        return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
+
+    def train(
+        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int, watched: Sequence[int] = ()
+    ) -> Trained:
+        """One optimizer step for each element of `shards[rank]`.
+
+        Args:
+            policy: also of the policy, not only of the critic.
+            step: of the run, from 1 on, for the ranks' logs.
+            watched: ids of sequences whose log-probs are wanted.
+        """
+        if self._critics is not None:
+            return self._train_apart(self._critics, shards, on_progress, policy, step, watched)
+        deadline, poll = (
+            self._config.deadlines.train_step_s,
+            self._trainers.poller("progress", on_progress, self._check),
+        )
+        results = self._trainers.all(
+            "train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step, watched), poll
+        )
+        return self._trained(results)
+
+    @staticmethod
+    def _trained(results: Sequence[Mapping[str, Any]]) -> Trained:
+        """What `PolicyRank.train` of every rank gave."""
+        return Trained(results[0]["metrics"], _spans("trainer", results), _joined(results))
+
+    def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
+        """((its sum over the trained tokens of all ranks' shards, how many those are), when each rank was busy)."""
+        deadline, layout = self._config.deadlines.train_step_s, self._config.layout
+        poll = self._trainers.poller("progress", lambda done, total: None, self._check)
+        results = self._trainers.all(
+            "held-out loss", deadline, lambda a, r: a.negative_log_likelihood.remote(shards[r]), poll
+        )
+        spans = {f"trainer {rank}": found[2] for rank, found in enumerate(results)}
+        return over_data_parallel_ranks([found[:2] for found in results], layout), spans
+
+    def _train_apart(
+        self,
+        critics: RankGroup,
+        shards: Sequence[Sequence[Any]],
+        on_progress: Report,
+        policy: bool,
+        step: int,
+        watched: Sequence[int],
+    ) -> Trained:
+        """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
+        trainers, deadline = self._trainers, self._config.deadlines.train_step_s
+        logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
+        valued = critics.submit(lambda a, r: a.values.remote(shards[r], step))
+        gather(valued, "train step: values", deadline, logs, poll)
+        values = list(valued.values())
+        prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], step, values[r]))
+        gather(prepared, "train step: log-probs", deadline, logs, poll)
+        returns = list(prepared.values())
+        learning = trainers.submit(lambda a, _: a.update.remote(policy, watched))
+        learning |= critics.submit(lambda a, r: a.train.remote(returns[r]))
+        found = gather(learning, "train step", deadline, logs, poll)
+        of_policy, of_critic = ([found[name] for name in group.log_paths] for group in (trainers, critics))
+        rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
+        return Trained(rows, _spans("trainer", of_policy) | _spans("critic", of_critic), _joined(of_policy))
+
+    def connect(self, engines: Sequence[Endpoint], group: str) -> None:
+        """Meet the engines in process groups whose names begin with `group`."""
+        met = list(engines)
+        self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(met, group))
+
+    def disconnect(self, deadline_s: float | None = None) -> None:
+        """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time.
+
+        Args:
+            deadline_s: default: as long as a rank may wait for an engine that is silent, and some more.
+        """
+        limit = self._sync_deadline if deadline_s is None else deadline_s
+        self._trainers.all("weight sync: disconnect", limit, lambda a, _: a.disconnect.remote())
+
+    def send_weights(self, version: int, verify: bool, on_progress: Report) -> tuple[SendReport, dict[str, Span]]:
+        """Send all buckets; returns the report and every rank's busy span."""
+        poll = self._trainers.poller("buckets", on_progress, self._check)
+        results = self._trainers.all(
+            "weight sync: send", self._sync_deadline, lambda a, _: a.send_weights.remote(version, verify), poll
+        )
+        return results[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(results)}
+
+    def write_adapter(self, directory: Path, verify: bool) -> tuple[dict[str, str], dict[str, Span]]:
+        """Write the adapters for engines to read; (what they must say of the tensors, every rank's busy span)."""
+        found = self._trainers.all(
+            "weight sync: write", self._sync_deadline, lambda a, _: a.write_adapter.remote(str(directory), verify),
+            self._check,
+        )  # fmt: skip
+        return found[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(found)}
+
+    def probe(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None
+    ) -> tuple[list[tuple[NDArray[np.float32], NDArray[np.int16] | None]], dict[str, Span]]:
+        """(what the weights say of each sequence: [T] log-probs, [T, MoE layers, top-k] experts; when each rank was
+        busy with it).
+
+        Args:
+            routes: of all sequences, which the routers are to follow; nothing is said of experts then.
+        """
+        found = self._trainers.all(
+            "weight sync: probe", self._sync_deadline, lambda a, _: a.probe.remote(sequences, routes), self._check
+        )
+        ends = np.cumsum([len(tokens) for tokens in sequences])
+        chosen = joined_routes([part for _, part, _ in found if part is not None], int(ends[-1]))
+        log_probs = np.split(found[0][0], ends[:-1])
+        experts = [None] * len(sequences) if chosen is None else np.split(chosen, ends[:-1])
+        spans = {f"trainer {rank}": span for rank, (_, _, span) in enumerate(found)}
+        return list(zip(log_probs, experts, strict=True)), spans
+
+    def hold(self, parts: Collection[TrainerPart]) -> None:
+        """See `TrainerActor.hold`. A critic on GPUs of its own stays there."""
+        deadline, held = self._config.deadlines.checkpoint_s, sorted(parts)
+        self._trainers.all("memory", deadline, lambda a, _: a.hold.remote(held))
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+        deadline = self._config.deadlines.checkpoint_s
+        self._trainers.all("export", deadline, lambda a, _: a.export_hf.remote(str(directory)))
+
+    def save(
+        self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float | None = None
+    ) -> None:
+        """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved.
+
+        Args:
+            others: files that other processes have written into `checkpoints.saving_directory(directory)`.
+            deadline_s: default `deadlines.checkpoint_s`.
+        """
+        deadline, critic = deadline_s or self._config.deadlines.checkpoint_s, str(critic_directory(directory))
+        if self._critics is not None:
+            self._critics.all("checkpoint save", deadline, lambda a, _: a.save.remote(critic))
+        self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra, others))
+
+    def rest(self, deadline_s: float) -> None:
+        """Return when every rank has done what it was given. Raises TrainerError when one is gone or still at work."""
+        for group in (self._trainers, self._critics):
+            if group is not None:
+                group.all("waiting for the trainer", deadline_s, lambda a, _: a.rest.remote())
+
+    def load(self, directory: Path, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""
+        deadline, critic = self._config.deadlines.checkpoint_s, critic_directory(directory)
+        self._trainers.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
+        if self._critics is not None and critic.is_dir():
+            self._critics.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(critic), new_run))
+
+    def stop(self) -> None:
+        """Kill every rank."""
+        for group in (self._trainers, self._critics):
+            if group is not None:
+                group.stop()
+
+    @property
+    def _sync_deadline(self) -> float:
+        # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
+        return self._config.deadlines.weight_sync_s + 60
+
+
+def over_data_parallel_ranks(found: Sequence[tuple[float, int]], layout: ParallelLayout) -> tuple[float, int]:
+    """Sums of (loss, tokens) that every rank told of its data-parallel rank's shards."""
+    own = {layout.dp_rank(rank): each for rank, each in enumerate(found)}  # the ranks of one shard say the same
+    return math.fsum(total for total, _ in own.values()), sum(tokens for _, tokens in own.values())
+
+
+def _joined(results: Sequence[Mapping[str, Any]]) -> dict[int, NDArray[np.float32]]:
+    """Log-probs by sequence, of the ranks that hold parts of it."""
+    whole: dict[int, NDArray[np.float32]] = {}
+    for number, part in (each for result in results for each in result["log_probs"].items()):
+        whole[number] = np.where(np.isnan(part), whole[number], part) if number in whole else part
+    return whole
+
+
+def _spans(role: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Span]:
+    return {f"{role} {rank}": result["span"] for rank, result in enumerate(results)}
