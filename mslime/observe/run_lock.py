@@ -1,4 +1,4 @@
-"""The lock of a run's directory: which process owns it. `control.run_directory` takes and releases it."""
+"""The lock of a run's directory: which process owns it. `run.run_directory` takes and releases it."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def reward_metrics(grouped: GroupRewards, sources: Sequence[str]) -> dict[str, f
 
 def _quadratic_tokens(train: TrainConfig) -> float | None:
     found = train.quadratic_tokens
-    assert found != "auto", "`preflight.resolve` counts train.quadratic_tokens from the model"
+    assert found != "auto", "`checks.resolve` counts train.quadratic_tokens from the model"
     return found
 
 

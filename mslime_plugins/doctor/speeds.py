@@ -25,8 +25,8 @@ CLOCKS_APART_MS = 100
 
 @dataclass(frozen=True)
 class SpeedThresholds:
-    """Of what a GPU is sold for (`config/cluster.py`): below `warn` something is amiss, below `fail` it's not the machine
-    that was paid for.
+    """Of what a GPU is sold for (`config/cluster.py`): below `warn` something is amiss, below `fail` it is not the
+    machine that was paid for.
 
     Assumptions: an H100 that runs into its power limit reaches two thirds to three quarters in large matrix products, a
     copy nine tenths of its memory, NCCL four fifths of NVLink in all-reduce and somewhat less in all-to-all.

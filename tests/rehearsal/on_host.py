@@ -27,7 +27,7 @@ NATIVE = {
 """Operators that launch no kernel, or only copy: they run as they are."""
 
 
-STAND_INS = ("tests/rehearsal/extension", "triton/runtime/interpreter")
+STAND_INS = ("tests/rehearsal/extension", "tests/fixtures/delta_rule", "triton/runtime/interpreter")
 """Files that do what kernels do, with copies that no kernel makes."""
 PAGEABLE: list[str] = []
 """Where more than one number was copied to the device out of memory that is not pinned: a GPU would have been waited

@@ -173,7 +173,7 @@ class ServerProcess:
         self.name = f"{spec.role}{index}" + ("_prefill" if half == "prefill" else "")
         self._half: Half | None = half
         self.log_path = Path(log_dir) / f"{self.name}.log"
-        assert spec.device != "auto", "`control.cluster.resolved_device` decides it"
+        assert spec.device != "auto", "`run.cluster.resolved_device` decides it"
         self.cpu = spec.device == "cpu"
         self.keys, self.routes = keys or EngineKeys.random(), routes
         self._process: SupervisedProcess | None = None
