@@ -1,4 +1,4 @@
-"""The `mslime` command: parse, call, print. Every subcommand lives in the room that owns its work."""
+"""The `mslime` command: parse, call, print. Every subcommand lives in the package that owns its work."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class EngineSection(Section):
         return collect_extra(cls.section or cls.engine, cls.engine, values, own, cls.reserved)
 
 
-# Choices that a setting offers and another room acts on: each is named once, here.
+# Choices that a setting offers and another package acts on: each is named once, here.
 
 Task = Literal["rl", "sft"]
 """What a run does: reinforcement learning, or supervised training."""

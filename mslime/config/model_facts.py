@@ -39,7 +39,7 @@ class ModelFacts:
         return replay == "r3" and bool(self.moe_layer_ids)
 
 
-# What several rooms read of a checkpoint's config.json; how an architecture is described is its family's to say.
+# What several packages read of a checkpoint's config.json; how an architecture is described is its family's to say.
 
 
 def read_hf_config(directory: Path) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The loop. One for synchronous, one-step-ahead and asynchronous training: `rollout.max_staleness` is the difference.
 
 A step takes finished groups from the rollout service, trains on them, and publishes new weights; the service decides
-what is generated meanwhile and what is too old to train on. What each line does is in the rooms; the order is here.
+what is generated meanwhile and what is too old to train on. What each line does is in its package; the order is here.
 """
 
 from __future__ import annotations

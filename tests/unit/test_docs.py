@@ -43,8 +43,10 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_the_picture_of_the_rooms_is_drawn_from_what_the_code_imports() -> None:
-    drawing = runpy.run_path(str(ROOT / "scripts/draw_rooms.py"))
-    assert (ROOT / "docs/images/rooms.svg").read_text() == drawing["draw"](), "renew: python scripts/draw_rooms.py"
+    drawing = runpy.run_path(str(ROOT / "scripts/draw_packages.py"))
+    assert (ROOT / "docs/images/packages.svg").read_text() == drawing["draw"](), (
+        "renew: python scripts/draw_packages.py"
+    )
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert drawing["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
 

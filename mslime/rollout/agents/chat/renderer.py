@@ -1,4 +1,4 @@
-"""Messages to tokens and back, as the rest of the room sees it."""
+"""Messages to tokens and back, as the rest of the package sees it."""
 
 from __future__ import annotations
 
