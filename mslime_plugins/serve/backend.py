@@ -1,18 +1,17 @@
-"""What the service asks of trainers and engines. `ranks` and `engines` are those that there are."""
+"""What the service asks of trainers and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.errors import UserError
 from mslime.config.serve import AdamParams, LossChoice
-from mslime.data.client_batch import Datum
+from mslime.data.client_batch import Datum, PassResult
 
 
 @dataclass(frozen=True)
@@ -29,62 +28,44 @@ class AdapterAsk:
     mlp: bool = True
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """What a pass over data found.
-
-    Attributes:
-        loss: summed over all of them. log_probs: of each datum's targets, [T] float32.
-    """
-
-    loss: float
-    log_probs: list[NDArray[np.float32]]
-
-
-@dataclass(frozen=True)
-class PassAsk:
-    """Gradients of a client's data, for the adapter of a name."""
-
-    name: str
-    data: Sequence[Datum]
-    loss: LossChoice
-
-
 class Trainer(Protocol):
-    """Trains adapters by name, one call after the other. A mistake of a client is a UserError that leaves the adapter
-    as it was; a TrainerError may have changed it."""
+    """Trains one adapter (`control.adapter_ranks.AdapterTrainer`). A mistake of a client is a UserError that leaves the
+    adapter as it was; a TrainerError may have changed it."""
 
-    async def create(self, name: str, ask: AdapterAsk) -> None:
-        """Make an adapter."""
+    def forward(self, data: Sequence[Datum], loss: LossChoice) -> PassResult:
+        """Losses and log-probs."""
         ...
 
-    async def free(self, name: str) -> None:
-        """Forget it."""
+    def forward_backward(self, data: Sequence[Datum], loss: LossChoice) -> PassResult:
+        """The same, and the gradients are added to the adapter's."""
         ...
 
-    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> PassResult:
-        """Losses and log-probs; with `backward` the gradients are added to the adapter's."""
-        ...
-
-    async def add_together(self, asks: Sequence[PassAsk]) -> Sequence[PassResult | UserError]:
-        """`pass_over` with `backward` of several adapters, each of its own name, in one pass: what each gave or failed
-        with. Raises what befell all."""
-        ...
-
-    async def adam_step(self, name: str, params: AdamParams) -> dict[str, float]:
+    def adam_step(self, params: AdamParams) -> dict[str, float]:
         """A step on them; `grad_norm` and `lr`."""
         ...
 
-    async def save(self, name: str, directory: Path) -> None:
+    def save(self, directory: Path, extra: dict[str, Any], others: None) -> None:
         """Write factors and the optimizer's state."""
         ...
 
-    async def load(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def load(self, directory: Path, new_run: bool, *, optimizer: bool) -> None:
         """Continue from what `save` wrote, or from its factors alone."""
         ...
 
-    async def write_adapter(self, name: str, directory: Path) -> None:
+    def write_adapter(self, directory: Path, verify: bool) -> object:
         """Write the factors for engines."""
+        ...
+
+
+class Trainers(Protocol):
+    """Makes adapters. Its methods and those of `Trainer` may be called from any thread, and do one thing at a time."""
+
+    def create(self, name: str, ask: AdapterAsk) -> Trainer:
+        """Make an adapter."""
+        ...
+
+    def free(self, name: str) -> None:
+        """Forget it."""
         ...
 
 

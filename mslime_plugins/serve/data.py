@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
-from mslime.data.client_batch import Datum
+from mslime.data.client_batch import Datum, PassResult
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.backend import PassResult, Sampled
+from mslime_plugins.serve.backend import Sampled
 from mslime_plugins.serve.errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}

@@ -11,20 +11,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.serve import AdamParams, ServeConfig
+from mslime.threads import in_thread
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import AdapterAsk, PassAsk, SamplingEngines, Trainer
+from mslime_plugins.serve.backend import AdapterAsk, SamplingEngines, Trainer, Trainers
 from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
-from mslime_plugins.serve.passes import GradientPasses
 from mslime_plugins.serve.sampling import sample_ask
 from mslime_plugins.serve.sessions import Model, Sampler, ServeClient, Sessions
 from mslime_plugins.serve.states import States, StoredState
 
+P = ParamSpec("P")
 T = TypeVar("T")
 EXPIRED_S = 60.0
 """What was saved for a time is looked for so often."""
@@ -56,20 +57,17 @@ class Service:
     Args:
         root: where what is saved lies.
         note: told of clients that come and go.
-        together: gradient passes that wait for the trainer share one.
     """
 
     def __init__(
-        self, served: Served, settings: ServeConfig, trainer: Trainer, engines: SamplingEngines, root: Path,
-        note: Callable[[str], None] = lambda _: None, *, together: bool = False,
+        self, served: Served, settings: ServeConfig, trainers: Trainers, engines: SamplingEngines, root: Path,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.served, self.settings = served, settings
-        self._trainer, self._engines, self._note = trainer, engines, note
+        self._trainers, self._engines, self._note = trainers, engines, note
         self.sessions, self.states = Sessions(), States(root)
         self.futures = Futures(settings.max_requests)
         self._looked = 0.0  # when what was saved was last looked through
-        self._training = asyncio.Lock()  # the trainer does one thing at a time; waiting clients take turns
-        self._passes = GradientPasses(trainer, self._training, together)
 
     def describe(self) -> str:
         """What is going on, in a line."""
@@ -93,8 +91,8 @@ class Service:
         for owner in (session_id, *session.models, *session.samplers):
             await self.futures.drop(owner)
         for model in session.models.values():
-            if model.ready:
-                await self._train(self._trainer.free(model.model_id))
+            if model.trainer is not None:
+                await _in_turn(self._trainers.free, model.model_id)
         for sampler in session.samplers.values():
             if sampler.own and sampler.adapter is not None:
                 await self._engines.forget(sampler.adapter)
@@ -160,33 +158,32 @@ class Service:
             try:
                 return await work()
             except Exception:
-                if model.ready:
-                    model.ready = False
-                    await self._train(self._trainer.free(model.model_id))
+                if model.trainer is not None:
+                    model.trainer = None
+                    await _in_turn(self._trainers.free, model.model_id)
                 with suppress(ServeError):
                     self.sessions.get(model.session_id).models.pop(model.model_id, None)
                 raise
 
         return self.futures.take(request_id, model.model_id, made, (model.turns, 0))
 
-    async def _make(self, model: Model) -> None:
-        await self._train(self._trainer.create(model.model_id, model.ask))
-        model.ready = True
+    async def _make(self, model: Model) -> Trainer:
+        model.trainer = trainer = await _in_turn(self._trainers.create, model.model_id, model.ask)
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
         self._note(f"client {model.session_id[:8]} trains an adapter of rank {model.ask.rank} on {layers}")
+        return trainer
 
     def pass_over(self, request: PassRequest) -> str:
         """A forward pass, or forward and backward; the id of the request."""
         model = self.sessions.model(request.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: Trainer) -> FutureResult:
             self._check_sound(model)
             if not request.backward:
-                call = self._trainer.pass_over(model.model_id, request.data, request.loss, backward=False)
-                return FutureResult(passed_bytes(await self._train(call), request.notes), PROTOBUF)
-            ask = PassAsk(model.model_id, request.data, request.loss)
+                found = await _in_turn(trainer.forward, request.data, request.loss)
+                return FutureResult(passed_bytes(found, request.notes), PROTOBUF)
             try:
-                found = await asyncio.shield(asyncio.ensure_future(self._passes.add(ask)))
+                found = await _in_turn(trainer.forward_backward, request.data, request.loss)
             except TrainerError:
                 model.gradients = False  # those since the last step are dropped
                 raise
@@ -199,7 +196,7 @@ class Service:
         """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
         model = self.sessions.model(model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: Trainer) -> FutureResult:
             raise error
 
         return self._take(model, number, work)
@@ -208,7 +205,7 @@ class Service:
         """A step of the optimizer; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: Trainer) -> FutureResult:
             self._check_sound(model)
             if body.adam_params is None:
                 raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
@@ -221,7 +218,7 @@ class Service:
                                 adam.grad_clip_norm)  # fmt: skip
             model.gradients = False
             with self._breaking(model, "optim_step"):
-                found = await self._train(self._trainer.adam_step(model.model_id, params))
+                found = await _in_turn(trainer.adam_step, params)
             return FutureResult.of(metrics={f"{name}:mean": value for name, value in found.items()})
 
         return self._take(model, body.seq_id, work)
@@ -230,11 +227,11 @@ class Service:
         """Save factors and the optimizer's state; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: Trainer) -> FutureResult:
             self._check_sound(model)
             name = body.path or f"state-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "weights", name, overwrite=body.overwrite)
-            await self._train(self._trainer.save(model.model_id, directory))
+            await _in_turn(trainer.save, directory.absolute(), {}, None)
             self._keep(model, path, body)
             return FutureResult.of(type="save_weights", path=path)
 
@@ -244,7 +241,7 @@ class Service:
         """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: Trainer) -> FutureResult:
             self._check_sound(model)
             if body.kind != "snapshot":
                 raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
@@ -252,7 +249,7 @@ class Service:
             own = body.path is None
             name = body.path or f"sampler-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "sampler_weights", name)
-            await self._train(self._trainer.write_adapter(model.model_id, directory))
+            await _in_turn(trainer.write_adapter, directory.absolute(), False)
             self._keep(model, path, body)
             if not own:
                 return FutureResult.of(type="save_weights_for_sampler", path=path)
@@ -269,10 +266,10 @@ class Service:
         if body.model_id is not None and body.seq_id is not None:
             model = self.sessions.model(body.model_id)
 
-            async def load() -> FutureResult:
+            async def load(trainer: Trainer) -> FutureResult:
                 if model.ask != (same := _with_seed(saved.ask, model.ask)):
                     raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
-                return await self._load(model, body)
+                return await self._load(model, trainer, body)
 
             return self._take(model, body.seq_id, load), model.model_id
         if body.session_id is None or body.model_seq_id is None:
@@ -283,37 +280,27 @@ class Service:
         model, new = self._new_model(body.session_id, body.model_seq_id, base, saved.ask, body.user_metadata)
 
         async def make() -> FutureResult:
-            await self._make(model)
-            return await self._load(model, body)
+            return await self._load(model, await self._make(model), body)
 
         request_id = f"{model.model_id}:0"
         return self._take_first(model, request_id, make) if new else request_id, model.model_id
 
-    async def _load(self, model: Model, body: bodies.LoadWeights) -> FutureResult:
-        directory = self.states.directory(body.path)
+    async def _load(self, model: Model, trainer: Trainer, body: bodies.LoadWeights) -> FutureResult:
+        directory = self.states.directory(body.path).absolute()
         with self._breaking(model, "load_weights"):
-            await self._train(self._trainer.load(model.model_id, directory, optimizer=body.optimizer))
+            await _in_turn(trainer.load, directory, True, optimizer=body.optimizer)
         model.gradients, model.broken = False, ""
         return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
 
-    def _take(self, model: Model, number: int, work: Work) -> str:
+    def _take(self, model: Model, number: int, work: Callable[[Trainer], Awaitable[FutureResult]]) -> str:
         """A request of a model, in its turn."""
 
         async def made() -> FutureResult:
-            if not model.ready:
+            if model.trainer is None:
                 raise ServeError("model_id", model.model_id, "it was never made", "look at what create_model said")
-            return await work()
+            return await work(model.trainer)
 
         return self.futures.take(f"{model.model_id}:{number}", model.model_id, made, (model.turns, number))
-
-    async def _train(self, call: Awaitable[T]) -> T:
-        """One call of the trainer, which is waited for to its end even when its client goes."""
-
-        async def locked() -> T:
-            async with self._training:
-                return await call
-
-        return await asyncio.shield(asyncio.ensure_future(locked()))
 
     # ----------------------------------------------------------------------------------------------------- samplers
 
@@ -388,6 +375,12 @@ class Service:
     @staticmethod
     def _breaking(model: Model, what: str) -> _Breaking:
         return _Breaking(model, what)
+
+
+async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """One call of the trainer, which takes its turn in a thread. It goes on when its client does not: others may be
+    served by it."""
+    return await asyncio.shield(asyncio.wrap_future(in_thread(call, *args, **kwargs)))
 
 
 class _Breaking:

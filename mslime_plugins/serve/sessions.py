@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.backend import AdapterAsk, Trainer
 from mslime_plugins.serve.errors import GONE, ServeError
 from mslime_plugins.serve.futures import RequestOrder
 
@@ -21,7 +21,7 @@ class Model:
         model_id: `SESSION:train:NUMBER`, which the SDK works out by itself.
         base_model: as the client called it.
         turns: of its requests, whose numbers begin at 1.
-        ready: it was made.
+        trainer: of the adapter, once it is made.
         gradients: there are some since its last step.
         broken: why it can no longer be trained; empty while it can.
     """
@@ -32,7 +32,7 @@ class Model:
     ask: AdapterAsk
     user_metadata: dict[str, Any] | None = None
     turns: RequestOrder = field(default_factory=lambda: RequestOrder(0))
-    ready: bool = False
+    trainer: Trainer | None = None
     gradients: bool = False
     broken: str = ""
     last_request: float = field(default_factory=time.time)

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import SecretStr
@@ -21,7 +22,9 @@ from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.keys import read_secret
+from mslime.config.schema import RunConfig
 from mslime.config.serving import served_lora
+from mslime.control.adapter_ranks import AdapterRanks, AdapterTrainer
 from mslime.control.cluster import resolved_device
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved
@@ -30,13 +33,13 @@ from mslime.control.stop import StopSignals
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.preflight.environment import refuse_without_gpu
-from mslime.preflight.resolve import ResolvedRun, resolve
+from mslime.preflight.resolve import resolve
+from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.data import Limits
 from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
-from mslime_plugins.serve.ranks import RankTrainer
 from mslime_plugins.serve.server import KEY_PREFIX, Server
 from mslime_plugins.serve.service import Served, Service
-from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 
 FILE_NAME = "serve.json"
 LOOK_S = 0.5
@@ -94,12 +97,24 @@ def _listen(port: int) -> socket.socket:
     return listening
 
 
+@dataclass(frozen=True)
+class ServedTrainers:
+    """`backend.Trainers` on the ranks of a server."""
+
+    config: RunConfig
+    ranks: AdapterRanks
+
+    def create(self, name: str, ask: AdapterAsk) -> AdapterTrainer:
+        """Make an adapter, whose files other engines read as well: clients may take them elsewhere."""
+        return self.ranks.create(name, adapter_config(self.config, ask), stacked=False)
+
+    def free(self, name: str) -> None:
+        """Forget it."""
+        self.ranks.free(name)
+
+
 class Serving(Started):
     """Trainer ranks and engines of a server. A context manager."""
-
-    def __init__(self, run: ResolvedRun, stop: StopSignals) -> None:
-        super().__init__(run, stop)
-        self._broken: BaseException | None = None
 
     def _start(self) -> None:
         config = self.config
@@ -110,14 +125,10 @@ class Serving(Started):
         self._say_start()
         cluster, _ = self._join_cluster(True)
         self._engines = self._engine_group(cluster)
-        self._trainer = RankTrainer(config, cluster, self._logs, self._fail)
-        self._stack.callback(self._trainer.stop)
-        (self._addresses,) = self._start_beside(self._trainer.start, self._engines)
+        self._ranks = AdapterRanks(config, cluster, self._logs, survives=True)
+        self._stack.callback(self._ranks.stop)
+        (self._addresses,) = self._start_beside(self._ranks.start, self._engines)
         self._take_over(self._engines.attached, lambda _: None)
-
-    def _fail(self, error: BaseException) -> None:
-        """No call will come back any more: the server ends."""
-        self._broken = self._broken or error
 
     def answer(self, listening: socket.socket, key: str) -> None:
         """Serve until a signal comes, or a part fails for good. Raises Stopped, or the failure."""
@@ -137,8 +148,8 @@ class Serving(Started):
                 Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
             service = Service(
-                served, config.serve, self._trainer, engines, config.run_dir / "serve", self.progress.note,
-                together=config.steps_together,
+                served, config.serve, ServedTrainers(config, self._ranks), engines, config.run_dir / "serve",
+                self.progress.note,
             )  # fmt: skip
             server = Server(service, key)
             await server.start(listening)
@@ -159,8 +170,8 @@ class Serving(Started):
             if self._status is not None:
                 self._status.update(service.describe())
             self._at_rest()
-            if self._broken is not None:
-                raise self._broken
+            if self._ranks.failure is not None:
+                raise self._ranks.failure
             for name in list(lost):
                 self.progress.note(f"{name} is gone ({lost.pop(name).brief}): {self._engines.start_again(name)}")
             for name, found in self._engines.started().items():

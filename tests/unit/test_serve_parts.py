@@ -20,8 +20,7 @@ from mslime.config.training import policy_spec
 from mslime_plugins.serve import proto
 from mslime_plugins.serve.backend import AdapterAsk, Continuation, SampleAsk
 from mslime_plugins.serve.engines import SGLangEngines, Shelf, name_of
-from mslime_plugins.serve.ranks import adapter_spec
-from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.start import _key
 
 ROOT = Path(__file__).parents[2]
@@ -94,16 +93,16 @@ def test_a_key_of_ones_own_begins_as_the_sdk_wants_it(monkeypatch: pytest.Monkey
 
 def test_an_adapter_has_the_layers_rank_and_seed_that_its_client_asked_for() -> None:
     config = served_config(PLAIN)
-    spec = adapter_spec(config, AdapterAsk(3, 17, attention=False))
+    spec = policy_spec(adapter_config(config, AdapterAsk(3, 17, attention=False)))
     assert (spec.lora.rank, spec.seed, spec.lora.alpha) == (3, 17, 32)
     assert spec.lora.targets == ("mlp", "shared_experts", "experts")
-    assert adapter_spec(config, AdapterAsk(3, 17, mlp=False)).lora.targets == ("attention",)
-    assert adapter_spec(config, AdapterAsk(3, 17)).lora.targets == config.lora.targets
+    assert adapter_config(config, AdapterAsk(3, 17, mlp=False)).lora.targets == ("attention",)
+    assert adapter_config(config, AdapterAsk(3, 17)).lora.targets == config.lora.targets
     assert policy_spec(config).lora.rank == 8
     named = served_config({**PLAIN, "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}})
     assert adapted_parts(named.lora) == (True, True) and adapted_parts(config.lora) == (True, True)
     with pytest.raises(ConfigError, match="q_proj, v_proj by name"):
-        adapter_spec(named, AdapterAsk(3, 17, mlp=False))
+        adapter_config(named, AdapterAsk(3, 17, mlp=False))
 
 
 def test_messages_are_those_of_the_sdk() -> None:
