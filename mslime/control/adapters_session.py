@@ -60,7 +60,7 @@ class AdaptersSession(Started):
         rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, parts)
         self._stack.callback(rollouts.stop)
         rollouts.start_adapters(addresses, ranks.layers, {each.name: each.beginning() for each in self.adapters})
-        fleet = Fleet(rollouts, engines, self._attached, self._at_rest, self.progress)
+        fleet = Fleet(rollouts.engines, engines, self._attached, self._at_rest, self.progress)
         common = Common(ranks, rollouts, engines, fleet, ray, self.progress)
         for each in self.adapters:
             self._stack.enter_context(each.join(common))

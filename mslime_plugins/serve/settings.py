@@ -22,9 +22,9 @@ _FIXED: dict[str, Any] = {
     "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},
     "lora": {"sync": "adapter"},
     "data": {"prompts": ["(of clients)"]},
-    "rollout": {"max_response_tokens": 1, "pause_mode": "in_place"},
+    "rollout": {"max_response_tokens": 1, "pause_mode": "in_place", "concurrency": 1_000_000},
 }
-"""What a server does not take from a run: clients bring the data, the loss and the steps."""
+"""What a server does not take from a run: clients bring the data, the loss and the steps; requests wait in engines."""
 _SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
     "train": (
         TrainConfig,

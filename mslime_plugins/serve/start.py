@@ -16,27 +16,29 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from mslime import network
-from mslime.backends.sglang.handshake import Needs
-from mslime.backends.sglang.server import EngineAddress
-from mslime.config.dtypes import engine_dtype
-from mslime.config.errors import ConfigError, EngineError, TrainerError
-from mslime.config.hf_config import checkpoint_dtype
+from mslime.config.errors import ConfigError
 from mslime.config.keys import read_secret
 from mslime.config.schema import RunConfig
-from mslime.config.serving import served_lora
 from mslime.control.adapter_ranks import AdapterRanks, AdapterTrainer
 from mslime.control.cluster import resolved_device
+from mslime.control.engine_side import EngineSide
+from mslime.control.fleet import Fleet
+from mslime.control.managers import Member
+from mslime.control.remote import InLoop
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved
+from mslime.control.run_engines import RunEngines
 from mslime.control.started import Started
 from mslime.control.stop import StopSignals
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.preflight.environment import refuse_without_gpu
 from mslime.preflight.resolve import resolve
+from mslime.rollout.asked import Local
+from mslime.threads import in_thread
 from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.data import Limits
-from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
+from mslime_plugins.serve.engines import PooledEngines
 from mslime_plugins.serve.server import KEY_PREFIX, Server
 from mslime_plugins.serve.service import Served, Service
 from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
@@ -136,10 +138,10 @@ class Serving(Started):
         asyncio.run(self._answer(listening, key))
 
     async def _answer(self, listening: socket.socket, key: str) -> None:
-        config, lost = self.config, dict[str, EngineError]()
-        engines = SGLangEngines(config.serve.engine_adapters, lost.__setitem__)
+        config, side = self.config, EngineSide(self._run, self.config)
+        hide(*(key for address in self._addresses for key in (address.keys.api, address.keys.admin)))
         try:
-            refused = await engines.meet(self._client, self._addresses, self._needs())
+            refused = await side.meet_engines(self._addresses)
             positions = min(config.rollout.longest(self._run.model.max_positions), refused)
             attention, mlp = adapted_parts(config.lora)
             served = Served(
@@ -147,6 +149,7 @@ class Serving(Started):
                 self._run.family.architecture,
                 Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
+            engines = PooledEngines(side.pool, config.serve.engine_adapters)
             service = Service(
                 served, config.serve, ServedTrainers(config, self._ranks), engines, config.run_dir / "serve",
                 self.progress.note,
@@ -156,15 +159,20 @@ class Serving(Started):
             try:
                 self._announce(listening, key, served)
                 with self._status or nullcontext():
-                    await self._watch(engines, lost, service)
+                    await self._watch(side, engines, service)
             finally:
                 (config.run_dir / FILE_NAME).unlink(missing_ok=True)
                 await server.stop()
         finally:
-            await engines.close()
+            await side.close()
 
-    async def _watch(self, engines: SGLangEngines, lost: dict[str, EngineError], service: Service) -> None:
-        """Wait for a signal or a failure; start engines again that died. Raises."""
+    async def _watch(self, side: EngineSide, engines: PooledEngines, service: Service) -> None:
+        """Wait for a signal or a failure; look after the engines. Raises."""
+        members = RunEngines([Member(Local(side), Local(side.pool), [*self._addresses])])
+        of_loop = InLoop(members, asyncio.get_running_loop())
+        fleet = Fleet(of_loop, self._engines, self._attached, self._at_rest, self.progress)
+        await side.pool.join()
+        looking = in_thread(fleet.tend)
         while True:
             await asyncio.sleep(LOOK_S)
             if self._status is not None:
@@ -172,39 +180,12 @@ class Serving(Started):
             self._at_rest()
             if self._ranks.failure is not None:
                 raise self._ranks.failure
-            for name in list(lost):
-                self.progress.note(f"{name} is gone ({lost.pop(name).brief}): {self._engines.start_again(name)}")
-            for name, found in self._engines.started().items():
-                await self._greet(engines, name, found)
-            engines.expected = bool(self._engines.starting)
-
-    async def _greet(
-        self, engines: SGLangEngines, name: str, found: EngineAddress | EngineError | TrainerError
-    ) -> None:
-        if not isinstance(found, EngineAddress):
-            self.progress.note(f"{name} did not start: {found.brief}: {self._engines.start_again(name)}")
-            return
-        try:
-            await engines.meet(self._client, [found], self._needs())
-        except EngineError as error:
-            self.progress.note(f"{name} is not taken: {error.brief}")
-            return
-        self._engines.take(found)
-        self.progress.note(f"{name} serves again at {found.url}")
-
-    def _client(self, address: EngineAddress) -> ServedEngine:
-        hide(address.keys.api, address.keys.admin)
-        return ServedEngine(
-            address.url, address.name, self.config.deadlines, self._run.model, address.log_path, address.keys,
-            address.identity,
-        )  # fmt: skip
-
-    def _needs(self) -> Needs:
-        run, config = self._run, self.config
-        return Needs(
-            False, architectures=(run.family.architecture,), dtype=engine_dtype(config, run.hf_config),
-            checkpoint_dtype=checkpoint_dtype(run.hf_config), lora=served_lora(config, run.adapted_modules),
-        )  # fmt: skip
+            if looking.done():
+                if looking.result():
+                    await side.pool.join()
+                    fleet.settled()
+                engines.looked_after(bool(self._engines.starting))
+                looking = in_thread(fleet.tend)
 
     def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
         """Write where the server is and what opens it, for its user's eyes alone, and say so."""

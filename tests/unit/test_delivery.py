@@ -155,7 +155,7 @@ class Fakes:
 
 def fleet_of(fakes: Fakes) -> Fleet:
     made: Any = fakes
-    return Fleet(fake_process(made), made, made, fakes.check, made)
+    return Fleet(fake_process(made).engines, made, made, fakes.check, made)
 
 
 def delivery_of(fakes: Fakes) -> Delivery:

@@ -21,6 +21,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
+from mslime.backends.sglang.scoring import read_scores
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
@@ -49,7 +50,10 @@ class GenerateRequest:
         routes_start: first position whose routes are returned, at most len(input_ids).
         session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
         cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
-        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
+        adapter: which of several adapters answers; empty in a run of one, or of none.
+        masked: a restricted draw returns its sampling masks, and log-probs over them; else log-probs are always those
+            of the whole vocabulary.
+        scored_from: first token of the prompt whose log-prob is wanted, at least 1; None: none is.
     """
 
     rid: str
@@ -68,11 +72,13 @@ class GenerateRequest:
     session_id: str = ""
     cache_key: str = ""
     adapter: str = ""
+    masked: bool = True
+    scored_from: int | None = None
 
     @property
     def restricted(self) -> bool:
-        """Whether the draw is from less than the whole vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
+        """Whether the draw is from less than the whole vocabulary, and its masks are wanted."""
+        return self.masked and self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def payload(self) -> dict[str, Any]:
         """The body of POST /generate. Raises EngineError for a draw whose log-probs the engine cannot report."""
@@ -108,6 +114,8 @@ class GenerateRequest:
         }
         if self.want_routes:
             body["routed_experts_start_len"] = self.routes_start
+        if self.scored_from is not None:
+            body["logprob_start_len"] = self.scored_from - 1  # the engine's first entry has no log-prob
         if self.cache_key:
             body["extra_key"] = self.cache_key  # SGLang's radix cache keeps what differs in it apart
         return body
@@ -130,6 +138,7 @@ class GenerateResult:
         text: the new tokens as text.
         engine: name of the engine.
         retractions: how often the request was pushed back to the queue while running.
+        scores: [prompt] float32 log-probs of the prompt's tokens, NaN before `scored_from`; None when not asked for.
     """
 
     output_ids: NDArray[np.int32]
@@ -142,6 +151,7 @@ class GenerateResult:
     text: str
     engine: str
     retractions: int = 0
+    scores: NDArray[np.float32] | None = None
 
 
 def format_version(version: int) -> str:
@@ -193,7 +203,8 @@ def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
     if request.want_routes and model is not None:
         rows = len(request.input_ids) + request.max_new_tokens
         routes = 6 * rows * model.num_layers * model.top_k  # base64 of int32 is 5.4 bytes an entry
-    return (1 << 20) + per_token * request.max_new_tokens + routes
+    scores = 0 if request.scored_from is None else 256 * len(request.input_ids)
+    return (1 << 20) + per_token * request.max_new_tokens + routes + scores
 
 
 def parse_generation(
@@ -231,7 +242,16 @@ def parse_generation(
         str(answer.get("text") or ""),
         engine,
         int(meta.get("num_retractions") or 0),
+        _scores(request, meta, model),
     )
+
+
+def _scores(request: GenerateRequest, meta: Mapping[str, Any], model: ModelFacts | None) -> NDArray[np.float32] | None:
+    if (start := request.scored_from) is None:
+        return None
+    scores = np.full(len(request.input_ids), np.nan, np.float32)
+    scores[start:] = read_scores(meta, request.input_ids, start, None if model is None else model.vocab_size)
+    return scores
 
 
 def of_version(result: GenerateResult, version: int) -> GenerateResult:

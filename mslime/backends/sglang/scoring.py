@@ -7,7 +7,7 @@ with generated tokens, and there is no setting that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +54,22 @@ def parse_scores(request: ScoreRequest, answer: dict[str, Any], vocab_size: int 
     """
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] != "abort", f"aborted: {meta['finish_reason'].get('message')}"
-    asked = np.asarray(request.input_ids, np.int64)[request.start - 1 :]
-    pairs = meta["input_token_logprobs"]
+    scores = np.zeros(len(request.input_ids), np.float32)
+    scores[request.start :] = read_scores(meta, request.input_ids, request.start, vocab_size)
+    return scores
+
+
+def read_scores(
+    meta: Mapping[str, Any], ids: Sequence[int] | NDArray[np.int32], start: int, vocab_size: int | None
+) -> NDArray[np.float32]:
+    """[n - start] float32: log-probs of the tokens from `start` on of a prompt of n. Raises like `parse_scores`."""
+    asked, pairs = np.asarray(ids, np.int64)[start - 1 :], meta["input_token_logprobs"]
     assert len(pairs) == len(asked), f"{len(pairs) - 1} log-probs for {len(asked) - 1} tokens"
-    ids = np.asarray([pair[1] for pair in pairs], np.int64)
+    found = np.asarray([pair[1] for pair in pairs], np.int64)
     # The engine reports the last id of the vocabulary as 0 (it takes it for a placeholder of an image).
     last = vocab_size is None or asked == vocab_size - 1
-    assert bool(((ids == asked) | ((ids == 0) & last)).all()), "log-probs of other tokens"
+    assert bool(((found == asked) | ((found == 0) & last)).all()), "log-probs of other tokens"
     assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, where no log-prob is possible"
     values = np.asarray([pair[0] for pair in pairs[1:]], np.float64)
     assert bool(np.isfinite(values).all()), "log-probs that are not finite"
-    scores = np.zeros(len(request.input_ids), np.float32)
-    scores[request.start :] = np.minimum(values, 0.0)  # log of a rounded probability can exceed 0 by an ulp
-    return scores
+    return np.minimum(values, 0.0).astype(np.float32)  # log of a rounded probability can exceed 0 by an ulp
