@@ -15,7 +15,7 @@ from rich.console import Console
 from mslime import __version__
 from mslime.config.errors import ConfigError, WorkerError
 from mslime.config.schema import RunConfig
-from mslime.control.adapters_session import AdaptersSession
+from mslime.control.adapter_session import AdaptersSession
 from mslime.control.cluster import resolved_device
 from mslime.control.loop import train_rl, train_sft
 from mslime.control.resources import Attempts, Resources, can_go_on

@@ -16,7 +16,7 @@ from mslime.config.schema import AdapterConfig, RunConfig
 from mslime.config.serving import ServedLora, engine_spec
 from mslime.config.settings import all_settings
 from mslime.config.training import policy_spec
-from mslime.control.adapters_session import with_base
+from mslime.control.adapter_session import with_base
 from mslime_plugins.api import report
 from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.report.samples_command import Wanted, find_file
