@@ -65,6 +65,11 @@ class Fleet:
         """How many engines the run has, dead ones and those that are being started included."""
         return len(self._states)
 
+    @property
+    def expects_engines(self) -> bool:
+        """Whether an engine generates, or may do so again: it is being started, or nobody has looked after it yet."""
+        return any(state.state in ("serving", "joining", "starting") for state in list(self._states.values()))
+
     # --------------------------------------------------------------------------------------------------- at a sync
 
     def tend(self) -> bool:

@@ -1,49 +1,42 @@
-"""Clients' requests to sample, on the engines of a server: what an engine is asked, and what happens when one dies."""
+"""Clients' requests to sample, on the engines of a server, some of which may have died."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.pool import EnginePool, all_or_first_failure
 from mslime.config.errors import EngineError
-from mslime_plugins.serve.backend import Continuation, SampleAsk, Sampled
 
 LOOK_S = 0.2
 
 
 class PooledEngines:
-    """`backend.SamplingEngines` on a pool.
+    """A pool of engines that requests wait for when all are dead.
 
     Args:
         room: adapters that each engine has loaded at once.
+        may_come: whether there may be an engine again where none is left.
     """
 
-    def __init__(self, pool: EnginePool, room: int) -> None:
-        self._pool, self._room = pool, room
-        self._looks, self._starting = 0, False
+    def __init__(self, pool: EnginePool, room: int, may_come: Callable[[], bool]) -> None:
+        self._pool, self._room, self._may_come = pool, room, may_come
 
-    def looked_after(self, starting: bool) -> None:
-        """The fleet has looked after the engines: whether one is being started."""
-        self._looks, self._starting = self._looks + 1, starting
+    async def sample(self, adapter: Path | None, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """All continuations of a prompt, under an adapter or the base. A request whose engine dies goes to another one.
 
-    async def sample(self, adapter: Path | None, ask: SampleAsk) -> Sampled:
-        """See `backend.SamplingEngines`. A request whose engine dies goes to another one."""
+        Raises:
+            EngineError: no engine can, after all of them have ended.
+        """
         where = None if adapter is None else adapter.absolute()
-        requests = [_request(ask, i) for i in range(ask.count)]
         found = await asyncio.gather(*(self._one(where, each) for each in requests), return_exceptions=True)
-        whole: list[GenerateResult] = []
-        for each in found:  # the others of the prompt have ended
-            if isinstance(each, BaseException):
-                raise each
-            whole.append(each)
-        continuations = [Continuation(each.output_ids, each.log_probs, each.finish == "stop") for each in whole]
-        return Sampled(continuations, whole[0].scores, whole[0].cached_tokens)
+        return all_or_first_failure(found)
 
     async def forget(self, adapter: Path) -> None:
-        """See `backend.SamplingEngines`."""
+        """No request will name this adapter any more."""
         await self._pool.take_back(adapter.absolute())
 
     async def _one(self, adapter: Path | None, request: GenerateRequest) -> GenerateResult:
@@ -59,20 +52,9 @@ class PooledEngines:
 
     async def _another(self, error: EngineDied) -> None:
         """Return when an engine is there. Raises EngineError where none will come."""
-        seen = self._looks + 1  # a look that is under way may have begun before the last engine died
         while not len(self._pool):
-            if self._looks > seen and not self._starting:
+            if not self._may_come():
                 raise EngineError(
                     "engines", 0, "none is left: they died, see the console", "start the server again"
                 ) from error
             await asyncio.sleep(LOOK_S)
-
-
-def _request(ask: SampleAsk, index: int) -> GenerateRequest:
-    """Continuation `index` of a prompt; all of them go to one engine."""
-    return GenerateRequest(
-        f"{ask.rid}-{index}", ask.prompt, ask.max_tokens, temperature=ask.temperature, top_p=ask.top_p,
-        top_k=ask.top_k, stop=ask.stop, stop_token_ids=ask.stop_tokens,
-        seed=None if ask.seed is None else ask.seed + index, ignore_eos=ask.ignore_eos, session_id=ask.rid,
-        masked=False, scored_from=ask.scored_from if index == 0 else None,
-    )  # fmt: skip

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import SampleAsk
 from mslime_plugins.serve.data import Limits
 from mslime_plugins.serve.errors import ServeError
 
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
-def sample_ask(body: bodies.SampleBody, rid: str, limits: Limits) -> SampleAsk:
-    """What an engine is asked. Raises ServeError for the first mistake."""
+def requests_of(body: bodies.SampleBody, rid: str, limits: Limits) -> list[GenerateRequest]:
+    """What engines are asked: one request for each continuation, all for one engine. Log-probs are those of the whole
+    vocabulary, which the trainer computes; the first one returns those of the prompt. Raises ServeError for the first
+    mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):
             raise ServeError(name, getattr(body, name), "is not served", "leave it out")
@@ -22,20 +26,20 @@ def sample_ask(body: bodies.SampleBody, rid: str, limits: Limits) -> SampleAsk:
         raise ServeError("prompt", f"{len(prompt)} tokens, and {wanted} more", f"the model takes {limits.positions}",
                          "shorten the prompt, or ask for fewer with max_tokens")  # fmt: skip
     texts, ids = _stops(params)
-    return SampleAsk(
-        rid=rid,
-        prompt=prompt,
-        count=body.num_samples,
-        max_tokens=wanted,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
-        stop=texts,
-        stop_tokens=ids,
-        ignore_eos=isinstance(params.stop, list) and not params.stop,
-        seed=params.seed,
-        scored_from=_scored_from(body, len(prompt)),
-    )
+    request = GenerateRequest(
+        rid, prompt, wanted, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k or -1, stop=texts,
+        stop_token_ids=ids, ignore_eos=isinstance(params.stop, list) and not params.stop, session_id=rid, masked=False,
+    )  # fmt: skip
+    scored_from = _scored_from(body, len(prompt))
+    return [
+        replace(
+            request,
+            rid=f"{rid}-{index}",
+            seed=None if params.seed is None else params.seed + index,
+            scored_from=scored_from if index == 0 else None,
+        )
+        for index in range(body.num_samples)
+    ]
 
 
 def prompt_of(body: bodies.SampleBody, limits: Limits) -> tuple[int, ...]:

@@ -11,19 +11,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mslime.config.errors import CheckpointError, TrainerError
-from mslime.config.serve import AdamParams, ServeConfig
+from mslime.config.schema import RunConfig
+from mslime.config.serve import AdamParams
 from mslime.threads import in_thread
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import AdapterAsk, SamplingEngines, Trainer, Trainers
 from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
-from mslime_plugins.serve.sampling import sample_ask
-from mslime_plugins.serve.sessions import Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.sampling import requests_of
+from mslime_plugins.serve.sessions import AdapterAsk, Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.settings import adapter_config
 from mslime_plugins.serve.states import States, StoredState
+
+if TYPE_CHECKING:
+    from mslime.control.adapter_ranks import AdapterRanks, AdapterTrainer
+    from mslime_plugins.serve.engines import PooledEngines
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,18 +60,19 @@ class Service:
     """Everything that clients can ask for.
 
     Args:
+        ranks: that train clients' adapters.
         root: where what is saved lies.
         note: told of clients that come and go.
     """
 
     def __init__(
-        self, served: Served, settings: ServeConfig, trainers: Trainers, engines: SamplingEngines, root: Path,
+        self, served: Served, config: RunConfig, ranks: AdapterRanks, engines: PooledEngines, root: Path,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.served, self.settings = served, settings
-        self._trainers, self._engines, self._note = trainers, engines, note
+        self.served, self.settings, self._config = served, config.serve, config
+        self._ranks, self._engines, self._note = ranks, engines, note
         self.sessions, self.states = Sessions(), States(root)
-        self.futures = Futures(settings.max_requests)
+        self.futures = Futures(self.settings.max_requests)
         self._looked = 0.0  # when what was saved was last looked through
 
     def describe(self) -> str:
@@ -92,7 +98,7 @@ class Service:
             await self.futures.drop(owner)
         for model in session.models.values():
             if model.trainer is not None:
-                await _in_turn(self._trainers.free, model.model_id)
+                await _in_turn(self._ranks.free, model.model_id)
         for sampler in session.samplers.values():
             if sampler.own and sampler.adapter is not None:
                 await self._engines.forget(sampler.adapter)
@@ -160,15 +166,17 @@ class Service:
             except Exception:
                 if model.trainer is not None:
                     model.trainer = None
-                    await _in_turn(self._trainers.free, model.model_id)
+                    await _in_turn(self._ranks.free, model.model_id)
                 with suppress(ServeError):
                     self.sessions.get(model.session_id).models.pop(model.model_id, None)
                 raise
 
         return self.futures.take(request_id, model.model_id, made, (model.turns, 0))
 
-    async def _make(self, model: Model) -> Trainer:
-        model.trainer = trainer = await _in_turn(self._trainers.create, model.model_id, model.ask)
+    async def _make(self, model: Model) -> AdapterTrainer:
+        own = adapter_config(self._config, model.ask)
+        # Clients may take its files to other engines, which do not read stacked experts.
+        model.trainer = trainer = await _in_turn(self._ranks.create, model.model_id, own, stacked=False)
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
         self._note(f"client {model.session_id[:8]} trains an adapter of rank {model.ask.rank} on {layers}")
         return trainer
@@ -177,7 +185,7 @@ class Service:
         """A forward pass, or forward and backward; the id of the request."""
         model = self.sessions.model(request.model_id)
 
-        async def work(trainer: Trainer) -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if not request.backward:
                 found = await _in_turn(trainer.forward, request.data, request.loss)
@@ -196,7 +204,7 @@ class Service:
         """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
         model = self.sessions.model(model_id)
 
-        async def work(trainer: Trainer) -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             raise error
 
         return self._take(model, number, work)
@@ -205,7 +213,7 @@ class Service:
         """A step of the optimizer; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work(trainer: Trainer) -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.adam_params is None:
                 raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
@@ -227,7 +235,7 @@ class Service:
         """Save factors and the optimizer's state; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work(trainer: Trainer) -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             name = body.path or f"state-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "weights", name, overwrite=body.overwrite)
@@ -241,7 +249,7 @@ class Service:
         """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work(trainer: Trainer) -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.kind != "snapshot":
                 raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
@@ -266,7 +274,7 @@ class Service:
         if body.model_id is not None and body.seq_id is not None:
             model = self.sessions.model(body.model_id)
 
-            async def load(trainer: Trainer) -> FutureResult:
+            async def load(trainer: AdapterTrainer) -> FutureResult:
                 if model.ask != (same := _with_seed(saved.ask, model.ask)):
                     raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
                 return await self._load(model, trainer, body)
@@ -285,14 +293,14 @@ class Service:
         request_id = f"{model.model_id}:0"
         return self._take_first(model, request_id, make) if new else request_id, model.model_id
 
-    async def _load(self, model: Model, trainer: Trainer, body: bodies.LoadWeights) -> FutureResult:
+    async def _load(self, model: Model, trainer: AdapterTrainer, body: bodies.LoadWeights) -> FutureResult:
         directory = self.states.directory(body.path).absolute()
         with self._breaking(model, "load_weights"):
             await _in_turn(trainer.load, directory, True, optimizer=body.optimizer)
         model.gradients, model.broken = False, ""
         return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
 
-    def _take(self, model: Model, number: int, work: Callable[[Trainer], Awaitable[FutureResult]]) -> str:
+    def _take(self, model: Model, number: int, work: Callable[[AdapterTrainer], Awaitable[FutureResult]]) -> str:
         """A request of a model, in its turn."""
 
         async def made() -> FutureResult:
@@ -333,10 +341,10 @@ class Service:
         if sampler.path is not None:
             self.states.find(sampler.path)  # it may have been deleted since
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
-        ask = sample_ask(body, request_id, self.served.limits)
+        requests = requests_of(body, request_id, self.served.limits)
 
         async def work() -> FutureResult:
-            return FutureResult(sampled_bytes(await self._engines.sample(sampler.adapter, ask)), PROTOBUF)
+            return FutureResult(sampled_bytes(await self._engines.sample(sampler.adapter, requests)), PROTOBUF)
 
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return self.futures.take(request_id, sampler.sampler_id, work), ids

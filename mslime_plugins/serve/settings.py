@@ -16,7 +16,7 @@ from mslime.config.lora import LORA_GROUPS, LoraConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
-from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.sessions import AdapterAsk
 
 _FIXED: dict[str, Any] = {
     "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},

@@ -8,18 +8,17 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from pydantic import SecretStr
 from rich.console import Console
 
 from mslime import network
-from mslime.config.errors import ConfigError
+from mslime.backends.sglang.pool import EnginePool
+from mslime.config.errors import ConfigError, EngineError
 from mslime.config.keys import read_secret
-from mslime.config.schema import RunConfig
-from mslime.control.adapter_ranks import AdapterRanks, AdapterTrainer
+from mslime.control.adapter_ranks import AdapterRanks
 from mslime.control.cluster import resolved_device
 from mslime.control.engine_side import EngineSide
 from mslime.control.fleet import Fleet
@@ -36,12 +35,11 @@ from mslime.preflight.environment import refuse_without_gpu
 from mslime.preflight.resolve import resolve
 from mslime.rollout.asked import Local
 from mslime.threads import in_thread
-from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.data import Limits
 from mslime_plugins.serve.engines import PooledEngines
 from mslime_plugins.serve.server import KEY_PREFIX, Server
 from mslime_plugins.serve.service import Served, Service
-from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
+from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
 
 FILE_NAME = "serve.json"
 LOOK_S = 0.5
@@ -99,22 +97,6 @@ def _listen(port: int) -> socket.socket:
     return listening
 
 
-@dataclass(frozen=True)
-class ServedTrainers:
-    """`backend.Trainers` on the ranks of a server."""
-
-    config: RunConfig
-    ranks: AdapterRanks
-
-    def create(self, name: str, ask: AdapterAsk) -> AdapterTrainer:
-        """Make an adapter, whose files other engines read as well: clients may take them elsewhere."""
-        return self.ranks.create(name, adapter_config(self.config, ask), stacked=False)
-
-    def free(self, name: str) -> None:
-        """Forget it."""
-        self.ranks.free(name)
-
-
 class Serving(Started):
     """Trainer ranks and engines of a server. A context manager."""
 
@@ -149,29 +131,26 @@ class Serving(Started):
                 self._run.family.architecture,
                 Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
-            engines = PooledEngines(side.pool, config.serve.engine_adapters)
-            service = Service(
-                served, config.serve, ServedTrainers(config, self._ranks), engines, config.run_dir / "serve",
-                self.progress.note,
-            )  # fmt: skip
+            members = RunEngines([Member(Local(side), Local(side.pool), [*self._addresses])])
+            of_loop = InLoop(members, asyncio.get_running_loop())
+            fleet = Fleet(of_loop, self._engines, self._attached, self._at_rest, self.progress)
+            await side.pool.join()
+            engines = PooledEngines(side.pool, config.serve.engine_adapters, lambda: fleet.expects_engines)
+            service = Service(served, config, self._ranks, engines, config.run_dir / "serve", self.progress.note)
             server = Server(service, key)
             await server.start(listening)
             try:
                 self._announce(listening, key, served)
                 with self._status or nullcontext():
-                    await self._watch(side, engines, service)
+                    await self._watch(fleet, side.pool, service)
             finally:
                 (config.run_dir / FILE_NAME).unlink(missing_ok=True)
                 await server.stop()
         finally:
             await side.close()
 
-    async def _watch(self, side: EngineSide, engines: PooledEngines, service: Service) -> None:
+    async def _watch(self, fleet: Fleet, pool: EnginePool, service: Service) -> None:
         """Wait for a signal or a failure; look after the engines. Raises."""
-        members = RunEngines([Member(Local(side), Local(side.pool), [*self._addresses])])
-        of_loop = InLoop(members, asyncio.get_running_loop())
-        fleet = Fleet(of_loop, self._engines, self._attached, self._at_rest, self.progress)
-        await side.pool.join()
         looking = in_thread(fleet.tend)
         while True:
             await asyncio.sleep(LOOK_S)
@@ -182,9 +161,9 @@ class Serving(Started):
                 raise self._ranks.failure
             if looking.done():
                 if looking.result():
-                    await side.pool.join()
+                    with suppress(EngineError):  # who does not go on is dead, which the next look finds
+                        await pool.join()
                     fleet.settled()
-                engines.looked_after(bool(self._engines.starting))
                 looking = in_thread(fleet.tend)
 
     def _announce(self, listening: socket.socket, key: str, served: Served) -> None:

@@ -14,7 +14,7 @@ from mslime.config.serve import LossChoice
 from mslime.control.adapter_ranks import AdapterRanks
 from mslime.control.cluster import Cluster
 from mslime.data.client_batch import Datum, PassResult
-from mslime_plugins.serve.backend import AdapterAsk
+from mslime_plugins.serve.sessions import AdapterAsk
 from mslime_plugins.serve.settings import adapter_config, served_config
 
 pytest.importorskip("tinker")

@@ -447,6 +447,16 @@ def test_a_run_without_engines_waits_for_one_that_is_being_started_and_ends_with
     ] * 2
 
 
+@pytest.mark.parametrize("starts", [0, 1])
+def test_an_engine_is_expected_until_all_are_gone_for_good(starts: int) -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    fakes.gone, fakes.silent, fakes.most_starts = dict.fromkeys("abc", "exit status 1"), set("abc"), starts
+    assert fleet.expects_engines, "nobody has looked after them"
+    fleet.tend()
+    assert fleet.expects_engines == bool(starts)
+
+
 def test_who_waits_for_an_engine_of_one_of_several_managers_says_that_others_live() -> None:
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)

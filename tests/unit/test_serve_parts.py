@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from mslime.config.loader import merge, read_yaml
 from mslime.config.serving import engine_spec
 from mslime.config.training import policy_spec
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.backend import AdapterAsk, SampleAsk
 from mslime_plugins.serve.engines import PooledEngines
+from mslime_plugins.serve.sessions import AdapterAsk
 from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.start import _key
 
@@ -168,13 +169,15 @@ class FakeClient:
         self.told.append("close")
 
 
-def asked(count: int = 1, rid: str = "r") -> SampleAsk:
-    return SampleAsk(rid, (1,), count, 1, 1.0, 1.0, -1, (), (), False, None, None)
+def asked(count: int = 1, rid: str = "r") -> list[GenerateRequest]:
+    return [GenerateRequest(f"{rid}-{index}", (1,), 1, session_id=rid) for index in range(count)]
 
 
-def engines_of(*fakes: FakeClient, room: int = 2) -> tuple[PooledEngines, EnginePool]:
+def engines_of(
+    *fakes: FakeClient, room: int = 2, may_come: Callable[[], bool] = lambda: True
+) -> tuple[PooledEngines, EnginePool]:
     pool = EnginePool(fakes, 100)  # type: ignore[arg-type]
-    return PooledEngines(pool, room), pool
+    return PooledEngines(pool, room, may_come), pool
 
 
 def paths(count: int) -> list[Path]:
@@ -211,7 +214,9 @@ def test_a_request_waits_while_all_adapters_are_used_and_nothing_in_use_is_unloa
         fake.gate.set()
         found = await asyncio.gather(*requests)
         await forgetting
-        assert [[int(c.tokens[0]) for c in each.continuations] for each in found] == [[0, 1]] * 3 and fake.most == 2
+        assert [[int(each.output_ids[0]) for each in of_prompt] for of_prompt in found] == [
+            [0, 1]
+        ] * 3 and fake.most == 2
         assert paths(1)[0] not in fake.loaded.values()
 
     asyncio.run(asyncio.wait_for(work(), 10))
@@ -254,24 +259,19 @@ def test_without_an_engine_requests_wait_as_long_as_one_may_come() -> None:
         one, two = FakeClient("engine0", dies=True), FakeClient("engine0")
         one.gate.set()
         two.gate.set()
-        engines, pool = engines_of(one)
+        hope = [True]
+        engines, pool = engines_of(one, may_come=lambda: hope[0])
         waiting = asyncio.create_task(engines.sample(paths(1)[0], asked()))
-        await asyncio.sleep(0.05)
-        for starting in (False, True, True, True):  # the first look began before it died
-            engines.looked_after(starting)
-            await asyncio.sleep(0.25)
-            assert [*pool.dead] == ["engine0"] and not waiting.done()
+        await asyncio.sleep(0.3)
+        assert [*pool.dead] == ["engine0"] and not waiting.done()
         await pool.admit(two)  # type: ignore[arg-type]
         await pool.join()
         await waiting
         assert one.told == ["load 0", "close"] and two.told == ["resume", "load 0"]
         two.dies = True
-        failing = asyncio.create_task(engines.sample(None, asked()))
-        await asyncio.sleep(0.05)
-        for _ in range(2):
-            engines.looked_after(False)
+        hope[0] = False
         with pytest.raises(EngineError, match="none is left"):
-            await failing
+            await engines.sample(None, asked())
 
     asyncio.run(asyncio.wait_for(work(), 10))
 

@@ -213,9 +213,12 @@ class EnginePool:
                         await self._unless_dead(slot, slot.client.abort())
 
     async def join(self) -> None:
-        """Take who was admitted, where engines need no weights for that, and forget who leaves."""
+        """Let all engines generate, those that were admitted among them, where they need no weights for that. One that
+        refuses is taken for dead, unless all do. Raises like `broadcast`."""
         await self._change()
-        await self.resume()
+        await self.broadcast(lambda client: client.resume(), spare=True)
+        if self._heartbeats is not None:
+            self._heartbeats.start()
 
     async def _change(self, ready: bool = True) -> None:
         """Take who was admitted, forget who leaves.
