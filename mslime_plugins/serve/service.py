@@ -7,8 +7,8 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -21,14 +21,13 @@ from mslime_plugins.serve import bodies
 from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
-from mslime_plugins.serve.sampling import requests_of
+from mslime_plugins.serve.sampling import PooledEngines, requests_of
 from mslime_plugins.serve.sessions import AdapterAsk, Model, Sampler, ServeClient, Sessions
 from mslime_plugins.serve.settings import adapter_config
 from mslime_plugins.serve.states import States, StoredState
 
 if TYPE_CHECKING:
     from mslime.control.adapter_ranks import AdapterRanks, AdapterTrainer
-    from mslime_plugins.serve.engines import PooledEngines
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -225,7 +224,7 @@ class Service:
             params = AdamParams(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay,
                                 adam.grad_clip_norm)  # fmt: skip
             model.gradients = False
-            with self._breaking(model, "optim_step"):
+            with _breaking(model, "optim_step"):
                 found = await _in_turn(trainer.adam_step, params)
             return FutureResult.of(metrics={f"{name}:mean": value for name, value in found.items()})
 
@@ -295,7 +294,7 @@ class Service:
 
     async def _load(self, model: Model, trainer: AdapterTrainer, body: bodies.LoadWeights) -> FutureResult:
         directory = self.states.directory(body.path).absolute()
-        with self._breaking(model, "load_weights"):
+        with _breaking(model, "load_weights"):
             await _in_turn(trainer.load, directory, True, optimizer=body.optimizer)
         model.gradients, model.broken = False, ""
         return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
@@ -380,10 +379,6 @@ class Service:
             raise ServeError("model_id", model.model_id, f"it can no longer be trained: {model.broken}",
                              "load what was saved before with create_training_client_from_state")  # fmt: skip
 
-    @staticmethod
-    def _breaking(model: Model, what: str) -> _Breaking:
-        return _Breaking(model, what)
-
 
 async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """One call of the trainer, which takes its turn in a thread. It goes on when its client does not: others may be
@@ -391,18 +386,14 @@ async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     return await asyncio.shield(asyncio.wrap_future(in_thread(call, *args, **kwargs)))
 
 
-class _Breaking:
+@contextmanager
+def _breaking(model: Model, what: str) -> Iterator[None]:
     """A failure inside leaves the model in a state that nobody knows."""
-
-    def __init__(self, model: Model, what: str) -> None:
-        self._model, self._what = model, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TrainerError | CheckpointError):
-            self._model.broken = f"{self._what} failed, {error.brief}"
+    try:
+        yield
+    except (TrainerError, CheckpointError) as error:
+        model.broken = f"{what} failed, {error.brief}"
+        raise
 
 
 def _with_seed(ask: AdapterAsk, other: AdapterAsk) -> AdapterAsk:

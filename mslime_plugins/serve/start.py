@@ -36,7 +36,7 @@ from mslime.preflight.resolve import resolve
 from mslime.rollout.asked import Local
 from mslime.threads import in_thread
 from mslime_plugins.serve.data import Limits
-from mslime_plugins.serve.engines import PooledEngines
+from mslime_plugins.serve.sampling import PooledEngines
 from mslime_plugins.serve.server import KEY_PREFIX, Server
 from mslime_plugins.serve.service import Served, Service
 from mslime_plugins.serve.settings import adapted_parts, base_names, served_config

@@ -21,7 +21,7 @@ from mslime.config.loader import merge, read_yaml
 from mslime.config.serving import engine_spec
 from mslime.config.training import policy_spec
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.engines import PooledEngines
+from mslime_plugins.serve.sampling import PooledEngines
 from mslime_plugins.serve.sessions import AdapterAsk
 from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.start import _key
