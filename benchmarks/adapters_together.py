@@ -56,6 +56,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
     torch.set_num_threads(1)
     from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
     from mslime.backends.megatron.step.base import Base
+    from mslime.backends.megatron.step.joint_step import joint_update
     from mslime.config.loader import build
     from mslime.config.resolved import policy_spec
 
@@ -76,9 +77,11 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
     for _ in range(args.rounds + 1):
         begin = time.perf_counter()
         for name, shard in zip(names, shards, strict=True):
-            trainers.train(name, [shard])
+            with trainers.placed(name) as trainer:
+                trainer.train([shard])
         middle = time.perf_counter()
-        trainers.update_together({name: [shard] for name, shard in zip(names, shards, strict=True)})
+        prepared = {name: [shard] for name, shard in zip(names, shards, strict=True)}
+        joint_update(trainers.of(names), prepared)
         times.append((middle - begin, time.perf_counter() - middle))
     if rank == 0:
         told.put(times[1:])  # the first round warms up

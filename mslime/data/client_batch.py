@@ -54,6 +54,19 @@ class ClientShard:
     loss: LossChoice
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass over data found.
+
+    Attributes:
+        loss: summed over all of them.
+        log_probs: of each datum's targets, [T] float32.
+    """
+
+    loss: float
+    log_probs: list[NDArray[np.float32]]
+
+
 def client_shards(
     data: Sequence[Datum], loss: LossChoice, layout: ParallelLayout, token_budget: int, *, packed: bool,
     multiple_of: int = 1, quadratic_tokens: float | None = None,

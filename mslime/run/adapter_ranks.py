@@ -1,4 +1,9 @@
-"""Ranks that train several adapters on one base: each adapter's trainer is spoken to as that of a run of its own."""
+"""The trainer of adapters on one base: what the adapters of a run and the clients of `mslime serve` both train with.
+
+The driver makes adapters on `AdapterRanks` and asks each through its `AdapterTrainer`, from any number of threads. One
+queue (`TrainerTurn`) orders all calls. Where steps may share passes, whoever gets the turn for one takes along the
+steps of the same kind that wait.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +11,84 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mslime.config.errors import TrainerError
+from mslime.config.errors import TrainerError, UserError
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
+from mslime.config.serve import AdamParams, LossChoice
+from mslime.data.client_batch import ClientShard, Datum, PassResult, by_datum, client_shards
 from mslime.logs import phase
+from mslime.run.assemble import chunks_per_group
 from mslime.run.cluster import Cluster
-from mslime.run.ranks import BaseActor, RankGroup, Report
+from mslime.run.ranks import RankActor, RankGroup, Report, fetched
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.run.trainers import PolicyRank, Trained, TrainerGroup
 
 if TYPE_CHECKING:
-    from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-    from mslime.backends.megatron.step.base import Base
+    from mslime.backends.megatron.step.client_steps import RankPassResult
 
 _log = logging.getLogger(__name__)
 
 
-class AdaptersActor(BaseActor):
+class AdapterRank(PolicyRank):
+    """What the driver asks of one adapter's trainer on a rank, with the adapter in the model."""
+
+    def forward(self, part: Any) -> RankPassResult:
+        """See `client_steps.forward`."""
+        from mslime.backends.megatron.step import client_steps
+
+        return client_steps.forward(self._trainer, *fetched([part]))
+
+    def forward_backward(self, part: Any) -> RankPassResult:
+        """See `client_steps.forward_backward`."""
+        from mslime.backends.megatron.step import client_steps
+
+        with phase(_log, "a pass"):
+            return client_steps.forward_backward(self._trainer, *fetched([part]))
+
+    def adam_step(self, params: AdamParams) -> dict[str, float]:
+        """See `client_steps.adam_step`."""
+        from mslime.backends.megatron.step import client_steps
+
+        return client_steps.adam_step(self._trainer, params)
+
+    def forget_moments(self) -> None:
+        """See `client_steps.forget_moments`."""
+        from mslime.backends.megatron.step import client_steps
+
+        client_steps.forget_moments(self._trainer)
+
+    def rest(self) -> None:
+        """See `RankActor.rest`."""
+
+
+class AdapterActor(RankActor):
     """One rank of the base, and of the trainers of all its adapters."""
 
-    def hold(self, base: Base) -> None:
-        """See `BaseActor.hold`."""
+    role = "trainer"
+
+    def start(self, rendezvous: str) -> dict[str, Any]:
+        """Build the base and read its weights; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+        from mslime.backends.megatron.step.base import Base
 
-        self._adapters: AdapterTrainers = AdapterTrainers(base)
-        self._ranks: dict[str, PolicyRank] = {}
+        with phase(_log, f"starting at {rendezvous}"):
+            base = Base.start(policy_spec(self._config), self._rank, self._config.layout.world_size, rendezvous)
+        self._adapters, self._ranks = AdapterTrainers(base), dict[str, AdapterRank]()
+        return {"moe_layer_ids": base.routing_layers}
 
-    def create(self, name: str, config: RunConfig) -> None:
+    def create(self, name: str, config: RunConfig, stacked: bool) -> None:
         """Make an adapter and its trainer.
 
         Args:
             config: as of a run of it alone, on this base.
+            stacked: see `MegatronTrainer.weight_sender`.
 
         Raises:
             ConfigError: the name is taken, or the adapter is not one for this base. Nothing has changed then.
@@ -53,9 +99,9 @@ class AdaptersActor(BaseActor):
         check_seams(config, "trainer")
         with phase(_log, f"making adapter {name}"):
             self._adapters.create(name, policy_spec(config))
-            rank = PolicyRank(config, self._rank)
+            rank = AdapterRank(config, self._rank)
             with self._adapters.placed(name) as trainer:
-                rank.adopt(trainer, None, self._report)
+                rank.adopt(trainer, None, self._report, stacked=stacked)
         self._ranks[name] = rank
 
     def free(self, name: str) -> None:
@@ -64,24 +110,8 @@ class AdaptersActor(BaseActor):
             self._adapters.free(name)
             del self._ranks[name]
 
-    def train_together(self, asked: Sequence[StepOfAdapter]) -> dict[str, dict[str, Any] | TrainerError]:
-        """`PolicyRank.train` of several adapters by name, whose micro-batches share passes; an error that all ranks
-        find alike is its adapter's alone. What comes before the first gradient is done in turns."""
-        begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in asked}
-        for each in asked:
-            _log.info("adapter %s", each.adapter)
-            with self._adapters.placed(each.adapter):
-                ranks[each.adapter].prepare(each.shards, each.step)
-        shards = {each.adapter: ranks[each.adapter].begin_update(each.watched) for each in asked}
-        with phase(_log, f"one pass of {', '.join(f'{each.adapter}, step {each.step}' for each in asked)}"):
-            found = self._adapters.update_together(shards)
-        return {
-            name: rows if isinstance(rows, TrainerError) else ranks[name].end_update(rows, begin)
-            for name, rows in found.items()
-        }
-
     def ask(self, name: str, verb: str, *given: Any) -> Any:
-        """What a method of an adapter's `PolicyRank` returns, with the adapter in the model.
+        """What a method of an adapter's `AdapterRank` returns, with the adapter in the model.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -90,9 +120,43 @@ class AdaptersActor(BaseActor):
         with self._adapters.placed(name):
             return getattr(self._ranks[name], verb)(*given)
 
+    def attempt(self, method: str, *given: Any) -> Any:
+        """What a method of this actor returns, or a user's mistake as a value: all ranks find it alike, and the next
+        call finds them together."""
+        try:
+            return getattr(self, method)(*given)
+        except UserError as error:
+            return error
+
+    def joint_train(self, asked: Sequence[TrainWork]) -> dict[str, dict[str, Any] | TrainerError]:
+        """`PolicyRank.train` of several adapters by name, whose micro-batches share passes; an error that all ranks
+        find alike is its adapter's alone. What comes before the first gradient is done in turns."""
+        from mslime.backends.megatron.step.joint_step import joint_update
+
+        begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in asked}
+        for each in asked:
+            _log.info("adapter %s", each.adapter)
+            with self._adapters.placed(each.adapter):
+                ranks[each.adapter].prepare(each.shards, each.step)
+        shards = {each.adapter: ranks[each.adapter].begin_update(each.watched) for each in asked}
+        with phase(_log, f"one pass of {', '.join(f'{each.adapter}, step {each.step}' for each in asked)}"):
+            found = joint_update(self._adapters.of(shards), shards)
+        return {
+            name: rows if isinstance(rows, TrainerError) else ranks[name].end_update(rows, begin)
+            for name, rows in found.items()
+        }
+
+    def joint_forward_backward(self, asked: Sequence[PassWork]) -> dict[str, RankPassResult | TrainerError]:
+        """See `client_steps.joint_forward_backward`."""
+        from mslime.backends.megatron.step.client_steps import joint_forward_backward
+
+        parts: dict[str, ClientShard] = {each.adapter: fetched([each.shards])[0] for each in asked}
+        with phase(_log, f"one pass of {', '.join(parts)}"):
+            return joint_forward_backward(self._adapters.of(parts), parts)
+
 
 @dataclass(frozen=True)
-class StepOfAdapter:
+class TrainWork:
     """What `PolicyRank.train` is given, of one rank; or of all, where `shards` has an element for each."""
 
     adapter: str
@@ -100,46 +164,99 @@ class StepOfAdapter:
     step: int
     watched: Sequence[int]
 
-    def of_rank(self, rank: int) -> StepOfAdapter:
+    def of_rank(self, rank: int) -> TrainWork:
         """What a rank is given of a step of all ranks."""
         return replace(self, shards=self.shards[rank])
 
 
 @dataclass(frozen=True)
-class _Verb:
-    """A method of an adapter's rank, called as those of a Ray actor are."""
+class PassWork:
+    """What a forward and backward pass of a client's data is given, of one rank or of all, as `TrainWork`."""
 
-    actor: Any
-    name: str
-    verb: str
+    adapter: str
+    shards: Any
 
-    def remote(self, *given: Any) -> ray.ObjectRef:
-        return self.actor.ask.remote(self.name, self.verb, *given)
+    def of_rank(self, rank: int) -> PassWork:
+        """What a rank is given of a pass of all ranks."""
+        return replace(self, shards=self.shards[rank])
 
 
 @dataclass(frozen=True)
-class _AdapterOfActor:
-    """An actor whose methods are an adapter's."""
+class _Call:
+    """A method of an actor, with what it is always given first; called as those of a Ray actor are."""
+
+    method: Any
+    first: tuple[str, ...]
+
+    def remote(self, *given: Any) -> ray.ObjectRef:
+        return self.method.remote(*self.first, *given)
+
+
+@dataclass(frozen=True)
+class _Through:
+    """An actor whose methods are called by another one: `it.save.remote(x)` is `actor.ask.remote(name, "save", x)`."""
 
     actor: Any
-    name: str
+    method: str
+    first: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> _Call:
+        return _Call(getattr(self.actor, self.method), (*self.first, name))
+
+
+class AdapterRanks(RankGroup):
+    """The ranks of one base. Every method returns when all of them are done; threads may share it.
+
+    Attributes:
+        turn: that each call of an adapter's trainer takes; who has it may do several things in a row.
+        layers: every rank's global MoE layer ids, once they are started.
+    """
+
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None] = lambda: None, *,
+        survives: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            config: of the base; its adapter is none of those that are trained, but `lora.rank` is above 0.
+            check: called while ranks are waited for; raises when that is to end.
+            survives: the ranks go on after a mistake that all of them find alike.
+        """
+        super().__init__("trainer", AdapterActor, config, cluster.trainer_options, log_dir)
+        self.turn, self._check, self._survives = TrainerTurn(), check, survives
+        self._adapter: str | None = None
+        self._failures: list[UserError] = []  # shared with those of single adapters
 
     @property
-    def rest(self) -> Any:
-        """Of the rank itself, which does one thing at a time."""
-        return self.actor.rest
+    def failure(self) -> UserError | None:
+        """The first one that the ranks do not survive."""
+        return self._failures[0] if self._failures else None
 
-    def __getattr__(self, verb: str) -> _Verb:
-        return _Verb(self.actor, self.name, verb)
+    def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
+        """Build the base on all ranks; see `RankGroup.start`."""
+        self.layers = super().start(on_wait)
+        return self.layers
 
+    def create(self, name: str, config: RunConfig, *, stacked: bool = True) -> AdapterTrainer:
+        """Make an adapter; the trainer of it, which is started.
 
-class _AdapterRanks(RankGroup):
-    """All ranks of one adapter."""
+        Args:
+            config: as of a run of it alone, on this base.
+            stacked: see `MegatronTrainer.weight_sender`.
 
-    def __init__(self, ranks: RankGroup, name: str, turn: TrainerTurn) -> None:
-        vars(self).update(vars(ranks))  # the lock, too: what threads ask of different adapters is in order as well
-        self._actors = [_AdapterOfActor(actor, name) for actor in ranks._actors]
-        self._turn = turn
+        Raises:
+            ConfigError, CheckpointError: see `AdapterActor.create`.
+        """
+        deadline = self._config.deadlines.trainer_start_s
+        self.all(f"adapter {name}", deadline, lambda a, _: a.create.remote(name, config, stacked), self._check)
+        own = copy(self)  # the lock, too: what threads ask of different adapters is in order as well
+        own._adapter = name
+        return AdapterTrainer(name, config, own, self._check, together=self._config.steps_together)
+
+    def free(self, name: str) -> None:
+        """Forget an adapter; its trainer answers no more. Raises ConfigError when there is none of that name."""
+        deadline = self._config.deadlines.checkpoint_s
+        self.all(f"adapter {name}", deadline, lambda a, _: a.free.remote(name), self._check)
 
     def all(
         self,
@@ -148,38 +265,81 @@ class _AdapterRanks(RankGroup):
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """See `RankGroup.all`; the deadline begins with the adapter's turn."""
-        with self._turn.held(on_wait=on_wait):
-            return super().all(what, deadline_s, work, on_wait)
+        """See `RankGroup.all`: of the ranks, or of the adapter that these are the ranks of. The deadline begins with
+        the turn."""
 
-    def stop(self) -> None:
-        """Nothing: the ranks are other adapters', too."""
+        def asked(actor: Any, rank: int) -> ray.ObjectRef:
+            return work(actor if self._adapter is None else _Through(actor, "ask", (self._adapter,)), rank)
+
+        with self.turn.held(on_wait=on_wait):
+            return self._all(what, deadline_s, asked, on_wait)
+
+    def joint(
+        self, what: str, deadline_s: float, method: str, works: Sequence[TrainWork | PassWork],
+        on_wait: Callable[[], None],
+    ) -> list[list[Any] | UserError]:  # fmt: skip
+        """What a method of `AdapterActor` gave that these share: of each in rank order, or what all ranks found wrong
+        with it. The caller has the turn."""
+        found = self._all(
+            what, deadline_s, lambda a, r: getattr(a, method).remote([work.of_rank(r) for work in works]), on_wait
+        )
+        every = [[of_rank[work.adapter] for of_rank in found] for work in works]
+        return [self._refused(what, each) or each for each in every]
+
+    def _all(
+        self, what: str, deadline_s: float, work: Callable[[Any, int], ray.ObjectRef],
+        on_wait: Callable[[], None] | None,
+    ) -> list[Any]:  # fmt: skip
+        def attempted(actor: Any, rank: int) -> ray.ObjectRef:
+            return work(_Through(actor, "attempt") if self._survives else actor, rank)
+
+        try:
+            found = super().all(what, deadline_s, attempted, on_wait)
+        except UserError as error:
+            self._failures.append(error)
+            raise
+        if (refused := self._refused(what, found)) is not None:
+            raise refused
+        return found
+
+    def _refused(self, what: str, found: Sequence[Any]) -> UserError | None:
+        """What all ranks refused with. Raises TrainerError where some of them did: they are no longer alike."""
+        refused = [each for each in found if isinstance(each, UserError)]
+        if not refused:
+            return None
+        if len(refused) == len(found):
+            return refused[0]
+        error = TrainerError(what, f"{len(refused)} of {len(found)} ranks", str(refused[0]), "read their logs")
+        self._failures.append(error)
+        raise error
 
 
 class AdapterTrainer(TrainerGroup):
-    """The trainer of one of several adapters. Where steps of others wait for the turn that it has for one of its own,
-    they are taken along, in one call of the ranks.
+    """The trainer of one adapter. Where steps of others wait for the turn that it has for one of its own, they are
+    taken along, in one call of the ranks.
 
     Args:
+        ranks: those of the adapter.
         together: take others along, and let this one's steps be taken along.
     """
 
     def __init__(
-        self, name: str, config: RunConfig, ranks: RankGroup, turn: TrainerTurn, check: Callable[[], None], *,
-        together: bool,
-    ) -> None:  # fmt: skip
+        self, name: str, config: RunConfig, ranks: AdapterRanks, check: Callable[[], None], *, together: bool
+    ) -> None:
         super().__init__(config, ranks, None, check)
-        self._name, self._turn, self._together = name, turn, together
+        self._name, self._ranks, self._together = name, ranks, together
         self._offer: Offer | None = None
+
+    # ------------------------------------------------------------------------------------------ a step of a run's loop
 
     @contextmanager
     def turn_for(
         self, shards: Sequence[Sequence[Any]], step: int, watched: Sequence[int], on_wait: Callable[[], None]
     ) -> Iterator[None]:
         """Inside, `train` of these has the turn, or is taken along by another's."""
-        self._offer = Offer(StepOfAdapter(self._name, shards, step, watched)) if self._together else None
+        self._offer = self._offered(TrainWork(self._name, shards, step, watched))
         try:
-            with self._turn.held(on_wait=on_wait, offer=self._offer):
+            with self._ranks.turn.held(on_wait=on_wait, offer=self._offer):
                 yield
         finally:
             self._offer = None
@@ -188,86 +348,99 @@ class AdapterTrainer(TrainerGroup):
         self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int, watched: Sequence[int] = ()
     ) -> Trained:
         """See `TrainerGroup.train`; inside `turn_for`."""
-        own = self._offer
-        if own is None:
-            return super().train(shards, on_progress, policy, step, watched)
-        if own.taken:
-            return self._trained(own.wait(self._check))
-        others = self._turn.offered()
-        if not others:
-            return super().train(shards, on_progress, policy, step, watched)
-        try:
-            self._train_together([own, *others], on_progress)
-        except BaseException as error:
-            for other in others:
-                other.fail(error)
-            raise
-        return self._trained(own.wait(self._check))
-
-    def _train_together(self, offers: Sequence[Offer], on_progress: Report) -> None:
-        """Finish or fail each. Its deadline is that of as many steps."""
-        steps: list[StepOfAdapter] = [offer.work for offer in offers]
         poll = self._trainers.poller("progress", on_progress, self._check)
-        results = self._trainers.all(
-            "train step", self._config.deadlines.train_step_s * len(steps),
-            lambda a, r: a.actor.train_together.remote([each.of_rank(r) for each in steps]), poll,
-        )  # fmt: skip
-        for offer, step in zip(offers, steps, strict=True):
-            of_ranks = [result[step.adapter] for result in results]
-            failed = next((each for each in of_ranks if isinstance(each, TrainerError)), None)
-            if failed is None:
-                offer.finish(of_ranks)
-            else:
-                offer.fail(failed)
+        joined = self._joined(self._offer, "train step", "joint_train", poll)
+        return super().train(shards, on_progress, policy, step, watched) if joined is None else self._trained(joined)
 
+    # ------------------------------------------------------------------------------------- steps that a client composes
 
-class AdapterRanks:
-    """The ranks of one base. Every method returns when all of them are done; threads may share it.
+    def forward(self, data: Sequence[Datum], loss: LossChoice) -> PassResult:
+        """Losses and log-probs of a client's data."""
+        shards = self._shards(data, loss)
+        parts = self._of_ranks(shards)
+        found = self._ranks.all("forward", self._step_s, lambda a, r: a.forward.remote(parts[r]), self._check)
+        return self._passed(shards, found, len(data))
 
-    Attributes:
-        turn: that each call of an adapter's trainer takes; who has it may do several things in a row.
-        layers: every rank's global MoE layer ids, once they are started.
-    """
-
-    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> None:
-        """
-        Args:
-            config: of the base; its adapter is none of those that are trained, but `lora.rank` is above 0.
-            check: called while ranks are waited for; raises when that is to end.
-        """
-        self._config, self._check = config, check
-        self._ranks = RankGroup("trainer", AdaptersActor, config, cluster.trainer_options, log_dir)
-        self.turn = TrainerTurn()
-
-    def start(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Build the base on all ranks."""
-        self.layers = self._ranks.start(on_wait)
-
-    def create(self, name: str, config: RunConfig) -> AdapterTrainer:
-        """Make an adapter; the trainer of it, which is started.
-
-        Args:
-            config: as of a run of it alone, on this base.
+    def forward_backward(self, data: Sequence[Datum], loss: LossChoice) -> PassResult:
+        """The same, and the gradients are added to the adapter's, in a pass of its own or in one that others share.
 
         Raises:
-            ConfigError, CheckpointError: see `AdaptersActor.create`.
+            TrainerError: the loss is not finite; gradients since the last step are dropped then.
         """
-        deadline = self._config.deadlines.trainer_start_s
-        with self.turn.held(on_wait=self._check):
-            self._ranks.all(f"adapter {name}", deadline, lambda a, _: a.create.remote(name, config), self._check)
-        ranks, together = _AdapterRanks(self._ranks, name, self.turn), self._config.steps_together
-        return AdapterTrainer(name, config, ranks, self.turn, self._check, together=together)
+        shards, what = self._shards(data, loss), "forward_backward"
+        parts = self._of_ranks(shards)
+        offer = self._offered(PassWork(self._name, parts))
+        with self._ranks.turn.held(on_wait=self._check, offer=offer):
+            found = self._joined(offer, what, "joint_forward_backward", self._check)
+            if found is None:
+                found = self._ranks.all(
+                    what, self._step_s, lambda a, r: a.forward_backward.remote(parts[r]), self._check
+                )
+        return self._passed(shards, found, len(data))
 
-    def free(self, name: str) -> None:
-        """Forget an adapter; its trainer answers no more. Raises ConfigError when there is none of that name."""
-        deadline = self._config.deadlines.checkpoint_s
-        with self.turn.held(on_wait=self._check):
-            self._ranks.all(f"adapter {name}", deadline, lambda a, _: a.free.remote(name), self._check)
+    def adam_step(self, params: AdamParams) -> dict[str, float]:
+        """An optimizer step on the gradients, with these numbers; `grad_norm` and `lr`."""
+        return self._ranks.all("optim_step", self._step_s, lambda a, _: a.adam_step.remote(params), self._check)[0]
 
-    def rest(self, deadline_s: float) -> None:
-        """Return when every rank has done what it was given. Raises TrainerError when one is gone or still at work."""
-        self._ranks.all("waiting for the trainer", deadline_s, lambda a, _: a.rest.remote())
+    def load(self, directory: Path, new_run: bool, *, optimizer: bool = True) -> None:
+        """See `TrainerGroup.load`.
 
-    def stop(self) -> None:
-        """Kill every rank."""
-        self._ranks.stop()
+        Args:
+            optimizer: with its state; else it begins anew.
+        """
+        super().load(directory, new_run)
+        if not optimizer:
+            self._ranks.all("checkpoint load", self._step_s, lambda a, _: a.forget_moments.remote(), self._check)
+
+    @property
+    def _step_s(self) -> float:
+        return self._config.deadlines.train_step_s
+
+    def _shards(self, data: Sequence[Datum], loss: LossChoice) -> list[ClientShard]:
+        """Of every data-parallel rank."""
+        config = self._config
+        train, quadratic = config.train, config.train.quadratic_tokens
+        return client_shards(
+            data, loss, config.layout, train.max_tokens_per_micro_batch, packed=train.packed,
+            multiple_of=chunks_per_group(config.layout),
+            quadratic_tokens=quadratic if isinstance(quadratic, float) else None,
+        )  # fmt: skip
+
+    def _of_ranks(self, shards: Sequence[ClientShard]) -> list[ray.ObjectRef]:
+        """References to every rank's shard."""
+        layout, stored = self._config.layout, [ray.put(shard) for shard in shards]
+        return [stored[layout.dp_rank(rank)] for rank in range(layout.world_size)]
+
+    def _passed(self, shards: Sequence[ClientShard], found: Sequence[RankPassResult], data: int) -> PassResult:
+        """What all ranks found of so many data."""
+        of_rank = {self._config.layout.dp_rank(rank): each.log_probs for rank, each in enumerate(found)}
+        return PassResult(found[0].loss, by_datum([(shards[rank], column) for rank, column in of_rank.items()], data))
+
+    # -------------------------------------------------------------------------------------------------------- together
+
+    def _offered(self, work: TrainWork | PassWork) -> Offer | None:
+        return Offer(work) if self._together else None
+
+    def _joined(self, own: Offer | None, what: str, method: str, poll: Callable[[], None]) -> list[Any] | None:
+        """What every rank gave of a step that shares a pass with others; None where it has none to share it with, and
+        is yet to be done. Inside the turn."""
+        if own is None:
+            return None
+        if not own.taken:
+            others = self._ranks.turn.offered(type(own.work))
+            if not others:
+                return None
+            offers = [own, *others]
+            deadline_s = self._step_s * len(offers)
+            try:
+                found = self._ranks.joint(what, deadline_s, method, [offer.work for offer in offers], poll)
+            except BaseException as error:
+                for other in others:
+                    other.fail(error)
+                raise
+            for offer, outcome in zip(offers, found, strict=True):
+                if isinstance(outcome, UserError):
+                    offer.fail(outcome)
+                else:
+                    offer.finish(outcome)
+        return own.wait(self._check)

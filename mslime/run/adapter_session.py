@@ -1,33 +1,40 @@
-"""One of several adapters of a run: the verbs of its loop, over the trainer and the engines that it shares.
+"""A run of several adapters: one trainer, one set of engines, one rollout service, and a thread for each adapter.
 
 Each adapter's loop is that of a run of it alone, in a thread of the driver. Threads meet in two places: the trainer's
-turn, which a thread keeps from a step to the delivery of what it has learnt, and the rollout service's process.
+queue, whose turn a thread keeps from a step to the delivery of what it has learnt, and the rollout service's process.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGTERM
+from typing import Any
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.checks.resolve import ResolvedRun
 from mslime.config.errors import EngineError, TrainerError, UserError
-from mslime.observe.progress import NamedProgress, Progress
+from mslime.config.schema import RunConfig
+from mslime.observe.progress import NamedProgress, open_lines
 from mslime.run.adapter_delivery import AdapterDelivery
 from mslime.run.adapter_ranks import AdapterRanks
-from mslime.run.engines import EngineGroup
+from mslime.run.endpoint import ControlEndpoint
 from mslime.run.fleet import Fleet
-from mslime.run.ray_calls import RayWatch
-from mslime.run.results import Beginning
+from mslime.run.results import Beginning, OfAdapter
 from mslime.run.rollouts import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.session import Shards, TrainingRun
+from mslime.run.started import Started
 from mslime.run.stop import Stopped, StopSignals
+from mslime.run.trainer_turn import become
+
+_log = logging.getLogger(__name__)
+LOOK_S, AT_ONCE_S = 0.2, 5.0
+"""Between two looks at the threads; for threads to end after a second signal."""
 
 
 class Ending:
@@ -80,58 +87,43 @@ class AdapterStop(StopSignals):
         return self._signals.told(error)
 
 
-@dataclass(frozen=True)
-class Common:
-    """What the adapters of a run share, once it is started."""
-
-    ranks: AdapterRanks
-    rollouts: RolloutProcess
-    engines: EngineGroup
-    fleet: Fleet
-    ray: RayWatch
-    progress: Progress
-
-
 class AdapterSession(TrainingRun):
     """One adapter of a running run. A context manager, inside that of the run.
 
     Attributes:
         name: of the adapter.
-        others: the sessions of all adapters, this one's among them.
     """
 
-    def __init__(self, run: ResolvedRun, stop: AdapterStop) -> None:
+    def __init__(self, run: ResolvedRun, stop: AdapterStop, shared: AdaptersSession) -> None:
+        """
+        Args:
+            shared: has the parts of all adapters, which are started before this is entered.
+        """
         super().__init__(run, stop, quiet=True)
-        self.name = run.config.name
-        self.others: Sequence[AdapterSession] = ()
+        self.name, self._shared = run.config.name, shared
         self._kept = False  # the trainer's turn, from a step to the delivery that follows
 
     def beginning(self) -> Beginning:
         """How its rollouts begin."""
         return Beginning(self.checkpoints.rollouts, self.first_step)
 
-    def join(self, common: Common) -> AdapterSession:
-        """Share these; to be entered next."""
-        self._common = common
-        return self
-
     def _start(self) -> None:
-        common = self._common
-        self._ray, self._fleet, self._engines = common.ray, common.fleet, common.engines
-        self._turn = common.ranks.turn
+        shared = self._shared
+        self._ray, self._fleet, self._engines = shared.ray, shared.fleet, shared.engines
+        self._turn = shared.ranks.turn
         self._syncing = partial(self._turn.held, urgent=True)
         self._open_records()
         for note in self.checkpoints.notes():
             self.progress.note(note)
-        self._trainers = self._adapter = common.ranks.create(self.name, self.config)
+        self._trainers = self._adapter = shared.ranks.create(self.name, self.config)
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
-        self._rollouts = common.rollouts.of(self.name, self.config, self._at_rest)
+        self._rollouts = shared.rollouts.of(self.name, self.config, self._at_rest)
         self._publisher = self._publishes_by(self._make_delivery())
 
     def _open_records(self) -> None:
         steps, done = self.config.train.num_steps, self.first_step
-        self._records.open(self._stack, True, NamedProgress(self.name, self._common.progress, steps, done))
+        self._records.open(self._stack, True, NamedProgress(self.name, self._shared.progress, steps, done))
         self._timeline, self.progress = self._records.timeline, self._records.progress
 
     def _make_delivery(self) -> AdapterDelivery:
@@ -141,7 +133,7 @@ class AdapterSession(TrainingRun):
 
     def _tend(self) -> None:
         if self._fleet.tend():
-            for other in self.others:
+            for other in self._shared.adapters:
                 other._publisher.doubt()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
@@ -173,5 +165,93 @@ class AdapterSession(TrainingRun):
     def leave(self) -> None:
         """Its last step is done: the others have what it had of the engines and of the trainer's memory."""
         self._rollouts.service.call(RunRollouts.leave)
-        self._common.ranks.free(self.name)
+        self._shared.ranks.free(self.name)
         self.progress.note("done")
+
+
+class AdaptersSession(Started):
+    """A running run of several adapters. A context manager.
+
+    Attributes:
+        adapters: those that have steps left.
+        ranks, engines, rollouts, fleet, ray: what they share, once it is started.
+    """
+
+    def __init__(self, run: ResolvedRun, stop: StopSignals, quiet: bool = False) -> None:
+        """
+        Args:
+            quiet: show no progress, whatever `observe.progress` says.
+        """
+        super().__init__(run, stop)
+        self._quiet, self._ending = quiet, Ending()
+        every = [AdapterSession(own, AdapterStop(stop, self._ending, name), self) for name, own in run.adapters.items()]
+        self.adapters = [each for each in every if each.first_step < each.config.train.num_steps]
+
+    def _start(self) -> None:
+        config, names = self.config, [each.name for each in self.adapters]
+        shown = "off" if self._quiet else config.observe.progress
+        self.progress = self._stack.enter_context(open_lines(shown))
+        self._say_start()
+        cluster, self.ray = self._join_cluster(generates=True)
+        self.ranks = ranks = AdapterRanks(with_base(config), cluster, self._logs, self._worth_waiting)
+        self._stack.callback(ranks.stop)
+        self.engines = engines = self._engine_group(cluster)
+        (addresses,) = self._start_beside(ranks.start, engines)
+        self._take_over(engines.attached, lambda seconds: None)
+        weights = {entry.name: entry.weight for entry in config.adapters}
+        parts = {name: OfAdapter(self._run.adapters[name], weights[name]) for name in names}
+        self.rollouts = rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, parts)
+        self._stack.callback(rollouts.stop)
+        rollouts.start_adapters(addresses, ranks.layers, {each.name: each.beginning() for each in self.adapters})
+        self.fleet = Fleet(rollouts.engines, engines, self._attached, self._at_rest, self.progress)
+        for each in self.adapters:
+            self._stack.enter_context(each)
+        self._stack.enter_context(ControlEndpoint(config.run_dir, self.fleet.orders))
+
+    def train(self, loop: Callable[[AdapterSession], None]) -> None:
+        """Every adapter's loop, each in a thread of its own, until all are through.
+
+        A signal, or the first loop that fails, ends them all: each saves what it has learnt at its next rest. Raises
+        what that was.
+        """
+        self._stop.describe = lambda: "stopping: adapters are saved when they are at rest; again to stop without saving"
+        self._stop.patient = True
+        threads = [
+            threading.Thread(target=self._run_loop, args=(each, loop), name=f"adapter {each.name}", daemon=True)
+            for each in self.adapters
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                for thread in threads:
+                    thread.join(LOOK_S)
+        except BaseException:  # a second signal
+            self._ending.at_once = True
+            for thread in threads:
+                thread.join(AT_ONCE_S)
+            raise
+        finally:
+            self._stop.patient = False
+        self._ending.raise_first()
+
+    def _run_loop(self, adapter: AdapterSession, loop: Callable[[AdapterSession], None]) -> None:
+        """In a thread: an adapter's loop to its end."""
+        become(adapter.name)
+        try:
+            loop(adapter)
+            adapter.leave()
+        except BaseException as error:  # whatever it is, the main thread raises the first
+            _log.info("adapter %s ends: %s", adapter.name, error)
+            if isinstance(error, Stopped):
+                self.progress.note(f"{adapter.name}: {error.outcome}")
+                error.outcome = "the lines above list the saved adapters"
+            self._ending.note(adapter.name, error)
+        finally:
+            self.ranks.turn.leave()
+
+
+def with_base(config: RunConfig) -> RunConfig:
+    """The run's settings for the base that adapters are trained on: what `lora` says is each adapter's own."""
+    own: dict[str, Any] = {"rank": max(run.lora.rank for run in config.adapter_runs.values()), "init": None}
+    return config.model_copy(update={"lora": config.lora.model_copy(update=own)})

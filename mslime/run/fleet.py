@@ -17,7 +17,7 @@ from mslime.observe.progress import Progress
 from mslime.run.attached import AttachedEngines
 from mslime.run.endpoint import EngineState, Order, Orders
 from mslime.run.engines import EngineGroup
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.ray_calls import InLoop, Remote
 from mslime.run.run_engines import RunEngines
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ that dies again and again is broken."""
 
 
 class Fleet:
-    """The engines of a run and what becomes of them.
+    """The engines of a run, or of `mslime serve`, and what becomes of them.
 
     Args:
+        members: the same engines, where requests are sent to them.
         engines: those that the run began with, and what launches others.
         attached: takes over engines of others before they are used, and releases them.
         check: raises when the run is to end.
@@ -44,13 +45,13 @@ class Fleet:
 
     def __init__(
         self,
-        rollouts: RolloutProcess,
+        members: Remote[RunEngines] | InLoop[RunEngines],
         engines: EngineGroup,
         attached: AttachedEngines,
         check: Callable[[], None],
         progress: Progress,
     ) -> None:
-        self._rollouts, self._engines = rollouts, engines
+        self._members, self._engines = members, engines
         self._attached, self._check, self._progress = attached, check, progress
         self.orders = Orders()
         self._passed = Counter[str]()  # syncs since an engine was gone
@@ -63,6 +64,11 @@ class Fleet:
     def size(self) -> int:
         """How many engines the run has, dead ones and those that are being started included."""
         return len(self._states)
+
+    @property
+    def expects_engines(self) -> bool:
+        """Whether an engine generates, or may do so again: it is being started, or nobody has looked after it yet."""
+        return any(state.state in ("serving", "joining", "starting") for state in list(self._states.values()))
 
     # --------------------------------------------------------------------------------------------------- at a sync
 
@@ -78,7 +84,7 @@ class Fleet:
             self._show()
             self.orders.tell(number, told)
         self._take_started()
-        for name, why in self._rollouts.engines.call(RunEngines.dead).items():
+        for name, why in self._members.call(RunEngines.dead).items():
             self._look_after(name, why)
         self._show()
         return any(state.state == "joining" for state in self._states.values())
@@ -104,7 +110,7 @@ class Fleet:
         """Engines that are new cannot be given weights, which is no failure of the others. Raises UserError when one of
         them cannot be spared."""
         for name in [name for name, state in self._states.items() if state.url in urls]:
-            self._rollouts.engines.call(RunEngines.retire, name)
+            self._members.call(RunEngines.retire, name)
             what = f"{name} cannot be given weights ({error.brief})"
             if self._states[name].launched:
                 self._start_again(name, what, error)
@@ -128,13 +134,13 @@ class Fleet:
     def revive(self, error: EngineError) -> None:
         """No engine is left, or none of a rollout manager's: wait until there is one that a sync can give weights to,
         for each manager. Raises `error` when none can come back."""
-        dead = self._rollouts.engines.call(RunEngines.dead)
+        dead = self._members.call(RunEngines.dead)
         others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
         what = "a rollout manager has no engine left" if others else "no engine is left"
         self._progress.note(f"{what} ({error.brief})")
         while True:
             self.tend()
-            if not self._rollouts.engines.call(RunEngines.stranded):
+            if not self._members.call(RunEngines.stranded):
                 return
             if not self._engines.starting:
                 raise error
@@ -164,7 +170,7 @@ class Fleet:
     def _greet(self, address: EngineAddress, how: str) -> EngineError | None:
         """Admit an engine to the next sync; what is wrong with it."""
         try:
-            self._rollouts.engines.call(RunEngines.greet, address)
+            self._members.call(RunEngines.greet, address)
         except EngineError as error:
             return error
         self._engines.take(address)
@@ -238,7 +244,7 @@ class Fleet:
             raise ConfigError("drain", name, "no other engine serves now, and a run needs one", "add another one first")
         if state.state == "leaving":
             return
-        self._rollouts.engines.call(RunEngines.retire, name)
+        self._members.call(RunEngines.retire, name)
         if name in serves:
             state.state = "leaving"
         else:

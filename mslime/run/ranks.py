@@ -6,24 +6,19 @@ import logging
 import os
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
 
-from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime.logs import log_process, phase
+from mslime.logs import log_process
 from mslime.run.cluster import own_host, redirect_output, remote_class, use_own_interface
 from mslime.run.ray_calls import call, gather
-
-if TYPE_CHECKING:
-    from mslime.backends.megatron.step.base import Base
 
 _log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
@@ -70,25 +65,6 @@ class RankActor:
 
     def _report(self, done: int, total: int) -> None:
         self._done, self._total = done, total
-
-
-class BaseActor(RankActor, ABC):
-    """One rank of a base that several adapters are trained on."""
-
-    role = "trainer"
-
-    def start(self, rendezvous: str) -> dict[str, Any]:
-        """Build the base and read its weights; returns this rank's MoE layers."""
-        from mslime.backends.megatron.step.base import Base
-
-        with phase(_log, f"starting at {rendezvous}"):
-            base = Base.start(policy_spec(self._config), self._rank, self._config.layout.world_size, rendezvous)
-        self.hold(base)
-        return {"moe_layer_ids": base.routing_layers}
-
-    @abstractmethod
-    def hold(self, base: Base) -> None:
-        """Have the trainers of its adapters made here."""
 
 
 class RankGroup:

@@ -148,7 +148,8 @@ def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
 # Calls to an object in another process of the run, typed by the object's class.
 #
 # A Ray actor that derives from `Host` holds objects by name. A `Remote` is one of them as another process has it:
-# `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop.
+# `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop. `InLoop` is
+# an object of another thread's event loop, which is called as in the driver.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -282,6 +283,21 @@ class Remote(Generic[T]):
         except RayError as error:
             what = f"{self._name}: {method.__name__}"
             raise told(error, self._who, what, self._log) from None
+
+
+class InLoop(Generic[T]):
+    """An object that belongs to an event loop of this process, as other threads have it."""
+
+    def __init__(self, it: T, loop: asyncio.AbstractEventLoop) -> None:
+        self._it, self._loop = it, loop
+
+    def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """What the method returns, or what it raises."""
+
+        async def asked() -> R:
+            return await method(self._it, *args, **options)
+
+        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
 
 
 # Notices that Ray's control process (the GCS) is gone. Without this the driver works on for a minute, and is then

@@ -20,7 +20,7 @@ from mslime.config.errors import ConfigError, WorkerError
 from mslime.config.schema import RunConfig
 from mslime.data.checkpoints import newest_step
 from mslime.logs import log_file
-from mslime.run.adapters_session import AdaptersSession
+from mslime.run.adapter_session import AdaptersSession
 from mslime.run.cluster import resolved_device
 from mslime.run.loop import train_rl, train_sft
 from mslime.run.resources import Attempts, Resources, can_go_on

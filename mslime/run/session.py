@@ -141,7 +141,7 @@ class TrainingRun(Started):
         self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
-        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
+        self._fleet = Fleet(self._rollouts.engines, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)

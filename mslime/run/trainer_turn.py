@@ -1,4 +1,4 @@
-"""Whose turn it is at the trainer that threads of the driver share.
+"""The queue at a trainer that threads share: whose turn it is, and what waits that may be done along with it.
 
 Without it, one adapter's call would wait in the ranks behind another's step, and its deadline would run meanwhile.
 """
@@ -111,13 +111,17 @@ class TrainerTurn:
                 self._changed.notify_all()
             raise
 
-    def offered(self) -> list[Offer]:
+    def offered(self, kind: type[object] = object) -> list[Offer]:
         """What those who wait for the turn offer, in their order. Who has the turn takes it with this call, and has to
-        finish or fail each."""
+        finish or fail each.
+
+        Args:
+            kind: of work; the rest waits on.
+        """
         assert self.mine, "another has the turn"
         with self._changed:
-            found = [place.offer for place in self._line if place.offer is not None]
-            self._line = [place for place in self._line if place.offer is None]
+            found = [place.offer for place in self._line if place.offer and isinstance(place.offer.work, kind)]
+            self._line = [place for place in self._line if place.offer not in found]
             for offer in found:
                 offer.taken = True
             self._changed.notify_all()

@@ -61,12 +61,14 @@ class PolicyRank:
         self._found: dict[str, float] = {}
 
     def adopt(
-        self, trainer: MegatronTrainer, critic: MegatronCritic | None, on_micro_batch: Callable[[int, int], None]
-    ) -> None:
+        self, trainer: MegatronTrainer, critic: MegatronCritic | None, on_micro_batch: Callable[[int, int], None], *,
+        stacked: bool = True,
+    ) -> None:  # fmt: skip
         """Ask these from here on. A collective.
 
         Args:
             on_micro_batch: called with (done, in all) in a step.
+            stacked: see `MegatronTrainer.weight_sender`.
         """
         from mslime.backends.sglang.port import SGLangPort
 
@@ -74,7 +76,8 @@ class PolicyRank:
         trainer.on_micro_batch = on_micro_batch
         if critic is not None:
             critic.on_micro_batch = on_micro_batch
-        self._sender = trainer.weight_sender(SGLangPort(self._config.deadlines), self._report_bucket)
+        port = SGLangPort(self._config.deadlines)
+        self._sender = trainer.weight_sender(port, self._report_bucket, stacked=stacked)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
         """Everything before the first gradient of these shards, which `update` then takes.
@@ -187,11 +190,11 @@ class PolicyRank:
         with phase(_log, f"exporting to {directory}"):
             self._trainer.export(Path(directory))
 
-    def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum]) -> None:
+    def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum] | None) -> None:
         """Write a resumable checkpoint, the critic's first.
 
         Args:
-            others: files of other processes that are in it already.
+            others: files of other processes that are in it already; None: nobody has begun it.
         """
         with phase(_log, f"saving {directory}"):
             if self._critic is not None:
@@ -425,12 +428,13 @@ class TrainerGroup:
         self._trainers.all("export", deadline, lambda a, _: a.export_hf.remote(str(directory)))
 
     def save(
-        self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float | None = None
+        self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum] | None, deadline_s: float | None = None
     ) -> None:
         """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved.
 
         Args:
-            others: files that other processes have written into `checkpoints.saving_directory(directory)`.
+            others: files that other processes have written into `checkpoints.saving_directory(directory)`, which they
+                began; None: nobody has.
             deadline_s: default `deadlines.checkpoint_s`.
         """
         deadline, critic = deadline_s or self._config.deadlines.checkpoint_s, str(critic_directory(directory))

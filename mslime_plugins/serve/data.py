@@ -10,10 +10,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.generating import GenerateResult
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
-from mslime.data.client_batch import Datum
+from mslime.data.client_batch import Datum, PassResult
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.backend import PassResult, Sampled
 from mslime_plugins.serve.errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}
@@ -194,15 +194,15 @@ def passed_bytes(found: PassResult, notes: Mapping[str, float]) -> bytes:
     return message.SerializeToString()
 
 
-def sampled_bytes(found: Sampled) -> bytes:
-    """A SampleResponse."""
-    message = proto.SampleResponse(prompt_cache_hit_tokens=found.cached)
-    for each in found.continuations:
+def sampled_bytes(found: Sequence[GenerateResult]) -> bytes:
+    """A SampleResponse: all continuations of a prompt, of which the first has its scores."""
+    message = proto.SampleResponse(prompt_cache_hit_tokens=found[0].cached_tokens)
+    for each in found:
         message.sequences.add(
-            stop_reason=proto.STOP if each.stopped else proto.LENGTH,
-            tokens=each.tokens.astype("<i4", copy=False).tobytes(),
+            stop_reason=proto.STOP if each.finish == "stop" else proto.LENGTH,
+            tokens=each.output_ids.astype("<i4", copy=False).tobytes(),
             logprobs=each.log_probs.astype("<f4", copy=False).tobytes(),
         )
-    if found.scores is not None:
-        message.prompt_logprobs = found.scores.astype("<f4", copy=False).tobytes()
+    if (scores := found[0].scores) is not None:
+        message.prompt_logprobs = scores.astype("<f4", copy=False).tobytes()
     return message.SerializeToString()

@@ -1,17 +1,28 @@
-"""A request to sample: from its body to what an engine is asked, or to words."""
+"""Requests to sample: from a body to what an engine is asked, or to words; and the engines, of which some may die."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.pool import EnginePool, all_or_first_failure
+from mslime.config.errors import EngineError
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import SampleAsk
 from mslime_plugins.serve.data import Limits
 from mslime_plugins.serve.errors import ServeError
 
+LOOK_S = 0.2
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
-def sample_ask(body: bodies.SampleBody, rid: str, limits: Limits) -> SampleAsk:
-    """What an engine is asked. Raises ServeError for the first mistake."""
+def requests_of(body: bodies.SampleBody, rid: str, limits: Limits) -> list[GenerateRequest]:
+    """What engines are asked: one request for each continuation, all for one engine. Log-probs are those of the whole
+    vocabulary, which the trainer computes; the first one returns those of the prompt. Raises ServeError for the first
+    mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):
             raise ServeError(name, getattr(body, name), "is not served", "leave it out")
@@ -22,20 +33,20 @@ def sample_ask(body: bodies.SampleBody, rid: str, limits: Limits) -> SampleAsk:
         raise ServeError("prompt", f"{len(prompt)} tokens, and {wanted} more", f"the model takes {limits.positions}",
                          "shorten the prompt, or ask for fewer with max_tokens")  # fmt: skip
     texts, ids = _stops(params)
-    return SampleAsk(
-        rid=rid,
-        prompt=prompt,
-        count=body.num_samples,
-        max_tokens=wanted,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
-        stop=texts,
-        stop_tokens=ids,
-        ignore_eos=isinstance(params.stop, list) and not params.stop,
-        seed=params.seed,
-        scored_from=_scored_from(body, len(prompt)),
-    )
+    request = GenerateRequest(
+        rid, prompt, wanted, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k or -1, stop=texts,
+        stop_token_ids=ids, ignore_eos=isinstance(params.stop, list) and not params.stop, session_id=rid, masked=False,
+    )  # fmt: skip
+    scored_from = _scored_from(body, len(prompt))
+    return [
+        replace(
+            request,
+            rid=f"{rid}-{index}",
+            seed=None if params.seed is None else params.seed + index,
+            scored_from=scored_from if index == 0 else None,
+        )
+        for index in range(body.num_samples)
+    ]
 
 
 def prompt_of(body: bodies.SampleBody, limits: Limits) -> tuple[int, ...]:
@@ -72,3 +83,49 @@ def _scored_from(body: bodies.SampleBody, length: int) -> int | None:
     if last is not None and last >= length:
         raise ServeError("prompt_logprobs_last_n", last, f"must be below the prompt's {length} tokens", "lower it")
     return 1 if last is None else length - last
+
+
+class PooledEngines:
+    """A pool of engines that requests wait for when all are dead.
+
+    Args:
+        room: adapters that each engine has loaded at once.
+        may_come: whether there may be an engine again where none is left.
+    """
+
+    def __init__(self, pool: EnginePool, room: int, may_come: Callable[[], bool]) -> None:
+        self._pool, self._room, self._may_come = pool, room, may_come
+
+    async def sample(self, adapter: Path | None, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """All continuations of a prompt, under an adapter or the base. A request whose engine dies goes to another one.
+
+        Raises:
+            EngineError: no engine can, after all of them have ended.
+        """
+        where = None if adapter is None else adapter.absolute()
+        found = await asyncio.gather(*(self._one(where, each) for each in requests), return_exceptions=True)
+        return all_or_first_failure(found)
+
+    async def forget(self, adapter: Path) -> None:
+        """No request will name this adapter any more."""
+        await self._pool.take_back(adapter.absolute())
+
+    async def _one(self, adapter: Path | None, request: GenerateRequest) -> GenerateResult:
+        while True:
+            try:
+                found = await self._pool.generate_from(adapter, request, self._room)
+            except EngineDied as error:
+                await self._another(error)
+                continue
+            if found.finish == "abort":
+                raise EngineError(found.engine, request.rid, "the engine aborted the request", "sample again")
+            return found
+
+    async def _another(self, error: EngineDied) -> None:
+        """Return when an engine is there. Raises EngineError where none will come."""
+        while not len(self._pool):
+            if not self._may_come():
+                raise EngineError(
+                    "engines", 0, "none is left: they died, see the console", "start the server again"
+                ) from error
+            await asyncio.sleep(LOOK_S)

@@ -7,24 +7,29 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mslime.config.errors import CheckpointError, TrainerError
-from mslime.config.serve import AdamParams, ServeConfig
+from mslime.config.schema import RunConfig
+from mslime.config.serve import AdamParams
+from mslime.threads import in_thread
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.backend import AdapterAsk, PassAsk, SamplingEngines, Trainer
 from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
-from mslime_plugins.serve.passes import GradientPasses
-from mslime_plugins.serve.sampling import sample_ask
-from mslime_plugins.serve.sessions import Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.sampling import PooledEngines, requests_of
+from mslime_plugins.serve.sessions import AdapterAsk, Model, Sampler, ServeClient, Sessions
+from mslime_plugins.serve.settings import adapter_config
 from mslime_plugins.serve.states import States, StoredState
 
+if TYPE_CHECKING:
+    from mslime.run.adapter_ranks import AdapterRanks, AdapterTrainer
+
+P = ParamSpec("P")
 T = TypeVar("T")
 EXPIRED_S = 60.0
 """What was saved for a time is looked for so often."""
@@ -54,22 +59,20 @@ class Service:
     """Everything that clients can ask for.
 
     Args:
+        ranks: that train clients' adapters.
         root: where what is saved lies.
         note: told of clients that come and go.
-        together: gradient passes that wait for the trainer share one.
     """
 
     def __init__(
-        self, served: Served, settings: ServeConfig, trainer: Trainer, engines: SamplingEngines, root: Path,
-        note: Callable[[str], None] = lambda _: None, *, together: bool = False,
+        self, served: Served, config: RunConfig, ranks: AdapterRanks, engines: PooledEngines, root: Path,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.served, self.settings = served, settings
-        self._trainer, self._engines, self._note = trainer, engines, note
+        self.served, self.settings, self._config = served, config.serve, config
+        self._ranks, self._engines, self._note = ranks, engines, note
         self.sessions, self.states = Sessions(), States(root)
-        self.futures = Futures(settings.max_requests)
+        self.futures = Futures(self.settings.max_requests)
         self._looked = 0.0  # when what was saved was last looked through
-        self._training = asyncio.Lock()  # the trainer does one thing at a time; waiting clients take turns
-        self._passes = GradientPasses(trainer, self._training, together)
 
     def describe(self) -> str:
         """What is going on, in a line."""
@@ -93,8 +96,8 @@ class Service:
         for owner in (session_id, *session.models, *session.samplers):
             await self.futures.drop(owner)
         for model in session.models.values():
-            if model.ready:
-                await self._train(self._trainer.free(model.model_id))
+            if model.trainer is not None:
+                await _in_turn(self._ranks.free, model.model_id)
         for sampler in session.samplers.values():
             if sampler.own and sampler.adapter is not None:
                 await self._engines.forget(sampler.adapter)
@@ -160,33 +163,34 @@ class Service:
             try:
                 return await work()
             except Exception:
-                if model.ready:
-                    model.ready = False
-                    await self._train(self._trainer.free(model.model_id))
+                if model.trainer is not None:
+                    model.trainer = None
+                    await _in_turn(self._ranks.free, model.model_id)
                 with suppress(ServeError):
                     self.sessions.get(model.session_id).models.pop(model.model_id, None)
                 raise
 
         return self.futures.take(request_id, model.model_id, made, (model.turns, 0))
 
-    async def _make(self, model: Model) -> None:
-        await self._train(self._trainer.create(model.model_id, model.ask))
-        model.ready = True
+    async def _make(self, model: Model) -> AdapterTrainer:
+        own = adapter_config(self._config, model.ask)
+        # Clients may take its files to other engines, which do not read stacked experts.
+        model.trainer = trainer = await _in_turn(self._ranks.create, model.model_id, own, stacked=False)
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
         self._note(f"client {model.session_id[:8]} trains an adapter of rank {model.ask.rank} on {layers}")
+        return trainer
 
     def pass_over(self, request: PassRequest) -> str:
         """A forward pass, or forward and backward; the id of the request."""
         model = self.sessions.model(request.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if not request.backward:
-                call = self._trainer.pass_over(model.model_id, request.data, request.loss, backward=False)
-                return FutureResult(passed_bytes(await self._train(call), request.notes), PROTOBUF)
-            ask = PassAsk(model.model_id, request.data, request.loss)
+                found = await _in_turn(trainer.forward, request.data, request.loss)
+                return FutureResult(passed_bytes(found, request.notes), PROTOBUF)
             try:
-                found = await asyncio.shield(asyncio.ensure_future(self._passes.add(ask)))
+                found = await _in_turn(trainer.forward_backward, request.data, request.loss)
             except TrainerError:
                 model.gradients = False  # those since the last step are dropped
                 raise
@@ -199,7 +203,7 @@ class Service:
         """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
         model = self.sessions.model(model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             raise error
 
         return self._take(model, number, work)
@@ -208,7 +212,7 @@ class Service:
         """A step of the optimizer; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.adam_params is None:
                 raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
@@ -220,8 +224,8 @@ class Service:
             params = AdamParams(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay,
                                 adam.grad_clip_norm)  # fmt: skip
             model.gradients = False
-            with self._breaking(model, "optim_step"):
-                found = await self._train(self._trainer.adam_step(model.model_id, params))
+            with _breaking(model, "optim_step"):
+                found = await _in_turn(trainer.adam_step, params)
             return FutureResult.of(metrics={f"{name}:mean": value for name, value in found.items()})
 
         return self._take(model, body.seq_id, work)
@@ -230,11 +234,11 @@ class Service:
         """Save factors and the optimizer's state; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             name = body.path or f"state-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "weights", name, overwrite=body.overwrite)
-            await self._train(self._trainer.save(model.model_id, directory))
+            await _in_turn(trainer.save, directory.absolute(), {}, None)
             self._keep(model, path, body)
             return FutureResult.of(type="save_weights", path=path)
 
@@ -244,7 +248,7 @@ class Service:
         """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
         model = self.sessions.model(body.model_id)
 
-        async def work() -> FutureResult:
+        async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.kind != "snapshot":
                 raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
@@ -252,7 +256,7 @@ class Service:
             own = body.path is None
             name = body.path or f"sampler-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "sampler_weights", name)
-            await self._train(self._trainer.write_adapter(model.model_id, directory))
+            await _in_turn(trainer.write_adapter, directory.absolute(), False)
             self._keep(model, path, body)
             if not own:
                 return FutureResult.of(type="save_weights_for_sampler", path=path)
@@ -269,10 +273,10 @@ class Service:
         if body.model_id is not None and body.seq_id is not None:
             model = self.sessions.model(body.model_id)
 
-            async def load() -> FutureResult:
+            async def load(trainer: AdapterTrainer) -> FutureResult:
                 if model.ask != (same := _with_seed(saved.ask, model.ask)):
                     raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
-                return await self._load(model, body)
+                return await self._load(model, trainer, body)
 
             return self._take(model, body.seq_id, load), model.model_id
         if body.session_id is None or body.model_seq_id is None:
@@ -283,37 +287,27 @@ class Service:
         model, new = self._new_model(body.session_id, body.model_seq_id, base, saved.ask, body.user_metadata)
 
         async def make() -> FutureResult:
-            await self._make(model)
-            return await self._load(model, body)
+            return await self._load(model, await self._make(model), body)
 
         request_id = f"{model.model_id}:0"
         return self._take_first(model, request_id, make) if new else request_id, model.model_id
 
-    async def _load(self, model: Model, body: bodies.LoadWeights) -> FutureResult:
-        directory = self.states.directory(body.path)
-        with self._breaking(model, "load_weights"):
-            await self._train(self._trainer.load(model.model_id, directory, optimizer=body.optimizer))
+    async def _load(self, model: Model, trainer: AdapterTrainer, body: bodies.LoadWeights) -> FutureResult:
+        directory = self.states.directory(body.path).absolute()
+        with _breaking(model, "load_weights"):
+            await _in_turn(trainer.load, directory, True, optimizer=body.optimizer)
         model.gradients, model.broken = False, ""
         return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
 
-    def _take(self, model: Model, number: int, work: Work) -> str:
+    def _take(self, model: Model, number: int, work: Callable[[AdapterTrainer], Awaitable[FutureResult]]) -> str:
         """A request of a model, in its turn."""
 
         async def made() -> FutureResult:
-            if not model.ready:
+            if model.trainer is None:
                 raise ServeError("model_id", model.model_id, "it was never made", "look at what create_model said")
-            return await work()
+            return await work(model.trainer)
 
         return self.futures.take(f"{model.model_id}:{number}", model.model_id, made, (model.turns, number))
-
-    async def _train(self, call: Awaitable[T]) -> T:
-        """One call of the trainer, which is waited for to its end even when its client goes."""
-
-        async def locked() -> T:
-            async with self._training:
-                return await call
-
-        return await asyncio.shield(asyncio.ensure_future(locked()))
 
     # ----------------------------------------------------------------------------------------------------- samplers
 
@@ -346,10 +340,10 @@ class Service:
         if sampler.path is not None:
             self.states.find(sampler.path)  # it may have been deleted since
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
-        ask = sample_ask(body, request_id, self.served.limits)
+        requests = requests_of(body, request_id, self.served.limits)
 
         async def work() -> FutureResult:
-            return FutureResult(sampled_bytes(await self._engines.sample(sampler.adapter, ask)), PROTOBUF)
+            return FutureResult(sampled_bytes(await self._engines.sample(sampler.adapter, requests)), PROTOBUF)
 
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return self.futures.take(request_id, sampler.sampler_id, work), ids
@@ -385,23 +379,21 @@ class Service:
             raise ServeError("model_id", model.model_id, f"it can no longer be trained: {model.broken}",
                              "load what was saved before with create_training_client_from_state")  # fmt: skip
 
-    @staticmethod
-    def _breaking(model: Model, what: str) -> _Breaking:
-        return _Breaking(model, what)
+
+async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """One call of the trainer, which takes its turn in a thread. It goes on when its client does not: others may be
+    served by it."""
+    return await asyncio.shield(asyncio.wrap_future(in_thread(call, *args, **kwargs)))
 
 
-class _Breaking:
+@contextmanager
+def _breaking(model: Model, what: str) -> Iterator[None]:
     """A failure inside leaves the model in a state that nobody knows."""
-
-    def __init__(self, model: Model, what: str) -> None:
-        self._model, self._what = model, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TrainerError | CheckpointError):
-            self._model.broken = f"{self._what} failed, {error.brief}"
+    try:
+        yield
+    except (TrainerError, CheckpointError) as error:
+        model.broken = f"{what} failed, {error.brief}"
+        raise
 
 
 def _with_seed(ask: AdapterAsk, other: AdapterAsk) -> AdapterAsk:

@@ -6,11 +6,27 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.errors import GONE, ServeError
 from mslime_plugins.serve.futures import RequestOrder
+
+if TYPE_CHECKING:
+    from mslime.run.adapter_ranks import AdapterTrainer
+
+
+@dataclass(frozen=True)
+class AdapterAsk:
+    """The adapter that a client trains.
+
+    Attributes:
+        rank: at most `lora.rank`. seed: of A. attention, mlp: whether these layers have one.
+    """
+
+    rank: int
+    seed: int
+    attention: bool = True
+    mlp: bool = True
 
 
 @dataclass
@@ -21,7 +37,7 @@ class Model:
         model_id: `SESSION:train:NUMBER`, which the SDK works out by itself.
         base_model: as the client called it.
         turns: of its requests, whose numbers begin at 1.
-        ready: it was made.
+        trainer: of the adapter, once it is made.
         gradients: there are some since its last step.
         broken: why it can no longer be trained; empty while it can.
     """
@@ -32,7 +48,7 @@ class Model:
     ask: AdapterAsk
     user_metadata: dict[str, Any] | None = None
     turns: RequestOrder = field(default_factory=lambda: RequestOrder(0))
-    ready: bool = False
+    trainer: AdapterTrainer | None = None
     gradients: bool = False
     broken: str = ""
     last_request: float = field(default_factory=time.time)

@@ -16,14 +16,15 @@ from mslime.config.output import CheckpointConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
+from mslime_plugins.serve.sessions import AdapterAsk
 
 _FIXED: dict[str, Any] = {
     "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},
     "lora": {"sync": "adapter"},
     "data": {"prompts": ["(of clients)"]},
-    "rollout": {"max_response_tokens": 1, "pause_mode": "in_place"},
+    "rollout": {"max_response_tokens": 1, "pause_mode": "in_place", "concurrency": 1_000_000},
 }
-"""What a server does not take from a run: clients bring the data, the loss and the steps."""
+"""What a server does not take from a run: clients bring the data, the loss and the steps; requests wait in engines."""
 _SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
     "train": (
         TrainConfig,
@@ -37,6 +38,7 @@ _SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
     "checkpoint": (CheckpointConfig, frozenset()),
 }
 """Sections of which it takes these settings alone. Names that no run has are left in, to be refused."""
+MLP_GROUPS = ("mlp", "shared_experts", "experts")
 _DROPPED = ("adapters", "reward", "hooks", "critic", "teacher")
 """Sections that say nothing to it."""
 
@@ -102,3 +104,19 @@ def adapted_parts(lora: LoraConfig) -> tuple[bool, bool]:
     targets = lora.targets
     named = any(target not in LORA_GROUPS for target in targets)
     return named or "attention" in targets, named or any(t in targets for t in LORA_GROUPS if t != "attention")
+
+
+def targets_of(lora: LoraConfig, ask: AdapterAsk) -> tuple[str, ...]:
+    """`lora.targets` without what a client does not want trained. Raises ConfigError for names of single layers, which
+    cannot be told apart so."""
+    wanted = {"attention": ask.attention, **dict.fromkeys(MLP_GROUPS, ask.mlp)}
+    if not (ask.attention and ask.mlp) and (named := [t for t in lora.targets if t not in LORA_GROUPS]):
+        raise ConfigError("lora_config", "train_attn, train_mlp", f"this server adapts {', '.join(named)} by name",
+                          "train attention and MLP layers together")  # fmt: skip
+    return tuple(target for target in lora.targets if wanted.get(target, True))
+
+
+def adapter_config(config: RunConfig, ask: AdapterAsk) -> RunConfig:
+    """How a client's adapter is trained: as a run of it alone would be."""
+    chosen = {"rank": ask.rank, "targets": targets_of(config.lora, ask), "init": None}
+    return config.model_copy(update={"lora": config.lora.model_copy(update=chosen), "seed": ask.seed})

@@ -8,32 +8,35 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from pydantic import SecretStr
 from rich.console import Console
 
 from mslime import network
-from mslime.backends.sglang.handshake import Needs
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.pool import EnginePool
 from mslime.checks.environment import refuse_without_gpu
-from mslime.checks.resolve import ResolvedRun, resolve
-from mslime.config.dtypes import engine_dtype
-from mslime.config.errors import ConfigError, EngineError, TrainerError
+from mslime.checks.resolve import resolve
+from mslime.config.errors import ConfigError, EngineError
 from mslime.config.keys import read_secret
-from mslime.config.model_facts import checkpoint_dtype
-from mslime.config.resolved import served_lora
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
+from mslime.rollout.protocols import Local
+from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.cluster import resolved_device
+from mslime.run.engine_side import EngineSide
+from mslime.run.fleet import Fleet
+from mslime.run.ray_calls import InLoop
+from mslime.run.rollouts import Member
 from mslime.run.run import only_run
 from mslime.run.run_directory import owned, write_resolved
+from mslime.run.run_engines import RunEngines
 from mslime.run.started import Started
 from mslime.run.stop import StopSignals
+from mslime.threads import in_thread
 from mslime_plugins.serve.data import Limits
-from mslime_plugins.serve.engines import ServedEngine, SGLangEngines
-from mslime_plugins.serve.ranks import RankTrainer
+from mslime_plugins.serve.sampling import PooledEngines
 from mslime_plugins.serve.server import KEY_PREFIX, Server
 from mslime_plugins.serve.service import Served, Service
 from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
@@ -97,10 +100,6 @@ def _listen(port: int) -> socket.socket:
 class Serving(Started):
     """Trainer ranks and engines of a server. A context manager."""
 
-    def __init__(self, run: ResolvedRun, stop: StopSignals) -> None:
-        super().__init__(run, stop)
-        self._broken: BaseException | None = None
-
     def _start(self) -> None:
         config = self.config
         console = Console(file=sys.stderr)
@@ -110,14 +109,10 @@ class Serving(Started):
         self._say_start()
         cluster, _ = self._join_cluster(True)
         self._engines = self._engine_group(cluster)
-        self._trainer = RankTrainer(config, cluster, self._logs, self._fail)
-        self._stack.callback(self._trainer.stop)
-        (self._addresses,) = self._start_beside(self._trainer.start, self._engines)
+        self._ranks = AdapterRanks(config, cluster, self._logs, survives=True)
+        self._stack.callback(self._ranks.stop)
+        (self._addresses,) = self._start_beside(self._ranks.start, self._engines)
         self._take_over(self._engines.attached, lambda _: None)
-
-    def _fail(self, error: BaseException) -> None:
-        """No call will come back any more: the server ends."""
-        self._broken = self._broken or error
 
     def answer(self, listening: socket.socket, key: str) -> None:
         """Serve until a signal comes, or a part fails for good. Raises Stopped, or the failure."""
@@ -125,10 +120,10 @@ class Serving(Started):
         asyncio.run(self._answer(listening, key))
 
     async def _answer(self, listening: socket.socket, key: str) -> None:
-        config, lost = self.config, dict[str, EngineError]()
-        engines = SGLangEngines(config.serve.engine_adapters, lost.__setitem__)
+        config, side = self.config, EngineSide(self._run, self.config)
+        hide(*(key for address in self._addresses for key in (address.keys.api, address.keys.admin)))
         try:
-            refused = await engines.meet(self._client, self._addresses, self._needs())
+            refused = await side.meet_engines(self._addresses)
             positions = min(config.rollout.longest(self._run.model.max_positions), refused)
             attention, mlp = adapted_parts(config.lora)
             served = Served(
@@ -136,64 +131,40 @@ class Serving(Started):
                 self._run.family.architecture,
                 Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
-            service = Service(
-                served, config.serve, self._trainer, engines, config.run_dir / "serve", self.progress.note,
-                together=config.steps_together,
-            )  # fmt: skip
+            members = RunEngines([Member(Local(side), Local(side.pool), [*self._addresses])])
+            of_loop = InLoop(members, asyncio.get_running_loop())
+            fleet = Fleet(of_loop, self._engines, self._attached, self._at_rest, self.progress)
+            await side.pool.join()
+            engines = PooledEngines(side.pool, config.serve.engine_adapters, lambda: fleet.expects_engines)
+            service = Service(served, config, self._ranks, engines, config.run_dir / "serve", self.progress.note)
             server = Server(service, key)
             await server.start(listening)
             try:
                 self._announce(listening, key, served)
                 with self._status or nullcontext():
-                    await self._watch(engines, lost, service)
+                    await self._watch(fleet, side.pool, service)
             finally:
                 (config.run_dir / FILE_NAME).unlink(missing_ok=True)
                 await server.stop()
         finally:
-            await engines.close()
+            await side.close()
 
-    async def _watch(self, engines: SGLangEngines, lost: dict[str, EngineError], service: Service) -> None:
-        """Wait for a signal or a failure; start engines again that died. Raises."""
+    async def _watch(self, fleet: Fleet, pool: EnginePool, service: Service) -> None:
+        """Wait for a signal or a failure; look after the engines. Raises."""
+        looking = in_thread(fleet.tend)
         while True:
             await asyncio.sleep(LOOK_S)
             if self._status is not None:
                 self._status.update(service.describe())
             self._at_rest()
-            if self._broken is not None:
-                raise self._broken
-            for name in list(lost):
-                self.progress.note(f"{name} is gone ({lost.pop(name).brief}): {self._engines.start_again(name)}")
-            for name, found in self._engines.started().items():
-                await self._greet(engines, name, found)
-            engines.expected = bool(self._engines.starting)
-
-    async def _greet(
-        self, engines: SGLangEngines, name: str, found: EngineAddress | EngineError | TrainerError
-    ) -> None:
-        if not isinstance(found, EngineAddress):
-            self.progress.note(f"{name} did not start: {found.brief}: {self._engines.start_again(name)}")
-            return
-        try:
-            await engines.meet(self._client, [found], self._needs())
-        except EngineError as error:
-            self.progress.note(f"{name} is not taken: {error.brief}")
-            return
-        self._engines.take(found)
-        self.progress.note(f"{name} serves again at {found.url}")
-
-    def _client(self, address: EngineAddress) -> ServedEngine:
-        hide(address.keys.api, address.keys.admin)
-        return ServedEngine(
-            address.url, address.name, self.config.deadlines, self._run.model, address.log_path, address.keys,
-            address.identity,
-        )  # fmt: skip
-
-    def _needs(self) -> Needs:
-        run, config = self._run, self.config
-        return Needs(
-            False, architectures=(run.family.architecture,), dtype=engine_dtype(config, run.hf_config),
-            checkpoint_dtype=checkpoint_dtype(run.hf_config), lora=served_lora(config, run.adapted_modules),
-        )  # fmt: skip
+            if self._ranks.failure is not None:
+                raise self._ranks.failure
+            if looking.done():
+                if looking.result():
+                    with suppress(EngineError):  # who does not go on is dead, which the next look finds
+                        await pool.join()
+                    fleet.settled()
+                looking = in_thread(fleet.tend)
 
     def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
         """Write where the server is and what opens it, for its user's eyes alone, and say so."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mslime.config.errors import CheckpointError, reading
-from mslime_plugins.serve.backend import AdapterAsk
 from mslime_plugins.serve.errors import UNKNOWN, ServeError
+from mslime_plugins.serve.sessions import AdapterAsk
 
 Kind = Literal["weights", "sampler_weights"]
 TYPES: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}

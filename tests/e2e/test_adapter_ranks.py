@@ -55,7 +55,6 @@ def test_threads_train_adapters_of_one_base(tiny_qwen3_moe: Path, tmp_path: Path
         sums, _ = trainers["plain"].write_adapter(tmp_path / "plain", verify=True)
         assert sums and (tmp_path / "plain" / "adapter_model.safetensors").is_file()
         refused(ranks, trainers["other_rank"], given, tmp_path)
-        ranks.rest(60)
         ranks.stop()
 
 

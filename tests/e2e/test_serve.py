@@ -353,7 +353,7 @@ def test_requests_wait_for_an_engine_that_is_started_again(tiny_qwen3_moe: Path,
             for process in servers:
                 process.kill()
             assert sampling.compute_logprobs(prompt).result() == before
-            assert "it is started again" in own.run.text() and "serves again" in own.run.text()
+            assert "it is started again" in own.run.text() and "is back at" in own.run.text()
     finally:
         own.run.stop()
 
@@ -369,7 +369,7 @@ def test_a_trainer_rank_that_dies_is_told_to_the_client_and_ends_the_server(
     try:
         training = client.create_lora_training_client("tiny/model", rank=4).result()
         trained(training, range(1))
-        ranks = [p for p in own.run.look() if p.name().startswith("ray::Serving")]
+        ranks = [p for p in own.run.look() if p.name().startswith("ray::AdapterActor")]
         assert len(ranks) == 2, [p.name() for p in own.run.look()]
         ranks[-1].kill()
         with pytest.raises(tinker.TinkerError) as told:

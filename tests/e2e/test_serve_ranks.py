@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from time import sleep
 
 import numpy as np
 import pytest
 
 from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
-from mslime.data.client_batch import Datum
+from mslime.data.client_batch import Datum, PassResult
+from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.cluster import Cluster
-from mslime_plugins.serve.backend import AdapterAsk, PassAsk, PassResult
-from mslime_plugins.serve.ranks import RankTrainer
-from mslime_plugins.serve.settings import served_config
+from mslime_plugins.serve.sessions import AdapterAsk
+from mslime_plugins.serve.settings import adapter_config, served_config
 
 pytest.importorskip("tinker")
 CLIENTS, LOSS = range(3), LossChoice("importance_sampling")
@@ -31,34 +31,44 @@ def data_of(seed: int, broken: bool) -> list[Datum]:
     return found
 
 
+def named(way: str) -> list[str]:
+    return [f"{way}{client}" for client in CLIENTS]
+
+
 @pytest.mark.nightly
 def test_clients_in_one_pass_have_what_they_have_in_turns(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """The second time one of them fails, and it alone: no part of the server is given up."""
     from tests.e2e.test_serve import settings
 
     config = served_config({**settings(tiny_qwen3_moe), "output_dir": str(tmp_path)})
-    fatal: list[BaseException] = []
+    own = adapter_config(config, AdapterAsk(4, 3))
+    with Cluster(config, engines=False) as cluster:
+        ranks = AdapterRanks(config, cluster, tmp_path, survives=True)
+        ranks.start()
+        trainers = {name: ranks.create(name, own) for way in ("turn", "pass") for name in named(way)}
 
-    async def compare(trainer: RankTrainer) -> None:
-        for way in ("turn", "pass"):
-            for client in CLIENTS:
-                await trainer.create(f"{way}{client}", AdapterAsk(4, 3))
+        def outcome(name: str, data: list[Datum]) -> PassResult | str:
+            try:
+                return trainers[name].forward_backward(data, LOSS)
+            except TrainerError as error:
+                return str(error)
+
         for step in range(2):
             data = [data_of(10 * step + client, step == 1 and client == 1) for client in CLIENTS]
-            together = await trainer.add_together([PassAsk(f"pass{client}", data[client], LOSS) for client in CLIENTS])
-            for client, joined in enumerate(together):
-                try:
-                    alone: Any = await trainer.pass_over(f"turn{client}", data[client], LOSS, backward=True)
-                except TrainerError as error:
-                    assert (step, client) == (1, 1) and isinstance(joined, TrainerError) and str(joined) == str(error)
+            # All wait for the turn, so that whoever gets it takes the others along.
+            with ThreadPoolExecutor() as pool, ranks.turn.held():
+                asked = [pool.submit(outcome, name, data[i]) for i, name in enumerate(named("pass"))]
+                while len(ranks.turn._line) < len(asked):
+                    sleep(0.01)
+            for client, name in enumerate(named("turn")):
+                alone, joined = outcome(name, data[client]), asked[client].result()
+                assert isinstance(alone, str) == ((step, client) == (1, 1))
+                if isinstance(alone, str) or isinstance(joined, str):
+                    assert joined == alone
                     continue
-                assert isinstance(joined, PassResult) and joined.loss == alone.loss and (step, client) != (1, 1)
-                for mine, own in zip(joined.log_probs, alone.log_probs, strict=True):
-                    assert np.array_equal(mine, own)
-
-    with Cluster(config, engines=False) as cluster:
-        trainer = RankTrainer(config, cluster, tmp_path, fatal.append)
-        trainer.start()
-        asyncio.run(asyncio.wait_for(compare(trainer), 240))
-        assert not fatal
-        trainer.stop()
+                assert joined.loss == alone.loss
+                for mine, one in zip(joined.log_probs, alone.log_probs, strict=True):
+                    assert np.array_equal(mine, one)
+        assert ranks.failure is None
+        ranks.stop()
+    assert "one pass of pass0, pass1, pass2" in (tmp_path / "trainer_rank0.log").read_text()

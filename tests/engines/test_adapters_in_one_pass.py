@@ -17,6 +17,7 @@ from mslime.backends.megatron.model.adapters import adapters_of
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.joint_step import joint_update
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.config.resolved import PolicySpec
@@ -66,13 +67,14 @@ def in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case, 
         ready = [name for name in reversed(names) if left[name]]
         if len(ready) == len(names) and found[names[0]]:
             name = ready.pop()
-            found[name] += trainers.train(name, left[name].pop(0))
+            with trainers.placed(name) as trainer:
+                found[name] += trainer.train(left[name].pop(0))
         prepared: dict[str, list[TrainShard]] = {}
         known: dict[str, dict[str, float]] = {}
         for name in ready:
             with trainers.placed(name) as trainer:
                 prepared[name], known[name] = trainer.prepare(left[name].pop(0))
-        for name, metrics in trainers.update_together(prepared).items():
+        for name, metrics in joint_update(trainers.of(prepared), prepared).items():
             assert not isinstance(metrics, TrainerError), metrics
             found[name] += [known[name] | m for m in metrics]
             together += [m["perf/adapters_together"] for m in metrics]
@@ -128,7 +130,7 @@ def failing_in_one_pass(
         for name in names:
             with trainers.placed(name) as trainer:
                 prepared[name], known[name] = trainer.prepare(given[name][step])
-        for name, got in trainers.update_together(prepared).items():
+        for name, got in joint_update(trainers.of(prepared), prepared).items():
             found[name].append(str(got) if isinstance(got, TrainerError) else numbers(known[name] | got[0]))
     held: dict[str, dict[str, Tensor]] = {}
     for name in names:

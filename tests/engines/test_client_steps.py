@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mslime.backends.megatron.step import client_steps
+from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
 from mslime.backends.megatron.step.base import Base
-from mslime.backends.megatron.step.client_steps import ClientTrainers, RankPassResult
+from mslime.backends.megatron.step.client_steps import RankPassResult
 from mslime.config.errors import TrainerError
 from mslime.config.lora import LoraConfig
 from mslime.config.resolved import policy_spec
@@ -62,7 +64,7 @@ def run_steps(rank: int, world: int, init: str, checkpoint: Path, case: Case, pa
     """All steps, the data of each in two passes; what they found, and how far factors are from those in `path`."""
     config = lora_config(checkpoint, case, {})
     spec, layout = policy_spec(config), config.layout
-    trainers = ClientTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
     trainers.create("a", spec)
     with trainers.placed("a") as trainer:
         fill_factors(trainer)
@@ -72,17 +74,19 @@ def run_steps(rank: int, world: int, init: str, checkpoint: Path, case: Case, pa
         for data in (data_of(step)[:2], data_of(step)[2:]):
             shards = client_shards(data, loss, layout, 64, packed=case.packed, multiple_of=2)
             own = shards[layout.dp_rank(rank)]
-            before = trainers.pass_over("a", own, backward=False)
-            found = trainers.pass_over("a", own, backward=True)
+            with trainers.placed("a") as trainer:
+                before = client_steps.forward(trainer, own)
+                found = client_steps.forward_backward(trainer, own)
             assert abs(before.loss - found.loss) < 1e-5 and np.abs(before.log_probs - found.log_probs).max() < 1e-5
             total += found.loss
             parts.append((own, found.log_probs))
         losses.append(total)
         columns.append(parts)
-        norms.append(trainers.adam_step("a", params)["grad_norm"])
-    with pytest.raises(TrainerError, match="no gradients"):
-        trainers.adam_step("a", STEPS[0][1])
+        with trainers.placed("a") as trainer:
+            norms.append(client_steps.adam_step(trainer, params)["grad_norm"])
     with trainers.placed("a") as trainer:
+        with pytest.raises(TrainerError, match="no gradients"):
+            client_steps.adam_step(trainer, STEPS[0][1])
         kept: dict[str, Tensor] = torch.load(path, weights_only=False)
         far = worst(trainer, kept)
         moved = [float((t - b.to_megatron(kept.__getitem__, *p)).abs().max()) for _, t, b, p in held_factors(trainer)]
@@ -193,10 +197,16 @@ def told(work: Callable[[], Any]) -> Any:
     return (found.loss, found.log_probs.tobytes()) if isinstance(found, RankPassResult) else found
 
 
+def placed(trainers: AdapterTrainers, name: str, work: Callable[[Any, Any], Any], given: Any) -> Any:
+    """What a call gives with the adapter in the model."""
+    with trainers.placed(name) as trainer:
+        return work(trainer, given)
+
+
 def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
     """The same requests of three clients, one after the other and in shared passes: what each gave both ways."""
     spec, layout = policy_spec(lora_config(checkpoint, case, {})), lora_config(checkpoint, case, {}).layout
-    trainers = ClientTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
     for name, (_, lora) in CLIENTS.items():
         for way in ("turn", "pass"):
             trainers.create(f"{name} {way}", replace(spec, lora=spec.lora.model_copy(update=lora)))
@@ -211,12 +221,16 @@ def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path,
                 parts[name] = client_shards(data, loss, layout, 64, packed=case.packed, multiple_of=2)[
                     layout.dp_rank(rank)
                 ]
-            together = trainers.add_together({f"{name} pass": part for name, part in parts.items()})
+            joint = {f"{name} pass": part for name, part in parts.items()}
+            together = client_steps.joint_forward_backward(trainers.of(joint), joint)
             for name, part in parts.items():
-                alone = told(partial(trainers.pass_over, f"{name} turn", part, backward=True))
+                alone = told(partial(placed, trainers, f"{name} turn", client_steps.forward_backward, part))
                 found[name].append((alone, told(partial(together.__getitem__, f"{name} pass"))))
         for name, ((_, params), _) in CLIENTS.items():
-            both = [told(partial(trainers.adam_step, f"{name} {way}", params)) for way in ("turn", "pass")]
+            both = [
+                told(partial(placed, trainers, f"{name} {way}", client_steps.adam_step, params))
+                for way in ("turn", "pass")
+            ]
             found[name].append((both[0], both[1]))
     held: dict[str, dict[str, Tensor]] = {}
     for name in trainers.names:

@@ -114,18 +114,15 @@ def together(rank: int, world: int, init: str, checkpoint: Path, case: Case, pat
         if name == "quick" and step == 0:
             trainers.create(name, every[name])
         if name in ("other_rank", "experts") and step == 2:
-            trainers.save(name, path / name, {"next_step": 2})
+            with trainers.placed(name) as trainer:
+                trainer.save(path / name, {"next_step": 2})
+            del trainer
             trainers.free(name)
             trainers.create(name, every[name])
-            assert trainers.load(name, path / name)["next_step"] == 2
-        if name == "experts":  # the two verbs, with another adapter's pass between them
-            metrics = trainers.forward_backward(name, shards[name][step])
-            trainers.forward_backward("middle_layers", shards["plain"][0])
-            with trainers.placed("middle_layers") as other:
-                other.forget_gradients()
-            found[name].append(numbers(metrics | trainers.optim_step(name)))
-        else:
-            found[name].append(numbers(trainers.train(name, [shards[name][step]])[0]))
+            with trainers.placed(name) as trainer:
+                assert trainer.load(path / name)["next_step"] == 2
+        with trainers.placed(name) as trainer:
+            found[name].append(numbers(trainer.train([shards[name][step]])[0]))
     wrong: dict[str, list[str]] = {}
     for name in every:
         with trainers.placed(name) as trainer:
@@ -157,43 +154,51 @@ def gradients(trainer: MegatronTrainer) -> list[Tensor]:
     return [buffer.grad_data.clone() for chunk in trainer.wrapped for buffer in every_buffer(chunk)]
 
 
+def add_gradients(trainer: MegatronTrainer, shard: TrainShard) -> None:
+    """Of a shard, to those since the last step."""
+    (prepared,), _ = trainer.prepare([shard])
+    trainer.accumulate(lambda: trainer.runner.loss_and_gradients(prepared, None, 1.0, None, None))
+
+
 def accumulated(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
-    """Whether gradients of two calls are the sum of each one's; what is refused; whether a freed adapter is gone."""
+    """Whether gradients of two passes are the sum of each one's; what is refused; whether a freed adapter is gone."""
     spec = specs(checkpoint, case)["plain"]
     trainers = AdapterTrainers(Base.start(spec, rank, world, init))
     trainers.create("a", spec)
     first, second, _ = shards_of("plain", case, spec, rank)
     each: list[list[Tensor]] = []
-    for shards in ([first], [second], [first, second]):
-        for shard in shards:
-            trainers.forward_backward("a", shard)
-        with trainers.placed("a") as trainer:
+    with trainers.placed("a") as trainer:
+        for shards in ([first], [second], [first, second]):
+            for shard in shards:
+                add_gradients(trainer, shard)
             each.append(gradients(trainer))
             trainer.forget_gradients()
     refused: list[str] = []
     other = replace(spec, checkpoint=checkpoint.parent)
     blocks = replace(spec, train=spec.train.model_copy(update={"logits_mib": spec.train.logits_mib / 2}))
     rising = replace(spec, train=spec.train.model_copy(update={"min_lr": 2 * spec.train.lr}))
-    trainers.forward_backward("a", first)
-    with trainers.placed("a") as trainer, pytest.raises(TrainerError, match="would be lost"):
-        trainer.hold(())
-    trainers.optim_step("a")
+    with trainers.placed("a") as trainer:
+        add_gradients(trainer, first)
+        with pytest.raises(TrainerError, match="would be lost"):
+            trainer.hold(())
+        trainer.apply_gradients()
+        with pytest.raises(TrainerError) as error:
+            trainer.apply_gradients()
+        refused.append(str(error.value))
     with pytest.raises(AssertionError):  # megatron-core's, after the wrappers are made
         trainers.create("b", rising)
     for work in (
-        lambda: trainers.optim_step("a"),
         lambda: trainers.create("a", spec),
         lambda: trainers.create("b", replace(spec, lora=spec.lora.model_copy(update={"rank": 0}))),
         lambda: trainers.create("b", other),
         lambda: trainers.create("b", blocks),
-        lambda: trainers.train("c", [first]),
+        lambda: trainers.of(["a", "c"]),
     ):
-        with pytest.raises((ConfigError, TrainerError)) as error:
+        with pytest.raises(ConfigError) as mistake:
             work()
-        refused.append(str(error.value))
-    with trainers.placed("a") as trainer:
-        gone = weakref.ref(trainer.optimizer)
-    del trainer
+        refused.append(str(mistake.value))
+    gone = weakref.ref(trainer.optimizer)
+    del trainer, error, mistake
     trainers.free("a")
     gc.collect()
     assert next(adapters_of(trainers.base.chunks), None) is None

@@ -12,8 +12,7 @@ import pytest
 
 from mslime.config.errors import EngineError, RewardError, TrainerError
 from mslime.observe.progress import NamedProgress, Progress
-from mslime.run.adapter_session import AdapterStop, Ending
-from mslime.run.adapters_session import AdaptersSession
+from mslime.run.adapter_session import AdaptersSession, AdapterStop, Ending
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import TrainerTurn
 
@@ -54,7 +53,7 @@ class FakeAdapter:
 def session(signals: StopSignals, *names: str) -> tuple[Any, dict[str, FakeAdapter]]:
     made: Any = AdaptersSession.__new__(AdaptersSession)
     made._stop, made._ending, made.progress = signals, Ending(), Lines()
-    made._ranks = SimpleNamespace(turn=TrainerTurn())
+    made.ranks = SimpleNamespace(turn=TrainerTurn())
     fakes = {name: FakeAdapter(name, AdapterStop(signals, made._ending, name)) for name in names}
     made.adapters = list(fakes.values())
     return made, fakes
@@ -77,14 +76,14 @@ def test_the_first_failure_ends_all_is_named_and_the_others_are_saved() -> None:
 
     def loop(adapter: Any) -> None:
         if adapter.name == "bad":
-            run._ranks.turn.take()  # and never gives it back
+            run.ranks.turn.take()  # and never gives it back
             raise RewardError("reward.function", "f", "raised", "mend it")
         adapter.until_told()
 
     with pytest.raises(RewardError, match=r"adapters.bad: reward.function = 'f': raised"):
         run.train(loop)
     assert fakes["good"].saved and fakes["other"].saved and not any(fake.left for fake in fakes.values())
-    assert run._ranks.turn._holder is None, "others can take turns to save"
+    assert run.ranks.turn._holder is None, "others can take turns to save"
 
 
 def test_what_befalls_the_others_says_who_failed_and_waits_for_a_step_under_way() -> None:

@@ -155,7 +155,7 @@ class Fakes:
 
 def fleet_of(fakes: Fakes) -> Fleet:
     made: Any = fakes
-    return Fleet(fake_process(made), made, made, fakes.check, made)
+    return Fleet(fake_process(made).engines, made, made, fakes.check, made)
 
 
 def delivery_of(fakes: Fakes) -> Delivery:
@@ -445,6 +445,16 @@ def test_a_run_without_engines_waits_for_one_that_is_being_started_and_ends_with
     assert [call for call in fakes.calls if " left (" in call] == [
         "no engine is left (exit status 1: the server ended)"
     ] * 2
+
+
+@pytest.mark.parametrize("starts", [0, 1])
+def test_an_engine_is_expected_until_all_are_gone_for_good(starts: int) -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    fakes.gone, fakes.silent, fakes.most_starts = dict.fromkeys("abc", "exit status 1"), set("abc"), starts
+    assert fleet.expects_engines, "nobody has looked after them"
+    fleet.tend()
+    assert fleet.expects_engines == bool(starts)
 
 
 def test_who_waits_for_an_engine_of_one_of_several_managers_says_that_others_live() -> None:

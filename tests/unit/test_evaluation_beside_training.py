@@ -165,7 +165,7 @@ class FakeParts(TrainingRun):
         self._rollouts, self._trainers = self.fake.process(), cast("Any", FakeTrainers(self.fake))
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
-        self._fleet = Fleet(self._rollouts, self._engines, cast("Any", None), lambda: None, self.progress)
+        self._fleet = Fleet(self._rollouts.engines, self._engines, cast("Any", None), lambda: None, self.progress)
         delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, lambda: None, lambda: "other",
             self.progress, self._memory,

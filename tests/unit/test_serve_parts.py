@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import pytest
 import yaml
 
 from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import merge, read_yaml
 from mslime.config.resolved import engine_spec, policy_spec
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.backend import AdapterAsk, Continuation, SampleAsk
-from mslime_plugins.serve.engines import SGLangEngines, Shelf, name_of
-from mslime_plugins.serve.ranks import adapter_spec
-from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.sampling import PooledEngines
+from mslime_plugins.serve.sessions import AdapterAsk
+from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.start import _key
 
 ROOT = Path(__file__).parents[2]
@@ -93,16 +95,16 @@ def test_a_key_of_ones_own_begins_as_the_sdk_wants_it(monkeypatch: pytest.Monkey
 
 def test_an_adapter_has_the_layers_rank_and_seed_that_its_client_asked_for() -> None:
     config = served_config(PLAIN)
-    spec = adapter_spec(config, AdapterAsk(3, 17, attention=False))
+    spec = policy_spec(adapter_config(config, AdapterAsk(3, 17, attention=False)))
     assert (spec.lora.rank, spec.seed, spec.lora.alpha) == (3, 17, 32)
     assert spec.lora.targets == ("mlp", "shared_experts", "experts")
-    assert adapter_spec(config, AdapterAsk(3, 17, mlp=False)).lora.targets == ("attention",)
-    assert adapter_spec(config, AdapterAsk(3, 17)).lora.targets == config.lora.targets
+    assert adapter_config(config, AdapterAsk(3, 17, mlp=False)).lora.targets == ("attention",)
+    assert adapter_config(config, AdapterAsk(3, 17)).lora.targets == config.lora.targets
     assert policy_spec(config).lora.rank == 8
     named = served_config({**PLAIN, "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}})
     assert adapted_parts(named.lora) == (True, True) and adapted_parts(config.lora) == (True, True)
     with pytest.raises(ConfigError, match="q_proj, v_proj by name"):
-        adapter_spec(named, AdapterAsk(3, 17, mlp=False))
+        adapter_config(named, AdapterAsk(3, 17, mlp=False))
 
 
 def test_messages_are_those_of_the_sdk() -> None:
@@ -127,44 +129,54 @@ def test_messages_are_those_of_the_sdk() -> None:
 # ------------------------------------------------------------------------------------------------ adapters at engines
 
 
-@dataclass
-class FakeEngine:
-    """An engine that keeps a list of what it was told; `gate` holds its answers back, `dies` breaks them."""
+class FakeClient:
+    """A client of an engine with a list of what it was told; `gate` holds its answers back, `dies` breaks them."""
 
-    name: str = "engine0"
-    told: list[str] = field(default_factory=list)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    dies: bool = False
-    busy: int = 0
-    most: int = 0
-    loaded: set[str] = field(default_factory=set)
+    def __init__(self, name: str = "engine0", dies: bool = False) -> None:
+        self.name, self.url, self.dies = name, f"http://{name}", dies
+        self.told, self.loaded, self.most = list[str](), dict[str, Path](), 0
+        self.aborted = list[str | None]()
+        self.gate, self.adapters = asyncio.Event(), ServingAdapters(self.unload)
 
-    async def load(self, name: str, directory: Path) -> None:
-        self.told.append(f"load {directory.name}")
-        self.loaded.add(name)
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        self.told.append(f"load {adapter.directory.name}")
+        self.loaded[adapter.name] = adapter.directory
         self.most = max(self.most, len(self.loaded))
+        self.adapters.add(adapter)
 
     async def unload(self, name: str) -> None:
         self.told.append("unload")
-        self.loaded.remove(name)
+        del self.loaded[name]
 
-    async def continued(self, ask: SampleAsk, index: int, adapter: str | None) -> tuple[Continuation, Any, int]:
-        assert adapter is None or adapter in self.loaded
-        await self.gate.wait()
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        with self.adapters.used(request.rid, request.adapter) as adapter:
+            assert adapter is None or str(self.loaded[adapter.name]) == request.adapter
+            await self.gate.wait()
+            assert adapter is None or adapter.name in self.loaded
         if self.dies:
             raise EngineDied(self.name, "/generate", "died in the test", "read its log")
-        return Continuation(np.array([index], np.int32), np.zeros(1, np.float32), stopped=True), None, 0
+        ids, zero = np.array([int(request.rid[-1])], np.int32), np.zeros(1, np.float32)
+        return GenerateResult(ids, zero, "stop", (), None, None, 0, "", self.name)
+
+    async def abort(self, rid: str | None = None) -> None:
+        self.aborted.append(rid)
+
+    async def resume(self) -> None:
+        self.told.append("resume")
+
+    async def close(self) -> None:
+        self.told.append("close")
 
 
-def asked(count: int = 1) -> SampleAsk:
-    return SampleAsk("r", (1,), count, 1, 1.0, 1.0, -1, (), (), False, None, None)
+def asked(count: int = 1, rid: str = "r") -> list[GenerateRequest]:
+    return [GenerateRequest(f"{rid}-{index}", (1,), 1, session_id=rid) for index in range(count)]
 
 
-def engines_of(*fakes: FakeEngine, room: int = 2) -> tuple[SGLangEngines, list[str]]:
-    lost: list[str] = []
-    engines = SGLangEngines(room, lambda name, error: lost.append(name))
-    engines._shelves = {fake.name: Shelf(fake, room) for fake in fakes}  # type: ignore[arg-type]
-    return engines, lost
+def engines_of(
+    *fakes: FakeClient, room: int = 2, may_come: Callable[[], bool] = lambda: True
+) -> tuple[PooledEngines, EnginePool]:
+    pool = EnginePool(fakes, 100)  # type: ignore[arg-type]
+    return PooledEngines(pool, room, may_come), pool
 
 
 def paths(count: int) -> list[Path]:
@@ -173,66 +185,107 @@ def paths(count: int) -> list[Path]:
 
 def test_an_engine_never_has_more_adapters_than_its_room_and_unloads_the_one_used_longest_ago() -> None:
     async def work() -> None:
-        fake = FakeEngine()
+        fake = FakeClient()
         fake.gate.set()
         engines, _ = engines_of(fake)
         a, b, c = paths(3)
-        for path in (a, b, a, c, a, b):
-            await engines.sample(path, asked())
+        for number, path in enumerate((a, b, a, c, a, b)):
+            await engines.sample(path, asked(rid=f"r{number}"))
         assert fake.told == ["load 0", "load 1", "unload", "load 2", "unload", "load 1"]
-        assert fake.most == 2 and fake.loaded == {name_of(a), name_of(b)}
+        assert fake.most == 2 and {*fake.loaded.values()} == {a, b}
         await engines.forget(a)
-        assert fake.loaded == {name_of(b)}
+        assert [*fake.loaded.values()] == [b]
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_a_request_waits_while_all_adapters_are_used_and_nothing_in_use_is_unloaded() -> None:
     async def work() -> None:
-        fake = FakeEngine()
+        fake = FakeClient()
         engines, _ = engines_of(fake)
-        requests = [asyncio.create_task(engines.sample(path, asked(2))) for path in paths(3)]
+        requests = [
+            asyncio.create_task(engines.sample(path, asked(2, f"r{number}"))) for number, path in enumerate(paths(3))
+        ]
+        await asyncio.sleep(0)
         forgetting = asyncio.create_task(engines.forget(paths(3)[0]))
         await asyncio.sleep(0.05)
         assert fake.told == ["load 0", "load 1"] and not forgetting.done()
         fake.gate.set()
         found = await asyncio.gather(*requests)
         await forgetting
-        assert [len(each.continuations) for each in found] == [2, 2, 2] and fake.most == 2
-        assert name_of(paths(1)[0]) not in fake.loaded
+        assert [[int(each.output_ids[0]) for each in of_prompt] for of_prompt in found] == [
+            [0, 1]
+        ] * 3 and fake.most == 2
+        assert paths(1)[0] not in fake.loaded.values()
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_requests_go_to_the_idler_engine_and_leave_a_dead_one() -> None:
     async def work() -> None:
-        one, two = FakeEngine("engine0", dies=True), FakeEngine("engine1")
-        engines, lost = engines_of(one, two)
-        requests = [asyncio.create_task(engines.sample(path, asked())) for path in paths(2)]
+        one, two = FakeClient("engine0", dies=True), FakeClient("engine1")
+        engines, pool = engines_of(one, two)
+        requests = [
+            asyncio.create_task(engines.sample(path, asked(rid=f"r{number}"))) for number, path in enumerate(paths(2))
+        ]
         await asyncio.sleep(0.05)
         assert one.told == ["load 0"] and two.told == ["load 1"]
         one.gate.set()
         two.gate.set()
         assert len(await asyncio.gather(*requests)) == 2
-        assert lost == ["engine0"] and two.told == ["load 1", "load 0"]
+        assert [*pool.dead] == ["engine0"] and two.told == ["load 1", "load 0"]
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_of_idle_engines_one_that_has_the_adapter_is_asked_and_all_continuations_go_to_one() -> None:
+    async def work() -> None:
+        one, two = FakeClient("engine0"), FakeClient("engine1")
+        engines, _ = engines_of(one, two)
+        both = [asyncio.create_task(engines.sample(p, asked(3, f"r{n}"))) for n, p in enumerate(paths(2))]
+        await asyncio.sleep(0.05)
+        one.gate.set()
+        two.gate.set()
+        await asyncio.gather(*both)
+        await engines.sample(paths(2)[1], asked(3, "late"))
+        assert one.told == ["load 0"] and two.told == ["load 1"]
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_without_an_engine_requests_wait_as_long_as_one_may_come() -> None:
     async def work() -> None:
-        one, two = FakeEngine("engine0", dies=True), FakeEngine("engine1")
+        one, two = FakeClient("engine0", dies=True), FakeClient("engine0")
         one.gate.set()
         two.gate.set()
-        engines, lost = engines_of(one)
-        waiting = asyncio.create_task(engines.sample(None, asked()))
-        await asyncio.sleep(0.05)
-        assert lost == ["engine0"] and not waiting.done()
-        engines._shelves["engine1"] = Shelf(two, 2)  # type: ignore[arg-type]
+        hope = [True]
+        engines, pool = engines_of(one, may_come=lambda: hope[0])
+        waiting = asyncio.create_task(engines.sample(paths(1)[0], asked()))
+        await asyncio.sleep(0.3)
+        assert [*pool.dead] == ["engine0"] and not waiting.done()
+        await pool.admit(two)  # type: ignore[arg-type]
+        await pool.join()
         await waiting
-        del engines._shelves["engine1"]
-        engines.expected = False
+        assert one.told == ["load 0", "close"] and two.told == ["resume", "load 0"]
+        two.dies = True
+        hope[0] = False
         with pytest.raises(EngineError, match="none is left"):
             await engines.sample(None, asked())
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_a_request_that_its_client_gives_up_is_aborted_and_lets_go_of_its_adapter() -> None:
+    async def work() -> None:
+        fake = FakeClient()
+        engines, _ = engines_of(fake, room=1)
+        given_up = asyncio.create_task(engines.sample(paths(1)[0], asked(2)))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        assert given_up.cancelled() and sorted(map(str, fake.aborted)) == ["r-0", "r-1"]
+        fake.gate.set()
+        await engines.sample(paths(2)[1], asked())
+        assert fake.told == ["load 0", "unload", "load 1"]
 
     asyncio.run(asyncio.wait_for(work(), 10))

@@ -50,8 +50,8 @@ def wait_for(what: Any) -> None:
 
 def test_a_client_trains_saves_and_samples(server: FakeServer, client: Any) -> None:
     training = client.create_lora_training_client(base_model=BASE, rank=4, seed=7, train_mlp=False).result()
-    ask = server.trainer.asks[training.model_id]
-    assert (ask.rank, ask.seed, ask.attention, ask.mlp) == (4, 7, True, False)
+    config = server.trainer.configs[training.model_id]
+    assert (config.lora.rank, config.lora.targets, config.seed) == (4, ("attention",), 7)
     info = training.get_info()
     assert info.model_data.tokenizer_id == "tiny/tokenizer" and info.lora_rank == 4 and info.model_name == BASE
     for step in range(3):  # sent before anything is waited for
@@ -76,9 +76,11 @@ def test_a_client_trains_saves_and_samples(server: FakeServer, client: Any) -> N
     assert sampled.sequences[0].logprobs == [-0.25] * 4 and sampled.sequences[0].stop_reason == "stop"
     assert len({s.sequence_id for s in sampled.sequences}) == 2
     assert sampled.prompt_logprobs == [None, -2.0]
-    asked = server.engines.asks[0][1]
-    assert (asked.prompt, asked.count, asked.max_tokens, asked.temperature) == ((9, 10), 2, 6, 0.5)
-    assert (asked.stop, asked.stop_tokens, asked.seed, asked.ignore_eos) == (("x",), (), 3, False)
+    asked, other = server.engines.asks[0][1]
+    assert (asked.input_ids, asked.max_new_tokens, asked.temperature, asked.masked) == ((9, 10), 6, 0.5, False)
+    assert (asked.stop, asked.stop_token_ids, asked.ignore_eos) == (("x",), (), False)
+    assert (asked.seed, other.seed, asked.scored_from, other.scored_from) == (3, 4, 1, None)
+    assert asked.session_id == other.session_id and asked.rid != other.rid
 
 
 def test_the_base_is_sampled_by_name_and_scored(server: FakeServer, client: Any) -> None:
@@ -87,11 +89,11 @@ def test_the_base_is_sampled_by_name_and_scored(server: FakeServer, client: Any)
     assert sampling.compute_logprobs(prompt).result() == [None, -2.0, -2.0]
     assert sampling.compute_logprobs(prompt, prompt_logprobs_last_n=1).result() == [None, None, -2.0]
     sampling.sample(prompt, 1, types.SamplingParams(stop=[7, 8], top_p=0.9, top_k=5)).result()
-    adapter, asked = server.engines.asks[-1]
-    assert adapter is None and asked.stop_tokens == (7, 8) and (asked.top_p, asked.top_k) == (0.9, 5)
-    assert asked.max_tokens == 29, "without max_tokens all room is taken"
+    adapter, (asked,) = server.engines.asks[-1]
+    assert adapter is None and asked.stop_token_ids == (7, 8) and (asked.top_p, asked.top_k) == (0.9, 5)
+    assert asked.max_new_tokens == 29, "without max_tokens all room is taken"
     sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4, stop=[])).result()
-    assert server.engines.asks[-1][1].ignore_eos
+    assert server.engines.asks[-1][1][0].ignore_eos
     assert sampling.get_base_model() == "model"
 
 

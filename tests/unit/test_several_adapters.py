@@ -15,7 +15,7 @@ from mslime.config.lora import BASE, OWN_SECTIONS, SHARED, directories
 from mslime.config.resolved import ServedLora, engine_spec, policy_spec
 from mslime.config.schema import AdapterConfig, RunConfig
 from mslime.config.settings import all_settings
-from mslime.run.adapters_session import with_base
+from mslime.run.adapter_session import with_base
 from mslime_plugins.api import report
 from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.report.samples_command import Wanted, find_file

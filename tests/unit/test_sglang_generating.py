@@ -176,6 +176,22 @@ def test_an_honest_sampling_mask_is_taken_whole() -> None:
     assert rows_of(result.supports) == [[1, 2], [2, 3], [3, 4], [4, 5]]
 
 
+def test_a_prompt_can_be_scored_and_a_restricted_draw_have_log_probs_of_the_whole_vocabulary() -> None:
+    request = GenerateRequest("r", [7, 8, 9], 2, top_p=0.5, masked=False, scored_from=2)
+    body = request.payload()
+    assert body["sampling_params"]["top_p"] == 0.5 and body["logprob_start_len"] == 1
+    assert not request.restricted and not body.pop("return_sampling_mask")
+    del body["logprob_start_len"]
+    answer = FakeEngine().answer(body | {"return_sampling_mask": False})
+    answer["meta_info"]["input_token_logprobs"] = [[None, 8, None], [-0.5, 9, None]]
+    result = parse_generation(request, answer, "engine0", MODEL)
+    assert result.supports is None and result.log_probs.tolist() == [-1.0, -1.0] and result.scores is not None
+    assert np.isnan(result.scores[:2]).all() and result.scores[2] == -0.5
+    answer["meta_info"]["input_token_logprobs"] = [[None, 8, None], [-0.5, 5, None]]
+    with pytest.raises(AssertionError, match="of other tokens"):
+        parse_generation(request, answer, "engine0", MODEL)
+
+
 def test_an_answer_without_end_is_given_up_at_what_the_request_can_give() -> None:
     engine = FakeEngine()
     engine.endless = True

@@ -77,19 +77,25 @@ def parse_scores(request: ScoreRequest, answer: dict[str, Any], vocab_size: int 
     """
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] != "abort", f"aborted: {meta['finish_reason'].get('message')}"
-    asked = np.asarray(request.input_ids, np.int64)[request.start - 1 :]
-    pairs = meta["input_token_logprobs"]
+    scores = np.zeros(len(request.input_ids), np.float32)
+    scores[request.start :] = read_scores(meta, request.input_ids, request.start, vocab_size)
+    return scores
+
+
+def read_scores(
+    meta: Mapping[str, Any], ids: Sequence[int] | NDArray[np.int32], start: int, vocab_size: int | None
+) -> NDArray[np.float32]:
+    """[n - start] float32: log-probs of the tokens from `start` on of a prompt of n. Raises like `parse_scores`."""
+    asked, pairs = np.asarray(ids, np.int64)[start - 1 :], meta["input_token_logprobs"]
     assert len(pairs) == len(asked), f"{len(pairs) - 1} log-probs for {len(asked) - 1} tokens"
-    ids = np.asarray([pair[1] for pair in pairs], np.int64)
+    found = np.asarray([pair[1] for pair in pairs], np.int64)
     # The engine reports the last id of the vocabulary as 0 (it takes it for a placeholder of an image).
     last = vocab_size is None or asked == vocab_size - 1
-    assert bool(((ids == asked) | ((ids == 0) & last)).all()), "log-probs of other tokens"
+    assert bool(((found == asked) | ((found == 0) & last)).all()), "log-probs of other tokens"
     assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, where no log-prob is possible"
     values = np.asarray([pair[0] for pair in pairs[1:]], np.float64)
     assert bool(np.isfinite(values).all()), "log-probs that are not finite"
-    scores = np.zeros(len(request.input_ids), np.float32)
-    scores[request.start :] = np.minimum(values, 0.0)  # log of a rounded probability can exceed 0 by an ulp
-    return scores
+    return np.minimum(values, 0.0).astype(np.float32)  # log of a rounded probability can exceed 0 by an ulp
 
 
 Finish = Literal["stop", "length", "abort"]
@@ -114,7 +120,10 @@ class GenerateRequest:
         routes_start: first position whose routes are returned, at most len(input_ids).
         session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
         cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
-        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
+        adapter: which of several adapters answers; empty in a run of one, or of none.
+        masked: a restricted draw returns its sampling masks, and log-probs over them; else log-probs are always those
+            of the whole vocabulary.
+        scored_from: first token of the prompt whose log-prob is wanted, at least 1; None: none is.
     """
 
     rid: str
@@ -133,11 +142,13 @@ class GenerateRequest:
     session_id: str = ""
     cache_key: str = ""
     adapter: str = ""
+    masked: bool = True
+    scored_from: int | None = None
 
     @property
     def restricted(self) -> bool:
-        """Whether the draw is from less than the whole vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
+        """Whether the draw is from less than the whole vocabulary, and its masks are wanted."""
+        return self.masked and self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def payload(self) -> dict[str, Any]:
         """The body of POST /generate. Raises EngineError for a draw whose log-probs the engine cannot report."""
@@ -173,6 +184,8 @@ class GenerateRequest:
         }
         if self.want_routes:
             body["routed_experts_start_len"] = self.routes_start
+        if self.scored_from is not None:
+            body["logprob_start_len"] = self.scored_from - 1  # the engine's first entry has no log-prob
         if self.cache_key:
             body["extra_key"] = self.cache_key  # SGLang's radix cache keeps what differs in it apart
         return body
@@ -195,6 +208,7 @@ class GenerateResult:
         text: the new tokens as text.
         engine: name of the engine.
         retractions: how often the request was pushed back to the queue while running.
+        scores: [prompt] float32 log-probs of the prompt's tokens, NaN before `scored_from`; None when not asked for.
     """
 
     output_ids: NDArray[np.int32]
@@ -207,6 +221,7 @@ class GenerateResult:
     text: str
     engine: str
     retractions: int = 0
+    scores: NDArray[np.float32] | None = None
 
 
 def format_version(version: int) -> str:
@@ -258,7 +273,8 @@ def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
     if request.want_routes and model is not None:
         rows = len(request.input_ids) + request.max_new_tokens
         routes = 6 * rows * model.num_layers * model.top_k  # base64 of int32 is 5.4 bytes an entry
-    return (1 << 20) + per_token * request.max_new_tokens + routes
+    scores = 0 if request.scored_from is None else 256 * len(request.input_ids)
+    return (1 << 20) + per_token * request.max_new_tokens + routes + scores
 
 
 def parse_generation(
@@ -296,7 +312,16 @@ def parse_generation(
         str(answer.get("text") or ""),
         engine,
         int(meta.get("num_retractions") or 0),
+        _scores(request, meta, model),
     )
+
+
+def _scores(request: GenerateRequest, meta: Mapping[str, Any], model: ModelFacts | None) -> NDArray[np.float32] | None:
+    if (start := request.scored_from) is None:
+        return None
+    scores = np.full(len(request.input_ids), np.nan, np.float32)
+    scores[start:] = read_scores(meta, request.input_ids, start, None if model is None else model.vocab_size)
+    return scores
 
 
 def of_version(result: GenerateResult, version: int) -> GenerateResult:

@@ -15,7 +15,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,6 +106,31 @@ class EnginePool:
         """
         return await self._one(request.session_id, lambda client: client.generate(request))
 
+    async def generate_from(self, directory: Path | None, request: GenerateRequest, room: int) -> GenerateResult:
+        """`generate` with an adapter that an engine loads when it is first asked for it (`ServingAdapters.lent`). Of
+        engines that are equally busy, one that has it is preferred. A request that is cancelled is aborted.
+
+        Args:
+            directory: of the adapter; None: the base alone.
+            room: adapters that an engine has at most.
+        """
+
+        async def one(client: EngineClient) -> GenerateResult:
+            if directory is None:
+                return await _or_abort(client, request)
+            async with client.adapters.lent(directory, request.rid, room, client.load_adapter) as owner:
+                return await _or_abort(client, replace(request, adapter=owner))
+
+        def has_it(client: EngineClient) -> bool:
+            return directory is not None and client.adapters.lends(directory)
+
+        return await self._one(request.session_id, one, has_it)
+
+    async def take_back(self, directory: Path) -> None:
+        """Let engines forget an adapter of `generate_from` once its last request has ended."""
+        live = [slot.client for slot in self._slots if slot.error is None]
+        await asyncio.gather(*(client.adapters.take_back(directory) for client in live))
+
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         """Score given tokens on one engine; see `generate` for which, and for the errors."""
         return await self._one(request.session_id, lambda client: client.score(request))
@@ -183,6 +209,14 @@ class EnginePool:
                 if slot.error is None:
                     with suppress(EngineDied):
                         await self._unless_dead(slot, slot.client.abort())
+
+    async def join(self) -> None:
+        """Let all engines generate, those that were admitted among them, where they need no weights for that. One that
+        refuses is taken for dead, unless all do. Raises like `broadcast`."""
+        await self._change()
+        await self.broadcast(lambda client: client.resume(), spare=True)
+        if self._heartbeats is not None:
+            self._heartbeats.start()
 
     async def _change(self, ready: bool = True) -> None:
         """Take who was admitted, forget who leaves.
@@ -419,21 +453,24 @@ class EnginePool:
             raise next(iter(self.dead.values()))
         return live
 
-    async def _one(self, session_id: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+    async def _one(
+        self, session_id: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]],
+        prefers: Callable[[EngineClient], bool] = lambda client: False,
+    ) -> T:  # fmt: skip
         """One call to the session's engine, or to the least busy one."""
-        slot = self._choose(session_id)
+        slot = self._choose(session_id, prefers)
         slot.assigned += 1
         try:
             return await self._unless_dead(slot, self._limited(slot, call))
         finally:
             slot.assigned -= 1
 
-    def _choose(self, session_id: str) -> EngineSlot:
+    def _choose(self, session_id: str, prefers: Callable[[EngineClient], bool]) -> EngineSlot:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None or slot.leaving:
             live = self._live()
             # One that leaves has no more requests, unless no other lives.
-            slot = min([s for s in live if not s.leaving] or live, key=lambda s: s.assigned)
+            slot = min([s for s in live if not s.leaving] or live, key=lambda s: (s.assigned, not prefers(s.client)))
         if session_id:
             self._sessions[session_id] = slot
             self._sessions.move_to_end(session_id)
@@ -466,6 +503,15 @@ class EnginePool:
             raise
         finally:
             task.cancel()
+
+
+async def _or_abort(client: EngineClient, request: GenerateRequest) -> GenerateResult:
+    try:
+        return await client.generate(request)
+    except asyncio.CancelledError:
+        with suppress(EngineError):
+            await asyncio.shield(client.abort(request.rid))
+        raise
 
 
 def all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:

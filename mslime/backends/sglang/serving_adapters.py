@@ -4,15 +4,17 @@ Every version of the adapters has a name of its own at the engine. A request has
 last, so its tokens are of that version: SGLang's own spans name the version of the weights alone, which never change.
 An adapter is unloaded when it is not the newest and its last request has ended.
 
-Where a run trains several adapters, each is an owner of versions, and has a newest one of its own.
+Where a run trains several adapters, each is an owner of versions, and has a newest one of its own. Where requests name
+directories (`mslime serve`), each is an owner of one version, which is loaded when it is first asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,7 @@ class ServingAdapters:
         self._unload = unload
         self._loaded: dict[AdapterVersion, set[str]] = {}
         self._unloading = set[asyncio.Task[None]]()
+        self._lending = asyncio.Condition()
         self.newest: dict[str, AdapterVersion] = {}
 
     @property
@@ -110,6 +113,69 @@ class ServingAdapters:
         finally:
             self._loaded[adapter].discard(rid)
             self._forget_unused(adapter)
+
+    @asynccontextmanager
+    async def lent(
+        self, directory: Path, rid: str, room: int, load: Callable[[AdapterVersion], Awaitable[None]]
+    ) -> AsyncIterator[str]:
+        """A request may use the adapter that lies in a directory inside, under this owner: it is loaded where it is
+        not, and stays.
+
+        Args:
+            room: adapters that the engine has at most. The one used longest ago of those that no request has is
+                unloaded for another; where requests have all of them, this waits.
+            load: lets the engine have it, and calls `add`.
+
+        Raises:
+            EngineError: it cannot be loaded.
+        """
+        owner = str(directory)
+        async with self._lending:
+            while owner not in self.newest and not self._made_room(room):
+                await self._lending.wait()
+            if owner not in self.newest:
+                await self.settled()
+                # Never the same name twice: a load that was cancelled may have left one at the engine.
+                adapter = AdapterVersion(f"lent-{secrets.token_hex(12)}", 0, directory, owner)
+                await load(adapter)
+                self.newest[owner] = adapter
+            adapter = self.newest[owner]
+            requests = self._loaded[adapter] = self._loaded.pop(adapter)  # from here on the one used last
+            requests.add(rid)
+        try:
+            yield owner
+        finally:
+            requests.discard(rid)
+            async with self._lending:
+                self._lending.notify_all()
+
+    def _made_room(self, room: int) -> bool:
+        if len(self._loaded) < room:
+            return True
+        idle = next((adapter for adapter, requests in self._loaded.items() if not requests), None)
+        if idle is None:
+            return False
+        self._give_up(idle)
+        return True
+
+    def lends(self, directory: Path) -> bool:
+        """Whether the adapter of a directory is loaded."""
+        return str(directory) in self.newest
+
+    async def take_back(self, directory: Path) -> None:
+        """Unload the adapter of a directory, where it is loaded, once its last request has ended."""
+        owner = str(directory)
+        async with self._lending:
+            while (adapter := self.newest.get(owner)) is not None and self._loaded[adapter]:
+                await self._lending.wait()
+            if adapter is not None:
+                self._give_up(adapter)
+                self._lending.notify_all()
+        await self.settled()
+
+    def _give_up(self, adapter: AdapterVersion) -> None:
+        del self.newest[adapter.owner]
+        self._forget_unused(adapter)
 
     async def settled(self) -> None:
         """Return when what is being unloaded is gone."""

@@ -7,19 +7,14 @@ no other's are, so every number is that of its own run, bit for bit, whatever ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 from mslime.backends.megatron.step.base import Base
-from mslime.backends.megatron.step.together import Outcome, update_together
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.resolved import PolicySpec
-from mslime.data.checkpoints import FileSum
-from mslime.data.shard import TrainShard
 
 SHARED = (
     "checkpoint", "layout", "megatron", "device", "replay", "teacher", "fp8", "asked_engine_dtype", "weights.senders",
@@ -80,41 +75,13 @@ class AdapterTrainers:
         finally:
             trainer.take_out()
 
-    def train(self, name: str, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
-        """`MegatronTrainer.train` of one adapter."""
-        with self.placed(name) as trainer:
-            return trainer.train(shards)
+    def of(self, names: Iterable[str]) -> dict[str, MegatronTrainer]:
+        """The trainers of these adapters, none of which is in the model: for a pass that they share (`joint_step`).
 
-    def update_together(self, prepared: Mapping[str, Sequence[TrainShard]]) -> dict[str, Outcome]:
-        """`MegatronTrainer.update` of several adapters, whose micro-batches share passes (`together.update_together`).
-
-        Args:
-            prepared: by name, what the adapter's `MegatronTrainer.prepare` gave.
+        Raises:
+            ConfigError: there is no such adapter.
         """
-        return update_together({name: self._of(name) for name in prepared}, prepared)
-
-    def forward_backward(self, name: str, shard: TrainShard) -> dict[str, float]:
-        """Add a shard's gradients to those of the adapter since its last step (`MegatronTrainer.forward_backward`)."""
-        with self.placed(name) as trainer:
-            (prepared,), found = trainer.prepare([shard])
-            return found | trainer.forward_backward(prepared)
-
-    def optim_step(self, name: str) -> dict[str, float]:
-        """One optimizer step on them (`TrainedModel.apply_gradients`)."""
-        with self.placed(name) as trainer:
-            return trainer.apply_gradients()
-
-    def save(
-        self, name: str, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None
-    ) -> None:
-        """Write a checkpoint, which the adapter's own run would resume from, too (`MegatronTrainer.save`)."""
-        with self.placed(name) as trainer:
-            trainer.save(directory, extra, others)
-
-    def load(self, name: str, directory: Path, new_run: bool = False) -> dict[str, Any]:
-        """Continue from a checkpoint (`MegatronTrainer.load`)."""
-        with self.placed(name) as trainer:
-            return trainer.load(directory, new_run)
+        return {name: self._of(name) for name in names}
 
     def _of(self, name: str) -> MegatronTrainer:
         if name not in self._trainers:

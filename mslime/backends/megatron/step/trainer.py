@@ -412,35 +412,14 @@ class MegatronTrainer(TrainedModel):
             shard = replace(shard, teacher_log_probs=self.log_probs(shard, "teacher").numpy())
         return shard
 
-    def forward_backward(self, shard: TrainShard, index: int = 0) -> dict[str, float]:
-        """Add a prepared shard's gradients to those since the last optimizer step; nothing is updated.
-
-        Args:
-            index: of the shard among those of `prepare`.
-
-        Returns:
-            Metrics, equal on all ranks.
-
-        Raises:
-            TrainerError: the loss is not finite.
-            EngineError: the rollout's routes cannot be replayed.
-        """
-        return self._with_gradients_of(shard, index, self.accumulate)
-
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
-        return self._with_gradients_of(shard, index, lambda add: self.optimizer_step(add, len(shard.tokens)))
-
-    def _with_gradients_of(
-        self, shard: TrainShard, index: int, use: Callable[[Callable[[], LossStatistics]], dict[str, float]]
-    ) -> dict[str, float]:
-        """Metrics of what `use` does with the function that adds the shard's gradients to the buffers."""
         seen, scale = self.watch.column(shard, self.device), self.weight_scale(shard)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:
                 return self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch, seen)
 
-        return use(add_gradients) | self.seen(shard, seen)
+        return self.optimizer_step(add_gradients, len(shard.tokens)) | self.seen(shard, seen)
 
     def weight_scale(self, shard: TrainShard) -> float:
         """The factor on the correction's weights (`normalising_scale`). A collective when it is asked for."""

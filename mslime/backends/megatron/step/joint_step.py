@@ -1,4 +1,4 @@
-"""Optimizer steps of several adapters whose micro-batches go through the model in one pass.
+"""Passes that several adapters share: optimizer steps of runs, and gradients that clients of `mslime serve` ask for.
 
 The pipeline fills and drains once for all of them. Each micro-batch computes with its own adapter, forward, recomputed
 and backward, and leaves its gradients in that adapter's buffers; reduction, clipping and step are each adapter's own.
@@ -8,10 +8,11 @@ So every number is that of its own run, bit for bit, as where adapters take turn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,8 +25,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.data.shard import TrainShard
 
-Outcome = list[dict[str, float]] | TrainerError
-"""What `MegatronTrainer.update` gives, or the error that every rank found alike."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,9 @@ class AdapterShare:
     routes: RouteHooks | None = None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """An adapter's part of a step."""
-
-    trainer: MegatronTrainer
-    shard: TrainShard
-    statistics: LossStatistics
-    seen: Tensor | None
-
-    def end(self, began_at: float) -> dict[str, float]:
-        """The optimizer step on what the pass has left; metrics of it."""
-        trainer = self.trainer
-        trainer.reduce_gradients()
-        metrics = trainer.keep_gradients(self.statistics) | trainer.apply_gradients()
-        metrics |= trainer.speed(len(self.shard.tokens), time.perf_counter() - began_at)
-        return metrics | trainer.seen(self.shard, self.seen)
-
-
-def update_together(
-    trainers: Mapping[str, MegatronTrainer], prepared: Mapping[str, Sequence[TrainShard]]
-) -> dict[str, Outcome]:
+def joint_update(
+    trainers: Mapping[str, MegatronTrainer], prepared: Mapping[str, list[TrainShard]]
+) -> dict[str, list[dict[str, float]] | TrainerError]:
     """`MegatronTrainer.update` of several adapters: their first shards in one pass, then their second ones, and so on.
 
     An adapter whose loss or gradient is not finite takes no further part; the others' numbers are what they are without
@@ -73,49 +55,74 @@ def update_together(
         trainers: by adapter, none of which is in the model, all on one base.
         prepared: by adapter, shards of its `prepare`.
 
+    Returns:
+        By adapter what `update` returns, or the error that every rank found alike.
+
     Raises:
         EngineError: the rollout's routes cannot be replayed; the ranks do not stand at the same place any more.
     """
-    found: dict[str, Outcome] = {name: [] for name in trainers}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in prepared}
+    failed: dict[str, TrainerError] = {}
     for index in range(max(map(len, prepared.values()), default=0)):
-        left = [n for n, outcome in found.items() if not isinstance(outcome, TrainerError) and index < len(prepared[n])]
-        began_at = time.perf_counter()
-        parts = _pass({name: (trainers[name], prepared[name][index]) for name in left}, index)
-        for name, part in parts.items():
-            outcome = _ended(part, began_at, len(parts))
-            done = found[name]
-            assert isinstance(done, list)
-            found[name] = outcome if isinstance(outcome, TrainerError) else [*done, outcome]
+        left = {name: shards[index] for name, shards in prepared.items() if name not in failed and index < len(shards)}
+        for name, metrics in _one_step(trainers, left, index).items():
+            if isinstance(metrics, TrainerError):
+                failed[name] = metrics
+            else:
+                found[name].append(metrics)
+    return found | failed
+
+
+def _one_step(
+    trainers: Mapping[str, MegatronTrainer], shards: Mapping[str, TrainShard], index: int
+) -> dict[str, dict[str, float] | TrainerError]:
+    """Metrics of the optimizer step on each of these shards."""
+    began_at = time.perf_counter()
+    seen: dict[str, Tensor | None] = {}
+    shares: dict[str, AdapterShare] = {}
+    for name, shard in shards.items():
+        trainer = trainers[name]
+        seen[name] = trainer.watch.column(shard, trainer.device)
+        loss = trainer.runner.loss_of(trainer.weight_scale(shard), seen[name])
+        shares[name] = AdapterShare(trainer, shard, loss, trainer.routing.gradient_routes(shard, index))
+
+    def step(name: str, statistics: LossStatistics) -> dict[str, float]:
+        trainer, shard = trainers[name], shards[name]
+        metrics = trainer.keep_gradients(statistics) | trainer.apply_gradients()
+        metrics |= trainer.speed(len(shard.tokens), time.perf_counter() - began_at)
+        return metrics | trainer.seen(shard, seen[name]) | {"perf/adapters_together": float(len(shards))}
+
+    return joint_pass(shares, step)
+
+
+def joint_pass(
+    shares: Mapping[str, AdapterShare], finish: Callable[[str, LossStatistics], T]
+) -> dict[str, T | TrainerError]:
+    """Forward and backward of all shares in one pass. A collective.
+
+    Args:
+        shares: by adapter; of adapters none of which is in the model, all on one base.
+        finish: called for each adapter in turn, with its modules in the model and its reduced gradients alone in its
+            buffers, with this rank's share of its statistics. `TrainedModel.keep_gradients` comes first.
+
+    Returns:
+        By adapter what `finish` returned, or the TrainerError that it raised on every rank alike.
+    """
+    found: dict[str, T | TrainerError] = {}
+    for (name, share), statistics in zip(shares.items(), _gradients([*shares.values()]), strict=True):
+        share.trainer.put_in()
+        try:
+            share.trainer.reduce_gradients()
+            found[name] = finish(name, statistics)
+        except TrainerError as error:
+            found[name] = error
+        finally:
+            share.trainer.take_out()
     return found
 
 
-def _pass(every: Mapping[str, tuple[MegatronTrainer, TrainShard]], index: int) -> dict[str, _Part]:
-    """Forward and backward of these shards; gradients are in the buffers as this rank computed them."""
-    seen: dict[str, Tensor | None] = {}
-    shares: list[AdapterShare] = []
-    for name, (trainer, shard) in every.items():
-        seen[name] = trainer.watch.column(shard, trainer.device)
-        loss = trainer.runner.loss_of(trainer.weight_scale(shard), seen[name])
-        shares.append(AdapterShare(trainer, shard, loss, trainer.routing.gradient_routes(shard, index)))
-    found = gradients_in_one_pass(shares)
-    return {
-        name: _Part(share.trainer, share.shard, statistics, seen[name])
-        for name, share, statistics in zip(every, shares, found, strict=True)
-    }
-
-
-def gradients_in_one_pass(shares: Sequence[AdapterShare]) -> list[LossStatistics]:
-    """Forward and backward of all shares in one pass. A collective.
-
-    Each trainer's buffers hold its own gradients alone, as this rank computed them: `TrainedModel.reduce_gradients` and
-    `keep_gradients` come next, one adapter after the other, with its modules in the model.
-
-    Args:
-        shares: of adapters none of which is in the model, all on one base.
-
-    Returns:
-        This rank's share of the statistics of each.
-    """
+def _gradients(shares: list[AdapterShare]) -> list[LossStatistics]:
+    """The pass; gradients are in each trainer's buffers as this rank computed them. This rank's statistics of each."""
     trainers = [share.trainer for share in shares]
     first = trainers[0]
     transformer, replay = first.transformer, first.base.replay
@@ -135,13 +142,3 @@ def gradients_in_one_pass(shares: Sequence[AdapterShare]) -> list[LossStatistics
                 stack.enter_context(chunk.no_sync())
         run_lanes(lanes, first.on_micro_batch, forward_only=False)
     return [lane.statistics for lane in lanes]
-
-
-def _ended(part: _Part, began_at: float, together: int) -> dict[str, float] | TrainerError:
-    part.trainer.put_in()
-    try:
-        return part.end(began_at) | {"perf/adapters_together": float(together)}
-    except TrainerError as error:
-        return error
-    finally:
-        part.trainer.take_out()
