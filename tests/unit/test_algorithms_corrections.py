@@ -35,14 +35,9 @@ def two_segments(rho: list[float], pi_over_mu: list[float] | None = None, advant
     old = mu + np.log(rho)
     current = old if pi_over_mu is None else mu + np.log(pi_over_mu)
     return replace(
-        tokens,
-        log_probs=current,
-        old=old,
-        behaviour=mu,
-        advantages=np.full(4, advantage),
-        weights=np.full(4, 0.25),
+        tokens, log_probs=current, old=old, behaviour=mu, advantages=np.full(4, advantage), weights=np.full(4, 0.25),
         ages=np.array([3, 3, 0, 0]),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None)
@@ -167,15 +162,10 @@ def test_a_rejection_changes_the_numerator_only() -> None:
     assert metrics["loss/policy"] == pytest.approx(-0.25 * 3), "three quarters, not three thirds"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"outward_only": True},
-        {"preset": "geo_rs", "outward_only": True},
-        {"max_age": -1},
-        {"max_age": 1, "old_weight": 1.0},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"outward_only": True}, {"preset": "geo_rs", "outward_only": True}, {"max_age": -1},
+    {"max_age": 1, "old_weight": 1.0},
+])  # fmt: skip
 def test_senseless_bounds_by_age_and_direction_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises((ConfigError, ValueError)):
         CorrectionConfig(**fields)  # pyright: ignore[reportArgumentType]

@@ -39,21 +39,14 @@ def as_inputs(
         return torch.tensor(values[rows], dtype=dtype)
 
     return PolicyLossInputs(
-        log_probs=column(t.log_probs).requires_grad_(),
-        behaviour_log_probs=column(t.behaviour),
-        advantages=column(t.advantages),
-        mask=torch.tensor(t.mask[rows]),
-        weights=column(t.weights),
-        sequence_index=torch.tensor(t.sequence[rows]),
-        num_sequences=int(t.sequence.max()) + 1,
-        old_log_probs=column(t.old),
-        reference_log_probs=column(t.reference),
-        entropy=column(t.entropy).requires_grad_(),
-        segment_index=torch.tensor(t.segment[rows]),
-        num_segments=int(t.segment.max()) + 1,
-        ages=torch.tensor(t.ages[rows]),
+        log_probs=column(t.log_probs).requires_grad_(), behaviour_log_probs=column(t.behaviour),
+        advantages=column(t.advantages), mask=torch.tensor(t.mask[rows]), weights=column(t.weights),
+        sequence_index=torch.tensor(t.sequence[rows]), num_sequences=int(t.sequence.max()) + 1,
+        old_log_probs=column(t.old), reference_log_probs=column(t.reference),
+        entropy=column(t.entropy).requires_grad_(), segment_index=torch.tensor(t.segment[rows]),
+        num_segments=int(t.segment.max()) + 1, ages=torch.tensor(t.ages[rows]),
         positions=torch.tensor(t.positions[rows]),
-    )
+    )  # fmt: skip
 
 
 def algorithm(correction: CorrectionConfig | None = None, **fields: object) -> AlgorithmConfig:
@@ -73,17 +66,14 @@ def corrections(draw: st.DrawFn) -> CorrectionConfig:
     action = draw(st.sampled_from(["truncate", "clip", "mask", "drop", "none"]))
     rejects = action in ("mask", "drop")
     return CorrectionConfig(
-        preset=None,
-        level=draw(st.sampled_from(["token", "segment", "sequence", "geometric"])),
-        reference=draw(st.sampled_from(["recompute", "rollout"])),
-        action=action,
+        preset=None, level=draw(st.sampled_from(["token", "segment", "sequence", "geometric"])),
+        reference=draw(st.sampled_from(["recompute", "rollout"])), action=action,
         metric=draw(st.sampled_from(["ratio", "k1", "k2", "k3", "binary_kl", "tv"])) if rejects else "ratio",
         policy=draw(st.sampled_from(["old", "current"])),
         low=draw(st.sampled_from([0.05, 0.7])) if action == "clip" else draw(st.sampled_from([None, -0.1, 0.6])),
-        high=draw(st.sampled_from([0.8, 1.1, 2.0])),
-        kept_weight=draw(st.sampled_from(["ratio", "one", "token"])),
+        high=draw(st.sampled_from([0.8, 1.1, 2.0])), kept_weight=draw(st.sampled_from(["ratio", "one", "token"])),
         negative_advantage_only=rejects and draw(st.booleans()),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -340,19 +330,10 @@ def test_a_separate_old_pass_is_asked_for_only_where_pi_old_is_not_the_current_p
     assert not needs_old_log_probs(CorrectionConfig(reference="rollout"), 4)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"low": 3.0},
-        {"high": None},
-        {"action": "clip"},
-        {"action": "mask", "high": None},
-        {"metric": "k3"},
-        {"negative_advantage_only": True},
-        {"normalise": True, "reference": "rollout"},
-        {"preset": "tiss"},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"low": 3.0}, {"high": None}, {"action": "clip"}, {"action": "mask", "high": None}, {"metric": "k3"},
+    {"negative_advantage_only": True}, {"normalise": True, "reference": "rollout"}, {"preset": "tiss"},
+])  # fmt: skip
 def test_senseless_corrections_are_refused_with_a_way_out(fields: dict[str, object]) -> None:
     with pytest.raises((ConfigError, ValueError), match="way out"):
         CorrectionConfig(**fields)  # pyright: ignore[reportArgumentType]

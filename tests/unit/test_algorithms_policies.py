@@ -32,16 +32,12 @@ def algorithm(loss: str, **fields: object) -> AlgorithmConfig:
 def configs(draw: st.DrawFn, losses: tuple[str, ...] = tuple(LOSSES)) -> AlgorithmConfig:
     level = draw(st.sampled_from(["token", "sequence"]))
     return algorithm(
-        draw(st.sampled_from(losses)),
-        clip_low=draw(st.sampled_from([0.02, 0.2, 1.0])),
-        clip_high=draw(st.sampled_from([0.01, 0.28, 4.0])),
-        clip_dual=draw(st.sampled_from([None, 1.5])),
-        topr={"level": level},
-        kimi={"level": level, "tau": 0.3},
-        dppo={"ratio_cap": draw(st.sampled_from([1.2, 20.0]))},
-        ipo={"kl_tau": 0.05},
+        draw(st.sampled_from(losses)), clip_low=draw(st.sampled_from([0.02, 0.2, 1.0])),
+        clip_high=draw(st.sampled_from([0.01, 0.28, 4.0])), clip_dual=draw(st.sampled_from([None, 1.5])),
+        topr={"level": level}, kimi={"level": level, "tau": 0.3},
+        dppo={"ratio_cap": draw(st.sampled_from([1.2, 20.0]))}, ipo={"kl_tau": 0.05},
         correction={"preset": draw(st.sampled_from(["tis", "bypass", "seq_tis"]))},
-    )
+    )  # fmt: skip
 
 
 def test_the_page_about_algorithms_has_every_loss_and_preset_with_its_numbers() -> None:
@@ -203,13 +199,9 @@ def one_response(ratios: list[float], advantage: float) -> Tokens:
     tokens = random_tokens(np.random.default_rng(0), [len(ratios)], 0.0, mask_share=1.0)
     old = np.full(len(ratios), np.log(0.2))
     return replace(
-        tokens,
-        log_probs=old + np.log(ratios),
-        old=old,
-        behaviour=old,
-        advantages=np.full(len(ratios), advantage),
+        tokens, log_probs=old + np.log(ratios), old=old, behaviour=old, advantages=np.full(len(ratios), advantage),
         weights=np.ones(len(ratios)),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -233,19 +225,10 @@ def test_gradients_by_hand(loss: str, advantage: float, gradient: list[float]) -
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), gradient, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "advantage", "below", "above"),
-    [
-        ("ppo", 1.0, 0, 1 / 3),
-        ("ppo", -1.0, 1 / 3, 0),
-        ("cispo", 1.0, 0, 0),
-        ("gmpo", 1.0, 0, 1 / 3),
-        ("gmpo", -1.0, 1 / 3, 0),
-        ("dppo_tv", 1.0, 0, 1 / 3),
-        ("ipo", 1.0, 0, 1 / 3),
-        ("sapo", 1.0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("loss", "advantage", "below", "above"), [
+    ("ppo", 1.0, 0, 1 / 3), ("ppo", -1.0, 1 / 3, 0), ("cispo", 1.0, 0, 0), ("gmpo", 1.0, 0, 1 / 3),
+    ("gmpo", -1.0, 1 / 3, 0), ("dppo_tv", 1.0, 0, 1 / 3), ("ipo", 1.0, 0, 1 / 3), ("sapo", 1.0, 0, 0),
+])  # fmt: skip
 def test_clip_fractions_by_side(loss: str, advantage: float, below: float, above: float) -> None:
     bounds = {"clip_high": 0.15, "clip_low": 0.15} if loss in ("dppo_tv", "ipo") else {}
     metrics = finalise(
@@ -336,14 +319,9 @@ def test_the_unbiased_kl_has_the_gradient_of_the_divergence_whoever_sampled(kind
     n = len(mu)
     inputs = as_inputs(random_tokens(rng, [n], 0.0, mask_share=1.0))
     inputs = replace(
-        inputs,
-        log_probs=log_pi,
-        behaviour_log_probs=torch.tensor(np.log(mu)),
-        old_log_probs=torch.tensor(np.log(mu)),
-        reference_log_probs=log_ref,
-        weights=torch.tensor(mu),
-        advantages=torch.zeros(n, dtype=torch.float64),
-    )
+        inputs, log_probs=log_pi, behaviour_log_probs=torch.tensor(np.log(mu)), old_log_probs=torch.tensor(np.log(mu)),
+        reference_log_probs=log_ref, weights=torch.tensor(mu), advantages=torch.zeros(n, dtype=torch.float64),
+    )  # fmt: skip
     config = algorithm("ppo", kl_coef=1.0, kl_type=kind, kl_unbiased=True)
     output = policy_loss(inputs, config)
     (got,) = torch.autograd.grad(output.loss, logits)

@@ -33,19 +33,16 @@ def tokenizer() -> Any:
     return make_chat_tokenizer(make_task.WORDS)
 
 
-@pytest.mark.parametrize(
-    ("replies", "reward", "metrics"),
-    [
-        ([CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
-        ([CALL, "201955"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
-        ([CALL.replace("347", "348"), "202536"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
-        (["201954"], 1.0, {"called": 0.0}),
-        (["201954."], 0.0, {"called": 0.0}),
-        ([CALL.replace(", ", " "), "201954"], 0.0, {"called": 0.0}),
-        ([CALL.replace('"a"', '"c"'), CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
-        ([CALL] * 9, 0.0, {"called": 1.0, "right_when_called": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("replies", "reward", "metrics"), [
+    ([CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
+    ([CALL, "201955"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
+    ([CALL.replace("347", "348"), "202536"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
+    (["201954"], 1.0, {"called": 0.0}),
+    (["201954."], 0.0, {"called": 0.0}),
+    ([CALL.replace(", ", " "), "201954"], 0.0, {"called": 0.0}),
+    ([CALL.replace('"a"', '"c"'), CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
+    ([CALL] * 9, 0.0, {"called": 1.0, "right_when_called": 0.0}),
+])  # fmt: skip
 def test_the_last_reply_is_worth_1_where_it_is_the_product(
     replies: list[str], reward: float, metrics: dict[str, float]
 ) -> None:

@@ -416,16 +416,13 @@ def test_a_tag_that_an_argument_spells_is_part_of_it() -> None:
 # ---------------------------------------------------------------------------------------- reasoning, and what follows
 
 
-@pytest.mark.parametrize(
-    ("name", "reply", "reasoning", "calls", "text"),
-    [
-        ("glm", "<think>hm</think>so" + GLM_CALL.format("5"), "hm", 1, "so"),
-        ("glm", "<think>hm " + GLM_CALL.format("5") + " no</think>so", "hm " + GLM_CALL.format("5") + " no", 0, "so"),
-        ("glm", "<think>hm" + GLM_CALL.format("5"), "hm", 1, ""),
-        ("mistral-thinks", "[THINK]hm[/THINK]so[TOOL_CALLS]add[ARGS]{}", "hm", 1, "so"),
-        ("deepseek-r1", "hm</think>so" + V3.format("function<｜tool▁sep｜>add\n```json\n{}\n```"), "hm", 1, "so"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reply", "reasoning", "calls", "text"), [
+    ("glm", "<think>hm</think>so" + GLM_CALL.format("5"), "hm", 1, "so"),
+    ("glm", "<think>hm " + GLM_CALL.format("5") + " no</think>so", "hm " + GLM_CALL.format("5") + " no", 0, "so"),
+    ("glm", "<think>hm" + GLM_CALL.format("5"), "hm", 1, ""),
+    ("mistral-thinks", "[THINK]hm[/THINK]so[TOOL_CALLS]add[ARGS]{}", "hm", 1, "so"),
+    ("deepseek-r1", "hm</think>so" + V3.format("function<｜tool▁sep｜>add\n```json\n{}\n```"), "hm", 1, "so"),
+])  # fmt: skip
 def test_reasoning_is_read_before_calls_and_a_call_in_it_is_a_draft(
     name: str, reply: str, reasoning: str, calls: int, text: str
 ) -> None:

@@ -28,21 +28,14 @@ def renderer(name: str, thinking: Literal["template", "keep"] = "template", **gi
     return TemplateRenderer(tokenizer, thinking, harmony=name == "HARMONY")
 
 
-@pytest.mark.parametrize(
-    ("name", "thinking", "refusals"),
-    [
-        ("CHATML", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
-        ("OLMO", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
-        ("NUMBERED", "template", (NOT_READ, NOT_READ, DEPENDS, NOT_READ)),
-        ("HERMES", "template", ("", "", "", "")),
-        ("THINKING", "template", ("", "", REWRITES, REWRITES)),
-        ("THINKING", "keep", ("", "", "", "")),
-        ("FORGETFUL", "template", (DROPS, DROPS, DROPS, DROPS)),
-        ("FORGETFUL", "keep", ("", "", "", "")),
-        ("NAMED", "template", ("", REWRITES, "", "")),
-        ("HARMONY", "template", ("", "", REWRITES, "")),
-    ],
-)
+@pytest.mark.parametrize(("name", "thinking", "refusals"), [
+    ("CHATML", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
+    ("OLMO", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
+    ("NUMBERED", "template", (NOT_READ, NOT_READ, DEPENDS, NOT_READ)), ("HERMES", "template", ("", "", "", "")),
+    ("THINKING", "template", ("", "", REWRITES, REWRITES)), ("THINKING", "keep", ("", "", "", "")),
+    ("FORGETFUL", "template", (DROPS, DROPS, DROPS, DROPS)), ("FORGETFUL", "keep", ("", "", "", "")),
+    ("NAMED", "template", ("", REWRITES, "", "")), ("HARMONY", "template", ("", "", REWRITES, "")),
+])  # fmt: skip
 def test_each_kind_of_tail_is_tried_before_it_is_extended(name: str, thinking: Any, refusals: tuple[str, ...]) -> None:
     made = renderer(name, thinking)
     assert tuple(made.refused(kind) for kind in USUAL) == refusals
@@ -55,17 +48,14 @@ def said(made: TemplateRenderer, messages: list[dict[str, Any]], text: str, tool
 
 
 @pytest.mark.parametrize("tags", [True, False], ids=["tags are tokens", "tags are text"])
-@pytest.mark.parametrize(
-    ("name", "text", "reply", "new"),
-    [
-        ("HERMES", CALL, {"calls": 1}, [RESULT]),
-        ("HERMES", CALL + "\n" + CALL, {"calls": 2}, [RESULT, {**RESULT, "content": "4", "tool_call_id": "call_2"}]),
-        ("HERMES", CALL, {"calls": 1}, [RESULT, USER]),
-        ("HERMES", "so be it", {}, [USER]),
-        ("THINKING", "<think>\nhm\n</think>\n\n" + CALL, {"calls": 1, "reasoning_content": "hm"}, [RESULT]),
-        ("NAMED", CALL, {"calls": 1}, [RESULT]),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "reply", "new"), [
+    ("HERMES", CALL, {"calls": 1}, [RESULT]),
+    ("HERMES", CALL + "\n" + CALL, {"calls": 2}, [RESULT, {**RESULT, "content": "4", "tool_call_id": "call_2"}]),
+    ("HERMES", CALL, {"calls": 1}, [RESULT, USER]),
+    ("HERMES", "so be it", {}, [USER]),
+    ("THINKING", "<think>\nhm\n</think>\n\n" + CALL, {"calls": 1, "reasoning_content": "hm"}, [RESULT]),
+    ("NAMED", CALL, {"calls": 1}, [RESULT]),
+])  # fmt: skip
 def test_an_extension_is_what_the_template_writes_after_the_recorded_tokens(
     name: str, text: str, reply: dict[str, Any], new: list[dict[str, Any]], tags: bool
 ) -> None:
@@ -112,20 +102,17 @@ def test_results_that_answer_no_call_are_not_extended() -> None:
     assert made.extend(before, sampled, [RESULT], TOOLS) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "calls", "status", "shown", "reasoning"),
-    [
-        (CALL, [("add", '{"a":1}')], ["ok"], "", ""),
-        ("<think>\nhm\n</think>\n\nwell " + CALL, [("add", '{"a":1}')], ["ok"], "well", "hm"),
-        (CALL + CALL.replace("1", "{,}") + CALL, [("add", '{"a":1}')] * 2, ["ok", "invalid_json", "ok"], "", ""),
-        ("<tool_call>[1]</tool_call>", [], ["malformed_structure"], "", ""),
-        ('<tool_call>{"arguments": {}}</tool_call>', [], ["missing_name"], "", ""),
-        ('<tool_call>{"name": "add"', [], ["unclosed_block"], "", ""),
-        ("<think>open", [], [], "", "open"),
-        ("plain  text ", [], [], "plain  text ", ""),
-        ("a <think> within", [], [], "a <think> within", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "calls", "status", "shown", "reasoning"), [
+    (CALL, [("add", '{"a":1}')], ["ok"], "", ""),
+    ("<think>\nhm\n</think>\n\nwell " + CALL, [("add", '{"a":1}')], ["ok"], "well", "hm"),
+    (CALL + CALL.replace("1", "{,}") + CALL, [("add", '{"a":1}')] * 2, ["ok", "invalid_json", "ok"], "", ""),
+    ("<tool_call>[1]</tool_call>", [], ["malformed_structure"], "", ""),
+    ('<tool_call>{"arguments": {}}</tool_call>', [], ["missing_name"], "", ""),
+    ('<tool_call>{"name": "add"', [], ["unclosed_block"], "", ""),
+    ("<think>open", [], [], "", "open"),
+    ("plain  text ", [], [], "plain  text ", ""),
+    ("a <think> within", [], [], "a <think> within", ""),
+])  # fmt: skip
 def test_a_reply_is_read_in_parts(text: str, calls: list[Any], status: list[str], shown: str, reasoning: str) -> None:
     made = renderer("THINKING")
     before, sampled = said(made, [USER], text + "<|im_end|>", TOOLS)

@@ -31,14 +31,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, *flags: str) -> tuple[int, str, str]:
     base = [
-        "check",
-        "--model.path",
-        str(checkpoint),
-        "--data.prompts",
-        str(prompts),
-        "--rollout.max-response-tokens",
-        "32",
-    ]
+        "check", "--model.path", str(checkpoint), "--data.prompts", str(prompts), "--rollout.max-response-tokens", "32",
+    ]  # fmt: skip
     status = main([*base, *flags])
     printed = capsys.readouterr()
     return status, printed.out, printed.err
@@ -91,13 +85,9 @@ def test_a_good_run_prints_layout_batch_and_switches(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path
 ) -> None:
     flags = [
-        "--megatron.tensor-model-parallel-size",
-        "2",
-        "--megatron.expert-model-parallel-size",
-        "2",
-        "--rollout.max-staleness",
-        "1",
-    ]
+        "--megatron.tensor-model-parallel-size", "2", "--megatron.expert-model-parallel-size", "2",
+        "--rollout.max-staleness", "1",
+    ]  # fmt: skip
     status, out, _ = check(capsys, checkpoint, prompts, *flags)
     assert status == 0
     for part in (
@@ -119,16 +109,13 @@ def test_a_meaningless_combination_is_warned_of_and_still_checks(
     assert "warning" not in check(capsys, checkpoint, prompts)[1]
 
 
-@pytest.mark.parametrize(
-    ("setting", "function", "said"),
-    [
-        ("algorithm.advantage", "takes_two", r"called with (rewards)"),
-        ("algorithm.loss", "tis_agian", "has no function 'tis_agian' did you mean 'tis_again'"),
-        ("algorithm.loss", "grpo_again", "(batch, algorithm)"),
-        ("algorithm.correction.function", "too_few", "(log_ratio, batch)"),
-        ("rollout.dynamic_filter", "takes_two", "(group)"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "function", "said"), [
+    ("algorithm.advantage", "takes_two", r"called with (rewards)"),
+    ("algorithm.loss", "tis_agian", "has no function 'tis_agian' did you mean 'tis_again'"),
+    ("algorithm.loss", "grpo_again", "(batch, algorithm)"),
+    ("algorithm.correction.function", "too_few", "(log_ratio, batch)"),
+    ("rollout.dynamic_filter", "takes_two", "(group)"),
+])  # fmt: skip
 def test_a_users_function_that_the_run_could_not_call_is_refused(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, setting: str, function: str, said: str
 ) -> None:
@@ -184,22 +171,19 @@ def test_the_critic_is_described_and_one_of_fewer_tokens_or_positions_is_refused
     assert status == 2 and "nowhere" in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--megatron.tensor-model-parallel-size", "3"], "megatron.tensor_model_parallel_size"),
-        (["--megatron.hidden-size", "96"], "contradicts the checkpoint"),
-        (["--rollout.max-response-tokens", "4096"], "rollout.max_response_tokens"),
-        (["--rollout.max-total-tokens", "999999"], "rollout.max_total_tokens"),
-        (["--model.path", "/nowhere"], "/nowhere"),
-        (["--data.prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["--data.label-key", "answer"], "answer"),
-        (["--observe.wandb-project", "x"], "observe.wandb"),
-        (["--weights.transport", "pigeons"], "weights.transport = 'pigeons': is auto, broadcast"),
-        (["--weights.transport", "tests.unit.user_transport:of_two"], "it is called with (link)"),
-        (["--rolout.group-size", "4"], "did you mean 'rollout'"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "named"), [
+    (["--megatron.tensor-model-parallel-size", "3"], "megatron.tensor_model_parallel_size"),
+    (["--megatron.hidden-size", "96"], "contradicts the checkpoint"),
+    (["--rollout.max-response-tokens", "4096"], "rollout.max_response_tokens"),
+    (["--rollout.max-total-tokens", "999999"], "rollout.max_total_tokens"),
+    (["--model.path", "/nowhere"], "/nowhere"),
+    (["--data.prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["--data.label-key", "answer"], "answer"),
+    (["--observe.wandb-project", "x"], "observe.wandb"),
+    (["--weights.transport", "pigeons"], "weights.transport = 'pigeons': is auto, broadcast"),
+    (["--weights.transport", "tests.unit.user_transport:of_two"], "it is called with (link)"),
+    (["--rolout.group-size", "4"], "did you mean 'rollout'"),
+])  # fmt: skip
 def test_mistakes_end_with_status_2_and_name_the_setting(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, flags: list[str], named: str
 ) -> None:

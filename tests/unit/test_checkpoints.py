@@ -133,12 +133,9 @@ def _cut(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "flipped bit": lambda path: flip(path, 13),
-    "cut byte": _cut,
-    "missing": Path.unlink,
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "empty": lambda path: path.write_bytes(b""),
-}
+    "flipped bit": lambda path: flip(path, 13), "cut byte": _cut, "missing": Path.unlink,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"), "empty": lambda path: path.write_bytes(b""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["large", "part/data", "manifest.json"])

@@ -31,61 +31,22 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("algorithm.entropy_coef", math.nan),
-        ("algorithm.correction.low", math.nan),
-        ("output_dir", ""),
-        ("model.path", " "),
-        ("megatron.main_grads_dtype", 3),
-        ("megatron.exp_avg_dtype", "float31"),
-        ("megatron.muon_momentum", 0.9),
-        ("sglang.load_publish_endpoint", "os:system"),
-        ("sglang.init_expert_location", ""),
-        ("algorithm.correction.high", -1),
-        ("train.lr", math.inf),
-        ("train.lr", 1e30),
-        ("train.weight_decay", math.inf),
-        ("rollout.temperature", math.inf),
-        ("rollout.temperature", 1e-7),
-        ("rollout.temperature", 1e30),
-        ("rollout.over_sampling", math.inf),
-        ("rollout.stop_token_ids", [-1]),
-        ("rollout.group_size", 10**30),
-        ("cluster.trainer_ranks", 1_000_000),
-        ("seed", 2**64),
-        ("seed", -1),
-        ("weights.bucket_mib", True),
-        ("algorithm.clip_high", False),
-        ("rollout.group_size", True),
-        ("rollout.partial", 1),
-        ("rollout.partial", "yes"),
-        ("train.packed", "on"),
-        ("rollout.dynamic_filter", True),
-        ("data.prompts", True),
-        ("name", "../../x"),
-        ("name", "/abs/path"),
-        ("name", "a\nb"),
-        ("name", ""),
-        ("name", ".."),
-        ("name", "a\\b"),
-        ("name", "x" * 300),
-        ("data.eval_sets", [{"name": "a", "path": "p", "samples_per_prompt": True}]),
-        ("teacher", "x"),
-        ("teacher.extra", [1]),
-        ("sglang", 5),
-        ("sglang.extra", "x"),
-        ("algorithm", 1),
-        ("algorithm.correction", 7),
-        ("algorithm.correction.preset", 3),
-        ("algorithm.correction.preset", ["tis"]),
-        ("algorithm.loss", 3),
-        ("megatron", [1]),
-        ("model", "m"),
-        ("train", None),
-    ],
-)
+@pytest.mark.parametrize(("path", "value"), [
+    ("algorithm.entropy_coef", math.nan), ("algorithm.correction.low", math.nan), ("output_dir", ""),
+    ("model.path", " "), ("megatron.main_grads_dtype", 3), ("megatron.exp_avg_dtype", "float31"),
+    ("megatron.muon_momentum", 0.9), ("sglang.load_publish_endpoint", "os:system"), ("sglang.init_expert_location", ""),
+    ("algorithm.correction.high", -1), ("train.lr", math.inf), ("train.lr", 1e30), ("train.weight_decay", math.inf),
+    ("rollout.temperature", math.inf), ("rollout.temperature", 1e-7), ("rollout.temperature", 1e30),
+    ("rollout.over_sampling", math.inf), ("rollout.stop_token_ids", [-1]), ("rollout.group_size", 10**30),
+    ("cluster.trainer_ranks", 1_000_000), ("seed", 2**64), ("seed", -1), ("weights.bucket_mib", True),
+    ("algorithm.clip_high", False), ("rollout.group_size", True), ("rollout.partial", 1), ("rollout.partial", "yes"),
+    ("train.packed", "on"), ("rollout.dynamic_filter", True), ("data.prompts", True), ("name", "../../x"),
+    ("name", "/abs/path"), ("name", "a\nb"), ("name", ""), ("name", ".."), ("name", "a\\b"), ("name", "x" * 300),
+    ("data.eval_sets", [{"name": "a", "path": "p", "samples_per_prompt": True}]), ("teacher", "x"),
+    ("teacher.extra", [1]), ("sglang", 5), ("sglang.extra", "x"), ("algorithm", 1), ("algorithm.correction", 7),
+    ("algorithm.correction.preset", 3), ("algorithm.correction.preset", ["tis"]), ("algorithm.loss", 3),
+    ("megatron", [1]), ("model", "m"), ("train", None),
+])  # fmt: skip
 def test_a_value_that_cannot_be_meant_is_refused_by_its_path(path: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         build(with_setting(path, value))
@@ -139,32 +100,21 @@ def test_numbers_that_mean_nothing_are_refused(setting: str, value: float) -> No
         build(with_setting(setting, value))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "base: &b {path: a.jsonl, n: 1}\none:\n  <<: *b\n  name: x\n",
-        "base: &b {path: a.jsonl, n: 1}\none:\n  n: 2\n  <<: *b\ntwo: {<<: *b}\n",
-        "a: &a {x: 1}\nb: &b {y: 2}\nc: &c\n  <<: [*a, *b]\n  x: 3\nd: {<<: *c}\n",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "base: &b {path: a.jsonl, n: 1}\none:\n  <<: *b\n  name: x\n",
+    "base: &b {path: a.jsonl, n: 1}\none:\n  n: 2\n  <<: *b\ntwo: {<<: *b}\n",
+    "a: &a {x: 1}\nb: &b {y: 2}\nc: &c\n  <<: [*a, *b]\n  x: 3\nd: {<<: *c}\n",
+])  # fmt: skip
 def test_merge_keys_are_read_as_pyyaml_reads_them(text: str) -> None:
     assert parse_yaml(text, "run.yaml") == yaml.safe_load(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("model: {path: a}\nmodel: {path: b}\n", "stands twice"),
-        ("model: {path: a, path: b}\n", "stands twice"),
-        ("1: x\n", "is no text"),
-        ("model: {path: a, 3: b}\n", "is no text"),
-        ("a: \x00\n", "not valid YAML"),
-        ("[" * 5000, "not valid YAML"),
-        ("a: !!python/object:os.system x\n", "not valid YAML"),
-        ("a: &a [*a]\nb: *c\n", "not valid YAML"),
-        ("? [1, 2]\n: 3\n", "is no text"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("model: {path: a}\nmodel: {path: b}\n", "stands twice"), ("model: {path: a, path: b}\n", "stands twice"),
+    ("1: x\n", "is no text"), ("model: {path: a, 3: b}\n", "is no text"), ("a: \x00\n", "not valid YAML"),
+    ("[" * 5000, "not valid YAML"), ("a: !!python/object:os.system x\n", "not valid YAML"),
+    ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("? [1, 2]\n: 3\n", "is no text"),
+])  # fmt: skip
 def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="f.yaml") as caught:
         parse_yaml(text, "f.yaml")

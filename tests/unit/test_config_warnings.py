@@ -31,50 +31,36 @@ def advice(algorithm: dict[str, Any], staleness: int = 0, steps: int = 1, **trai
     )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "staleness", "steps"),
-    [
-        ({}, 0, 1),
-        ({}, 4, 2),
-        ({"loss": "gspo"}, 0, 4),
-        ({"loss": "dppo_tv"}, 4, 1),
-        ({"loss": "ipo"}, 0, 1),
-        ({"loss": "cispo", "correction": {"preset": "bypass"}}, 4, 1),
-        ({"correction": {"preset": "opsm"}}, 0, 4),
-        ({"correction": {"preset": "opsm"}}, 2, 1),
-        ({"correction": {"preset": "areal_decoupled", "max_age": 2}}, 4, 1),
-        ({"correction": {"preset": "tis", "level": "segment"}}, 1, 1),
-        ({"kl_coef": 0.1}, 0, 1),
-        ({"kl_coef": 0.1, "kl_type": "k1", "kl_in": "reward"}, 0, 1),
-        ({"kl_coef": 0.1, "kl_type": "k1", "kl_unbiased": True}, 0, 1),
-        ({"loss": "reinforce"}, 0, 1),
-        ({"clip_dual": 3.0}, 0, 2),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "staleness", "steps"), [
+    ({}, 0, 1), ({}, 4, 2), ({"loss": "gspo"}, 0, 4), ({"loss": "dppo_tv"}, 4, 1), ({"loss": "ipo"}, 0, 1),
+    ({"loss": "cispo", "correction": {"preset": "bypass"}}, 4, 1), ({"correction": {"preset": "opsm"}}, 0, 4),
+    ({"correction": {"preset": "opsm"}}, 2, 1), ({"correction": {"preset": "areal_decoupled", "max_age": 2}}, 4, 1),
+    ({"correction": {"preset": "tis", "level": "segment"}}, 1, 1), ({"kl_coef": 0.1}, 0, 1),
+    ({"kl_coef": 0.1, "kl_type": "k1", "kl_in": "reward"}, 0, 1),
+    ({"kl_coef": 0.1, "kl_type": "k1", "kl_unbiased": True}, 0, 1), ({"loss": "reinforce"}, 0, 1),
+    ({"clip_dual": 3.0}, 0, 2),
+])  # fmt: skip
 def test_usual_runs_are_not_warned_of(algorithm: dict[str, Any], staleness: int, steps: int) -> None:
     assert advice(algorithm, staleness, steps) == []
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "staleness", "steps", "said"),
-    [
-        ({"loss": "gspo"}, 0, 1, "the ratio is 1"),
-        ({"loss": "dppo_tv", "correction": {"preset": "tis"}}, 2, 1, "around the policy that sampled"),
-        ({"loss": "reinforce", "correction": {"preset": "bypass"}}, 2, 1, "no bound"),
-        ({"loss": "reinforce"}, 0, 4, "no bound"),
-        ({"correction": {"preset": "mis", "high": None}}, 2, 1, "no upper bound"),
-        ({"correction": {"preset": "none"}}, 2, 1, "as if the current policy"),
-        ({"correction": {"preset": "opsm"}}, 0, 1, "numerical difference"),
-        ({"correction": {"preset": "tis", "reference": "rollout"}}, 2, 1, "no effect with reference rollout"),
-        ({"correction": {"preset": "none", "max_age": 2}}, 2, 1, "never binds"),
-        ({"correction": {"preset": "tis", "level": "segment"}}, 0, 1, "one weight version"),
-        ({"kl_coef": 0.1, "kl_type": "k1"}, 0, 1, "zero on average"),
-        ({"kl_coef": 0.1, "kl_in": "reward", "kl_unbiased": True}, 0, 1, "nothing is differentiated"),
-        ({"loss": "sapo", "clip_dual": 3.0, "correction": {"preset": "bypass"}}, 2, 1, "clip_dual has no effect"),
-        ({"kimi": {"tau": 1.0}}, 0, 1, "algorithm.kimi has no effect"),
-        ({"loss": "gspo", "loss_aggregation": "token"}, 0, 4, "once a token"),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "staleness", "steps", "said"), [
+    ({"loss": "gspo"}, 0, 1, "the ratio is 1"),
+    ({"loss": "dppo_tv", "correction": {"preset": "tis"}}, 2, 1, "around the policy that sampled"),
+    ({"loss": "reinforce", "correction": {"preset": "bypass"}}, 2, 1, "no bound"),
+    ({"loss": "reinforce"}, 0, 4, "no bound"),
+    ({"correction": {"preset": "mis", "high": None}}, 2, 1, "no upper bound"),
+    ({"correction": {"preset": "none"}}, 2, 1, "as if the current policy"),
+    ({"correction": {"preset": "opsm"}}, 0, 1, "numerical difference"),
+    ({"correction": {"preset": "tis", "reference": "rollout"}}, 2, 1, "no effect with reference rollout"),
+    ({"correction": {"preset": "none", "max_age": 2}}, 2, 1, "never binds"),
+    ({"correction": {"preset": "tis", "level": "segment"}}, 0, 1, "one weight version"),
+    ({"kl_coef": 0.1, "kl_type": "k1"}, 0, 1, "zero on average"),
+    ({"kl_coef": 0.1, "kl_in": "reward", "kl_unbiased": True}, 0, 1, "nothing is differentiated"),
+    ({"loss": "sapo", "clip_dual": 3.0, "correction": {"preset": "bypass"}}, 2, 1, "clip_dual has no effect"),
+    ({"kimi": {"tau": 1.0}}, 0, 1, "algorithm.kimi has no effect"),
+    ({"loss": "gspo", "loss_aggregation": "token"}, 0, 4, "once a token"),
+])  # fmt: skip
 def test_what_means_nothing_is_warned_of_with_the_reason(
     algorithm: dict[str, Any], staleness: int, steps: int, said: str
 ) -> None:
@@ -152,25 +138,22 @@ def test_rewards_that_a_rollout_function_sets_are_not_shaped(shaping: dict[str, 
     assert warnings(build(base)) == []
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"algorithm": {"advantage": "gae", "gamma": 0.99, "gae_lambda": 0.95}},
-        {"algorithm": {"advantage": "gae"}, "critic": {"value_clip": 0.5}, "train": {"optimizer_steps_per_rollout": 2}},
-        {"algorithm": {"advantage": "reinforce_pp", "gamma": 0.99}, "rollout": {"group_size": 1}},
-        {"algorithm": {"normalise_std": False, "loss_aggregation": "constant"}},
-        {"algorithm": {"correction": {"preset": "mis", "kept_weight": "token", "token_cap": 3.0}}},
-        {"algorithm": {"kl_coef": 0.1}, "model": {"path": "unused", "reference_path": "reference"}},
-        {"rollout": {"dynamic_filter": "zero_variance"}},
-        {"weights": {"transport": "disk", "directory": "there"}},
-        {"weights": {"transport": "delta", "directory": "there"}},
-        {"weights": {"transport": "delta", "delta_over": "broadcast"}},
-        {"weights": {"transport": "shm"}},
-        {"cluster": {"restarts": 2}},
-        {"cluster": {"placement": "colocated", "restarts": 0}, "weights": {"transport": "shm"}},
-        {"weights": {"transport": "mooncake", "mooncake_over": "tcp"}},
-    ],
-)
+@pytest.mark.parametrize("sections", [
+    {"algorithm": {"advantage": "gae", "gamma": 0.99, "gae_lambda": 0.95}},
+    {"algorithm": {"advantage": "gae"}, "critic": {"value_clip": 0.5}, "train": {"optimizer_steps_per_rollout": 2}},
+    {"algorithm": {"advantage": "reinforce_pp", "gamma": 0.99}, "rollout": {"group_size": 1}},
+    {"algorithm": {"normalise_std": False, "loss_aggregation": "constant"}},
+    {"algorithm": {"correction": {"preset": "mis", "kept_weight": "token", "token_cap": 3.0}}},
+    {"algorithm": {"kl_coef": 0.1}, "model": {"path": "unused", "reference_path": "reference"}},
+    {"rollout": {"dynamic_filter": "zero_variance"}},
+    {"weights": {"transport": "disk", "directory": "there"}},
+    {"weights": {"transport": "delta", "directory": "there"}},
+    {"weights": {"transport": "delta", "delta_over": "broadcast"}},
+    {"weights": {"transport": "shm"}},
+    {"cluster": {"restarts": 2}},
+    {"cluster": {"placement": "colocated", "restarts": 0}, "weights": {"transport": "shm"}},
+    {"weights": {"transport": "mooncake", "mooncake_over": "tcp"}},
+])  # fmt: skip
 def test_the_same_settings_where_they_act_are_not_warned_of(sections: dict[str, Any]) -> None:
     base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
     assert warnings(build({**base, **sections})) == []

@@ -71,23 +71,15 @@ def test_unnormalised_top_k_weights_are_a_softmax_before_the_choice() -> None:
     assert fields(QWEN3_30B_A3B | {"norm_topk_prob": False})["moe_router_pre_softmax"] is True
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
-        ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
-        ({"num_hidden_layers": "48"}, "num_hidden_layers"),
-        ({"num_experts": None}, "num_experts"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"mlp_only_layers": list(range(48))}, "mlp_only_layers"),
-        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
-    ],
-)
+@pytest.mark.parametrize(("change", "named"), [
+    ({"hidden_act": "gelu"}, "hidden_act"), ({"attention_bias": True}, "attention_bias"),
+    ({"attention_dropout": 0.1}, "attention_dropout"), ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
+    ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
+    ({"num_experts_per_tok": 1}, "num_experts_per_tok"), ({"num_hidden_layers": "48"}, "num_hidden_layers"),
+    ({"num_experts": None}, "num_experts"), ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"mlp_only_layers": list(range(48))}, "mlp_only_layers"), ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+])  # fmt: skip
 def test_settings_that_change_the_arithmetic_are_refused_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json: {named}"):
         fields(QWEN3_30B_A3B | change)
@@ -99,13 +91,10 @@ def test_a_number_of_positions_that_no_model_has_is_refused(positions: int) -> N
         get_family(QWEN3_30B_A3B).model_fields(QWEN3_30B_A3B | {"max_position_embeddings": positions})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+])  # fmt: skip
 def test_rope_scaling_is_refused_by_name(change: dict[str, object]) -> None:
     config = QWEN3_30B_A3B | change
     with pytest.raises(CheckpointError, match=r"rope_type = '(dynamic|linear)'"):

@@ -44,17 +44,11 @@ def test_published_settings_become_megatron_cores(model: str, fields: dict[str, 
     assert {name: found[name] for name in fields} == fields
 
 
-@pytest.mark.parametrize(
-    ("model", "percent", "joint", "post", "factor"),
-    [
-        ("qwen2.5-7B", 1.0, False, False, None),
-        ("llama3.1-8B", 1.0, False, False, 8.0),
-        ("glm4-9b", 0.5, False, True, None),
-        ("glm4.5-air-106B-A12B", 0.5, False, False, None),
-        ("minimax-m2", 0.5, True, False, None),
-        ("olmoe-1B-7B", 1.0, True, False, None),
-    ],
-)
+@pytest.mark.parametrize(("model", "percent", "joint", "post", "factor"), [
+    ("qwen2.5-7B", 1.0, False, False, None), ("llama3.1-8B", 1.0, False, False, 8.0),
+    ("glm4-9b", 0.5, False, True, None), ("glm4.5-air-106B-A12B", 0.5, False, False, None),
+    ("minimax-m2", 0.5, True, False, None), ("olmoe-1B-7B", 1.0, True, False, None),
+])  # fmt: skip
 def test_rotation_and_norms_beside_megatron_cores_settings(
     model: str, percent: float, joint: bool, post: bool, factor: float | None
 ) -> None:
@@ -158,18 +152,12 @@ def test_all_settings_that_nobody_reads_are_named_at_once() -> None:
     refuse_unread(get_family(config), config, ["some_gate", "other_scale"])
 
 
-@pytest.mark.parametrize(
-    ("model", "change"),
-    [
-        ("mixtral-8x7B", {"head_dim": 64}),
-        ("olmoe-1B-7B", {"rms_norm_eps": 1e-6}),
-        ("olmoe-1B-7B", {"num_key_value_heads": 8}),
-        ("olmoe-1B-7B", {"norm_topk_prob": True}),
-        ("minimax-m2", {"rotary_dim": None}),
-        ("minimax-m2", {"use_qk_norm": None}),
-        ("qwen1.5-moe-A2.7B", {"mlp_only_layers": [0]}),
-    ],
-)
+@pytest.mark.parametrize(("model", "change"), [
+    ("mixtral-8x7B", {"head_dim": 64}), ("olmoe-1B-7B", {"rms_norm_eps": 1e-6}),
+    ("olmoe-1B-7B", {"num_key_value_heads": 8}), ("olmoe-1B-7B", {"norm_topk_prob": True}),
+    ("minimax-m2", {"rotary_dim": None}), ("minimax-m2", {"use_qk_norm": None}),
+    ("qwen1.5-moe-A2.7B", {"mlp_only_layers": [0]}),
+])  # fmt: skip
 def test_what_sglang_computes_otherwise_is_refused_for_the_engine_alone(model: str, change: dict[str, Any]) -> None:
     config = published(model)
     get_family(config).refuse_for_engine(config)
@@ -187,23 +175,15 @@ def test_heads_with_a_joint_norm_are_not_split_over_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "local"),
-    [
-        ("glm4.5-355B-A32B", "self_attention.linear_qkv.bias"),
-        ("glm4.5-355B-A32B", "self_attention.q_layernorm.weight"),
-        ("glm4.5-355B-A32B", "pre_mlp_layernorm.weight"),
-        ("glm4.5-355B-A32B", "mlp.router.expert_bias"),
-        ("glm4.5-355B-A32B", "mlp.shared_experts.linear_fc1.weight"),
-        ("glm4.5-355B-A32B", "mlp.experts.linear_fc2.weight3"),
-        ("qwen1.5-moe-A2.7B", "mlp.shared_experts.gate_weight"),
-        ("minimax-m2", "self_attention.k_layernorm.weight"),
-        ("glm4-9b", "self_attn_bda.norm.weight"),
-        ("glm4-9b", "mlp_bda.norm.weight"),
-        ("glm4-9b", "mlp.linear_fc1.layer_norm_weight"),
-        ("llama3.1-8B", "self_attention.linear_qkv.layer_norm_weight"),
-    ],
-)
+@pytest.mark.parametrize(("model", "local"), [
+    ("glm4.5-355B-A32B", "self_attention.linear_qkv.bias"), ("glm4.5-355B-A32B", "self_attention.q_layernorm.weight"),
+    ("glm4.5-355B-A32B", "pre_mlp_layernorm.weight"), ("glm4.5-355B-A32B", "mlp.router.expert_bias"),
+    ("glm4.5-355B-A32B", "mlp.shared_experts.linear_fc1.weight"),
+    ("glm4.5-355B-A32B", "mlp.experts.linear_fc2.weight3"), ("qwen1.5-moe-A2.7B", "mlp.shared_experts.gate_weight"),
+    ("minimax-m2", "self_attention.k_layernorm.weight"), ("glm4-9b", "self_attn_bda.norm.weight"),
+    ("glm4-9b", "mlp_bda.norm.weight"), ("glm4-9b", "mlp.linear_fc1.layer_norm_weight"),
+    ("llama3.1-8B", "self_attention.linear_qkv.layer_norm_weight"),
+])  # fmt: skip
 def test_transformer_engine_spells_parameters_that_have_a_rule(model: str, local: str) -> None:
     table = get_family(published(model)).rules(published(model))
     assert canonical_name(f"module.decoder.layers.0.{local}", 0, [7]) in table.bound

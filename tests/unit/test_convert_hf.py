@@ -14,14 +14,7 @@ from safetensors.torch import save_file
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.headers import read_header
-from mslime.convert.hf import (
-    INDEX_NAME,
-    HFCheckpoint,
-    ShardWriter,
-    atomic_directory,
-    copy_side_files,
-    write_index,
-)
+from mslime.convert.hf import INDEX_NAME, HFCheckpoint, ShardWriter, atomic_directory, copy_side_files, write_index
 
 TENSORS = {
     "a": torch.arange(12.0).view(3, 4),

@@ -261,22 +261,18 @@ def test_experts_of_an_mxfp4_stack_are_read_one_by_one(tmp_path: Path) -> None:
     assert torch.equal(view[1:2, 10:20, 2:6], whole[1:2, 10:20, 2:6])
 
 
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq"}, "awq"),
-        ({"quant_method": "modelopt"}, "modelopt"),
-        ({**FP8_BLOCK, "weight_block_size": None}, "weight_block_size"),
-        ({**FP8_BLOCK, "fmt": "e5m2"}, "e5m2"),
-        ({**FP8_BLOCK, "activation_scheme": "static"}, "static"),
-        (compressed(type="int", num_bits=8, strategy="channel"), "num_bits"),
-        (compressed(type="float", num_bits=4, strategy="tensor_group", group_size=16), "tensor_group"),
-        (compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False), "symmetric"),
-        (compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"), "actorder"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("section", "named"), [
+    ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ({"quant_method": "awq"}, "awq"),
+    ({"quant_method": "modelopt"}, "modelopt"),
+    ({**FP8_BLOCK, "weight_block_size": None}, "weight_block_size"),
+    ({**FP8_BLOCK, "fmt": "e5m2"}, "e5m2"),
+    ({**FP8_BLOCK, "activation_scheme": "static"}, "static"),
+    (compressed(type="int", num_bits=8, strategy="channel"), "num_bits"),
+    (compressed(type="float", num_bits=4, strategy="tensor_group", group_size=16), "tensor_group"),
+    (compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False), "symmetric"),
+    (compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"), "actorder"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_every_other_method_is_refused_by_name(section: dict[str, object], named: str) -> None:
     with pytest.raises(CheckpointError, match=named) as error:
         check_quantisation({"quantization_config": section})

@@ -35,11 +35,9 @@ from mslime.convert.writers import write_record
 STATE = {
     "plain": torch.arange(12.0).view(3, 4),
     "half": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16(),
-    "number": torch.tensor(3, dtype=torch.int64),
-    "empty": torch.zeros(0, 3),
-    "part of a larger one": torch.arange(20.0).view(4, 5)[1:3, 2:],
-    "transposed": torch.arange(6.0).view(2, 3).T,
-}
+    "number": torch.tensor(3, dtype=torch.int64), "empty": torch.zeros(0, 3),
+    "part of a larger one": torch.arange(20.0).view(4, 5)[1:3, 2:], "transposed": torch.arange(6.0).view(2, 3).T,
+}  # fmt: skip
 
 
 def with_backend(directory: Path, backend: str = "torch_dist") -> Path:
@@ -168,11 +166,9 @@ def _by_a_dotted_name() -> bytes:
     return b"\x80\x04" + names + b"\x93" + call + b"."
 
 
-@pytest.mark.parametrize(
-    "content",
-    [pickle.dumps(_Malicious()), _by_a_dotted_name(), pickle.dumps({"not": "metadata"}), b"rubbish", b""],
-    ids=["runs code", "runs code by a dotted name", "other object", "rubbish", "empty"],
-)
+@pytest.mark.parametrize("content", [
+    pickle.dumps(_Malicious()), _by_a_dotted_name(), pickle.dumps({"not": "metadata"}), b"rubbish", b"",
+], ids=["runs code", "runs code by a dotted name", "other object", "rubbish", "empty"])  # fmt: skip
 def test_metadata_that_is_none_is_refused_and_runs_nothing(written_by_torch: Path, content: bytes) -> None:
     (written_by_torch / METADATA).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata"):

@@ -141,11 +141,9 @@ def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: Bu
         assert torch.equal(model.up, values(seed)["up"].t()[1:3, 3:6])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2))],
-    ids=["another tensor", "written over", "another view"],
-)
+@pytest.mark.parametrize("change", [
+    lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2)),
+], ids=["another tensor", "written over", "another view"])  # fmt: skip
 def test_what_is_done_to_a_turned_tensor_is_left_to_the_models_loader(
     buckets: Buckets, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

@@ -51,13 +51,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
-        **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "gpu[1-3]",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "VENV": str(tmp_path / "venv"),
-        "RAY_PORT": str(port),
-    }
+        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu[1-3]",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "VENV": str(tmp_path / "venv"), "RAY_PORT": str(port),
+    }  # fmt: skip
 
 
 def test_the_run_starts_beside_a_head_with_a_worker_on_every_other_machine(

@@ -23,13 +23,10 @@ def test_an_environment_that_answers_whatever_is_said_passes():
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "told"),
-    [
-        ("Counting", {}, "step raised ValueError: invalid literal for int.*user_environments.py"),
-        ("OldReset", {}, r"it is called with \(self, task\)"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "told"), [
+    ("Counting", {}, "step raised ValueError: invalid literal for int.*user_environments.py"),
+    ("OldReset", {}, r"it is called with \(self, task\)"),
+])  # fmt: skip
 def test_one_that_does_not_is_refused_with_what_it_did(kind: str, options: dict[str, Any], told: str):
     with pytest.raises(ConfigError, match=told):
         check_environment(f"{USER}:{kind}", options)

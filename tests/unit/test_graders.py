@@ -49,34 +49,14 @@ def test_exact_match_takes_a_list_of_labels_as_alternatives():
 
 
 CHOSEN = {
-    r"\boxed{B}": "B",
-    r"\boxed{\text{(c)}}": "C",
-    r"\boxed{A} no, \boxed{D}": "D",
-    r"\boxed{\textbf{(E)}\ 5}": "E",
-    r"\boxed{}": "",
-    "The answer is (C).": "C",
-    "The correct answer is B": "B",
-    "Answer: D": "D",
-    "**Answer:** **A**": "A",
-    "answer is option C": "C",
-    "So the answer is: (b)": "B",
-    "A) 5\nB) 6\nI choose...\nB": "B",
-    "B": "B",
-    "(B)": "B",
-    "B. because": "B",
-    "It must be (A), as (B) fails": "B",
-    "The answer is a matter of taste": "",
-    "no idea": "",
-    "": "",
-    "<think>The answer is A</think> The answer is B": "B",
-    "Answer: $\\boxed{C}$": "C",
-    "Answer is A. Wait, the answer is D.": "D",
-    "the correct choice is E": "E",
-    "答案：C": "C",
-    "答案是C。": "C",
-    "因此，正确答案为 C": "C",
-    "所以选（b）。": "B",
-}
+    r"\boxed{B}": "B", r"\boxed{\text{(c)}}": "C", r"\boxed{A} no, \boxed{D}": "D", r"\boxed{\textbf{(E)}\ 5}": "E",
+    r"\boxed{}": "", "The answer is (C).": "C", "The correct answer is B": "B", "Answer: D": "D",
+    "**Answer:** **A**": "A", "answer is option C": "C", "So the answer is: (b)": "B",
+    "A) 5\nB) 6\nI choose...\nB": "B", "B": "B", "(B)": "B", "B. because": "B", "It must be (A), as (B) fails": "B",
+    "The answer is a matter of taste": "", "no idea": "", "": "", "<think>The answer is A</think> The answer is B": "B",
+    "Answer: $\\boxed{C}$": "C", "Answer is A. Wait, the answer is D.": "D", "the correct choice is E": "E",
+    "答案：C": "C", "答案是C。": "C", "因此，正确答案为 C": "C", "所以选（b）。": "B",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("response", CHOSEN)
@@ -106,15 +86,10 @@ def reference_f1(said: str, wanted: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-@pytest.mark.parametrize(
-    ("response", "label", "share"),
-    [
-        ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12),
-        ("北京", "北京", 1.0),
-        ("“Paris”", "Paris", 1.0),
-        ("Paris, France", "Paris", 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("response", "label", "share"), [
+    ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12), ("北京", "北京", 1.0), ("“Paris”", "Paris", 1.0),
+    ("Paris, France", "Paris", 2 / 3),
+])  # fmt: skip
 def test_f1_takes_a_chinese_character_for_a_word_and_no_punctuation(response: str, label: str, share: float):
     assert f1(response, label) == pytest.approx(share)
 
@@ -127,22 +102,10 @@ def test_f1_is_squads_and_takes_the_best_of_several_labels():
     assert f1("the cat", ["dog", "cat"]) == 1.0 and f1("<think>dog</think>cat", "cat") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "label"),
-    [
-        ("exact", None),
-        ("exact", {"ground_truth": "5"}),
-        ("exact", []),
-        ("letters", "AB"),
-        ("letters", 3),
-        ("letters", ["A", "B"]),
-        ("f1", None),
-        ("math", None),
-        ("answer_line", {}),
-        ("exact", ""),
-        ("f1", b"bytes"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "label"), [
+    ("exact", None), ("exact", {"ground_truth": "5"}), ("exact", []), ("letters", "AB"), ("letters", 3),
+    ("letters", ["A", "B"]), ("f1", None), ("math", None), ("answer_line", {}), ("exact", ""), ("f1", b"bytes"),
+])  # fmt: skip
 def test_labels_that_a_grader_cannot_use_are_errors_of_the_row(kind: str, label: object):
     found = reward_kind(kind, "reward")
     assert found is not None and found.label_problem(label)
@@ -195,17 +158,10 @@ def test_a_function_may_return_metrics_beside_its_reward():
     assert s.scores == {"user/letters": 3.0, "user/odd": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("keys", "score besides"),
-        ("missing", "without the key 'reward'"),
-        ("names", "named 'a/b'"),
-        ("values", "a = nan"),
-        ("many", "returned 100 metrics"),
-        ("list", "not an object of names"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    ("keys", "score besides"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
+    ("many", "returned 100 metrics"), ("list", "not an object of names"),
+])  # fmt: skip
 def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
     (error,) = scored({"kind": "custom", "function": f"{USER}:odd_answers"}, sample(answer))
     assert isinstance(error, RewardError) and message in error.rule
@@ -355,20 +311,13 @@ def test_a_busy_server_is_asked_again():
     assert from_server(handler, {"http": {"retries": 3}}, sample("abc")) == [3.0] and times["asked"] == 3
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "message", "asked"),
-    [
-        (503, "busy", "answered HTTP 503: 'busy'", 2),
-        (404, "where?", "answered HTTP 404", 1),
-        (200, "no json", "what is not JSON", 1),
-        (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
-        (200, '{"reward": 1}', "to 1 samples", 1),
-        (200, '["1"]', "not a number", 1),
-        (200, '{"rewards": [NaN]}', "what is not JSON", 1),
-        (200, '{"rewards": [null]}', "not a number", 1),
-        (302, "", "answered HTTP 302", 1),
-    ],
-)
+@pytest.mark.parametrize(("status", "body", "message", "asked"), [
+    (503, "busy", "answered HTTP 503: 'busy'", 2), (404, "where?", "answered HTTP 404", 1),
+    (200, "no json", "what is not JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
+    (200, '{"reward": 1}', "to 1 samples", 1), (200, '["1"]', "not a number", 1),
+    (200, '{"rewards": [NaN]}', "what is not JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
+    (302, "", "answered HTTP 302", 1),
+])  # fmt: skip
 def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int, body: str, message: str, asked: int):
     times = Counter[str]()
 
@@ -430,24 +379,21 @@ def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = Non
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("reward", "field", "rule"),
-    [
-        ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
-        ({"function": "a:b"}, "reward.function", "goes together"),
-        ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
-        ({"kind": "http"}, "reward.http.url", "goes together"),
-        ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
-        ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
-        ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
-        ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
-        ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
-        ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
-        ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
-        ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
-        ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "field", "rule"), [
+    ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
+    ({"function": "a:b"}, "reward.function", "goes together"),
+    ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
+    ({"kind": "http"}, "reward.http.url", "goes together"),
+    ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
+    ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
+    ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
+    ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
+    ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
+    ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
+    ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
+    ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
+    ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
+])  # fmt: skip
 def test_rewards_that_make_no_sense_are_refused_by_field(reward: dict[str, Any], field: str, rule: str):
     error = refused(reward)
     assert error.field == field and rule in error.rule

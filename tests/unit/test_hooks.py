@@ -35,14 +35,11 @@ def test_without_a_hook_nothing_is_told() -> None:
     assert call_step_hook(build({"model": {"path": "m"}, "data": {"prompts": ["p"]}}), 2, METRICS) == {}
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("meddles", r"(?s)hooks.step.*raised TypeError.* for step 2 .*user_functions.py"),
-        ("tells_text", "returned metrics 'all is well', which are not an object"),
-        ("tells_of_kl", "not a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("function", "said"), [
+    ("meddles", r"(?s)hooks.step.*raised TypeError.* for step 2 .*user_functions.py"),
+    ("tells_text", "returned metrics 'all is well', which are not an object"),
+    ("tells_of_kl", "not a finite number"),
+])  # fmt: skip
 def test_a_hooks_mistakes_are_named(function: str, said: str) -> None:
     metrics = dict(METRICS)
     with pytest.raises(ConfigError, match=said):

@@ -45,34 +45,23 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     return copy
 
 
-@pytest.mark.parametrize(
-    ("model", "path", "value"),
-    [
-        ("gpt-oss-20b", "swiglu_alpha", 1.0),
-        ("gpt-oss-20b", "experts_per_token", 2),
-        ("gpt-oss-20b", "initial_context_length", 8192),
-        ("gpt-oss-20b", "attention_bias", False),
-        ("gpt-oss-20b", "layer_types", ["full_attention"]),
-        ("gpt-oss-20b", "rope_scaling.rope_type", "linear"),
-        ("gpt-oss-20b", "rope_scaling.attention_factor", 2.0),
-        ("gpt-oss-20b", "sliding_window", None),
-        ("gpt-oss-20b", "a_new_setting", 1),
-        ("qwen3-next-80B-A3B", "full_attention_interval", 0),
-        ("qwen3-next-80B-A3B", "layer_types", ["linear_attention"] * 48),
-        ("qwen3-next-80B-A3B", "linear_num_value_heads", 24),
-        ("qwen3-next-80B-A3B", "hidden_act", "gelu"),
-        ("qwen3-next-80B-A3B", "attention_bias", True),
-        ("qwen3-next-80B-A3B", "use_sliding_window", True),
-        ("qwen3.5-35B-A3B", "text_config.attn_output_gate", False),
-        ("qwen3.5-35B-A3B", "text_config.output_gate_type", "sigmoid"),
-        ("qwen3.5-35B-A3B", "text_config.rope_parameters.rope_type", "yarn"),
-        ("qwen3.5-35B-A3B", "text_config.mlp_only_layers", [0]),
-        ("qwen3.5-35B-A3B", "text_config.mtp_num_hidden_layers", 2),
-        ("qwen3.5-35B-A3B", "text_config.tie_word_embeddings", True),
-        ("qwen3.5-35B-A3B", "text_config.a_new_setting", 1),
-        ("qwen3.5-35B-A3B", "text_config", None),
-    ],
-)
+@pytest.mark.parametrize(("model", "path", "value"), [
+    ("gpt-oss-20b", "swiglu_alpha", 1.0), ("gpt-oss-20b", "experts_per_token", 2),
+    ("gpt-oss-20b", "initial_context_length", 8192), ("gpt-oss-20b", "attention_bias", False),
+    ("gpt-oss-20b", "layer_types", ["full_attention"]), ("gpt-oss-20b", "rope_scaling.rope_type", "linear"),
+    ("gpt-oss-20b", "rope_scaling.attention_factor", 2.0), ("gpt-oss-20b", "sliding_window", None),
+    ("gpt-oss-20b", "a_new_setting", 1), ("qwen3-next-80B-A3B", "full_attention_interval", 0),
+    ("qwen3-next-80B-A3B", "layer_types", ["linear_attention"] * 48),
+    ("qwen3-next-80B-A3B", "linear_num_value_heads", 24), ("qwen3-next-80B-A3B", "hidden_act", "gelu"),
+    ("qwen3-next-80B-A3B", "attention_bias", True), ("qwen3-next-80B-A3B", "use_sliding_window", True),
+    ("qwen3.5-35B-A3B", "text_config.attn_output_gate", False),
+    ("qwen3.5-35B-A3B", "text_config.output_gate_type", "sigmoid"),
+    ("qwen3.5-35B-A3B", "text_config.rope_parameters.rope_type", "yarn"),
+    ("qwen3.5-35B-A3B", "text_config.mlp_only_layers", [0]),
+    ("qwen3.5-35B-A3B", "text_config.mtp_num_hidden_layers", 2),
+    ("qwen3.5-35B-A3B", "text_config.tie_word_embeddings", True), ("qwen3.5-35B-A3B", "text_config.a_new_setting", 1),
+    ("qwen3.5-35B-A3B", "text_config", None),
+])  # fmt: skip
 def test_a_setting_that_changes_the_arithmetic_is_refused_by_name(model: str, path: str, value: object) -> None:
     config = published(model)
     refuse_unread(get_family(config), config)

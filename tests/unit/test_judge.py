@@ -108,30 +108,20 @@ def test_a_judge_is_asked_the_filled_template_and_its_last_number_is_the_reward(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("reply", "number"),
-    [
-        ('{"score": 7}', 7.0),
-        ('Let me think.\n```json\n{"why": "x", "score": "0.5"}\n```', 0.5),
-        ("seven", "answered what is no JSON object"),
-        ('{"points": 7}', "answered without the key 'score'"),
-        ('{"score": [7]}', "answered [7], which is no number"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "number"), [
+    ('{"score": 7}', 7.0), ('Let me think.\n```json\n{"why": "x", "score": "0.5"}\n```', 0.5),
+    ("seven", "answered what is no JSON object"), ('{"points": 7}', "answered without the key 'score'"),
+    ('{"score": [7]}', "answered [7], which is no number"),
+])  # fmt: skip
 def test_the_number_may_be_a_field_of_a_json_object(reply: str, number: object):
     assert number_in(reply, None, "score") == number
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ("no idea", "answered without Score: "),
-        ("Score: high", "answered 'high', which is no number"),
-        ("Score: 11", "11, outside of 0 to 10"),
-        ("Score: nan", "nan, outside of 0 to 10"),
-        (None, "answered no text (finish_reason 'stop')"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    ("no idea", "answered without Score: "), ("Score: high", "answered 'high', which is no number"),
+    ("Score: 11", "11, outside of 0 to 10"), ("Score: nan", "nan, outside of 0 to 10"),
+    (None, "answered no text (finish_reason 'stop')"),
+])  # fmt: skip
 def test_a_reply_without_its_number_is_an_error_of_the_sample_with_what_was_said(reply: object, message: str):
     config: dict[str, Any] = {"judge": {"range": [0, 10], "retries": 3, "options": {"temperature": 0.0}}}
     asked: list[Any] = []
@@ -212,30 +202,25 @@ def test_a_silent_judge_is_given_up_after_its_limit():
     assert isinstance(error, RewardError) and "did not answer within 0.2 s" in error.rule
 
 
-@pytest.mark.parametrize(
-    ("judge", "field", "rule"),
-    [
-        ({}, "judge.url", "goes together with reward.kind: judge"),
-        ({"url": []}, "judge.url", "goes together"),
-        ({"url": ["http://a", "b:80"]}, "judge.url", "is not a URL"),
-        ({"template": None}, "judge.template", "needs a question"),
-        ({"template": "Is {label} right?"}, "judge.template", "does not show the response"),
-        ({"pattern": None}, "judge.pattern", "one of them is needed"),
-        ({"field": "score"}, "judge.pattern", "one of them is needed"),
-        ({"pattern": "("}, "judge.pattern", "is no regular expression"),
-        ({"pattern": "Score"}, "judge.pattern", "has no group"),
-        ({"range": [1, 0]}, "judge.range", "lowest number, then the highest"),
-        ({"options": {"n": 2}}, "judge.options", "are set by mslime"),
-        ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
-    ],
-)
+@pytest.mark.parametrize(("judge", "field", "rule"), [
+    ({}, "judge.url", "goes together with reward.kind: judge"),
+    ({"url": []}, "judge.url", "goes together"),
+    ({"url": ["http://a", "b:80"]}, "judge.url", "is not a URL"),
+    ({"template": None}, "judge.template", "needs a question"),
+    ({"template": "Is {label} right?"}, "judge.template", "does not show the response"),
+    ({"pattern": None}, "judge.pattern", "one of them is needed"),
+    ({"field": "score"}, "judge.pattern", "one of them is needed"),
+    ({"pattern": "("}, "judge.pattern", "is no regular expression"),
+    ({"pattern": "Score"}, "judge.pattern", "has no group"),
+    ({"range": [1, 0]}, "judge.range", "lowest number, then the highest"),
+    ({"options": {"n": 2}}, "judge.options", "are set by mslime"),
+    ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
+])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(judge: dict[str, Any], field: str, rule: str):
     whole = {"url": "http://a", "template": "{response}", "pattern": PATTERN} if judge else {}
     values = {
-        "model": {"path": "x"},
-        "data": {"prompts": ["x"]},
-        "reward": {"kind": "judge", "judge": {**whole, **judge}},
-    }
+        "model": {"path": "x"}, "data": {"prompts": ["x"]}, "reward": {"kind": "judge", "judge": {**whole, **judge}},
+    }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         build(json.loads(json.dumps(values)))
     assert caught.value.field == f"reward.{field}" and rule in caught.value.rule

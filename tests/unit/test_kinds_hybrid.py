@@ -12,15 +12,10 @@ from mslime.convert.kinds_delta import DeltaByKeyHead, DeltaConv, DeltaHeads, De
 
 HEADS = DeltaHeads(keys=4, values=12, key_dim=3, value_dim=2, hidden=5)
 KINDS: list[Kind] = [
-    GatedQKV(heads=8, groups=2, head_dim=3, hidden=5),
-    DeltaParts(HEADS),
-    DeltaByKeyHead(HEADS),
-    DeltaConv(HEADS, width=4),
-    FusedGatedMLP(ffn=8, hidden=5),
-    InterleavedGatedMLP(ffn=8, hidden=5),
-    InterleavedGatedMLP(ffn=8, hidden=None),
-    TransposedRow((5, 8)),
-]
+    GatedQKV(heads=8, groups=2, head_dim=3, hidden=5), DeltaParts(HEADS), DeltaByKeyHead(HEADS),
+    DeltaConv(HEADS, width=4), FusedGatedMLP(ffn=8, hidden=5), InterleavedGatedMLP(ffn=8, hidden=5),
+    InterleavedGatedMLP(ffn=8, hidden=None), TransposedRow((5, 8)),
+]  # fmt: skip
 
 
 def parts_of(kind: Kind) -> list[torch.Tensor]:

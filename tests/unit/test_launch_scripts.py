@@ -149,13 +149,9 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
     assert config.cluster.ray_address == "10.0.0.1:6379"
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "named"),
-    [
-        ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"),
-        ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
-    ],
-)
+@pytest.mark.parametrize(("model", "given", "named"), [
+    ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"), ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
+])  # fmt: skip
 def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
     done = run_script(model, make_fake_mslime(tmp_path), **given)
     assert done.returncode == 1 and named in done.stderr and "way out" in done.stderr and not done.stdout

@@ -29,20 +29,16 @@ from mslime.config.megatron import MegatronConfig  # noqa: E402
 from mslime.config.training import ModelSpec  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1: must be 0"),
-        ({"lora": {"rank": 4, "use_dora": True}}, "lora.use_dora = True: DoRA"),
-        ({"lora": {"init": "there"}}, "lora.init = 'there': adapters are off"),
-        ({"lora": {"experts": "shared_outer"}}, "lora.experts = 'shared_outer': adapters are off"),
-        ({"lora": {"rank": 4, "experts": "shared"}}, "lora.experts"),
-        ({"lora": {"rank": 4}, "megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap"),
-        ({"lora": {"rank": 4, "targets": []}}, "lora.targets"),
-        ({"lora": {"rank": 4, "alpha": 0}}, "lora.alpha"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sections", "words"), [
+    ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1: must be 0"),
+    ({"lora": {"rank": 4, "use_dora": True}}, "lora.use_dora = True: DoRA"),
+    ({"lora": {"init": "there"}}, "lora.init = 'there': adapters are off"),
+    ({"lora": {"experts": "shared_outer"}}, "lora.experts = 'shared_outer': adapters are off"),
+    ({"lora": {"rank": 4, "experts": "shared"}}, "lora.experts"),
+    ({"lora": {"rank": 4}, "megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap"),
+    ({"lora": {"rank": 4, "targets": []}}, "lora.targets"),
+    ({"lora": {"rank": 4, "alpha": 0}}, "lora.alpha"),
+], ids=str)  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build({"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}, **sections})

@@ -24,22 +24,11 @@ from mslime.config.training import policy_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HF = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "vocab_size": 320,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "moe_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 def run(ranks: int = 1, **sections: Any) -> RunConfig:
