@@ -19,7 +19,8 @@ from mslime.config.algorithm import POLICY_LOSSES, PRESETS, AlgorithmConfig, Cor
 from . import algorithms_reference as reference
 from . import losses_reference
 from .algorithms_reference import Tokens, random_tokens
-from .test_algorithms_losses import LENGTHS, as_inputs, merged, on_ranks
+from .test_algorithms_losses import LENGTHS, as_inputs, corrections, merged, on_ranks
+from .test_algorithms_losses import algorithm as with_penalties
 
 STOPS_GRADIENTS = ("cispo", "topr", "dppo_tv", "reinforce")
 
@@ -107,8 +108,10 @@ def test_losses_without_stopped_gradients_pass_gradcheck(loss: str) -> None:
     assert torch.autograd.gradcheck(total, as_inputs(tokens).log_probs)
 
 
-@settings(max_examples=80, deadline=None)
-@given(config=configs(), seed=st.integers(0, 2**31), ranks=st.integers(2, 4))
+@settings(max_examples=120, deadline=None)
+@given(
+    config=st.one_of(configs(), corrections().map(with_penalties)), seed=st.integers(0, 2**31), ranks=st.integers(2, 4)
+)
 def test_responses_split_over_ranks_give_the_same_loss_gradient_and_metrics(config, seed, ranks) -> None:
     rng, tokens = np.random.default_rng(seed), step(seed, 0.5)
     owner = rng.integers(0, ranks, len(tokens.mask))
@@ -148,12 +151,14 @@ def test_on_policy_every_gradient_is_the_policy_gradient(loss: str) -> None:
     tokens = step(9)
     same = replace(tokens, old=tokens.log_probs, behaviour=tokens.log_probs)
     inputs = as_inputs(same)
-    output = policy_loss(inputs, algorithm(loss))
+    config = algorithm(loss)
+    output = policy_loss(inputs, config)
     output.loss.backward()
     expected = -tokens.weights * tokens.advantages
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), expected, rtol=1e-12, atol=1e-15)
     metrics = finalise(output.statistics)
-    assert metrics["loss/clip_fraction"] == 0
+    assert metrics["loss/clip_fraction"] == 0 and metrics["mismatch/kl"] == 0 and metrics["mismatch/ratio_p99"] == 1
+    assert config.correction.reference == "rollout" or metrics["correction/effective_share"] == 1
     assert (metrics["loss/ratio_p01"], metrics["loss/ratio_p50"], metrics["loss/ratio_p99"]) == (1, 1, 1)
 
 

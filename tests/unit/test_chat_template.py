@@ -121,15 +121,6 @@ def test_a_reply_is_read_in_parts(text: str, calls: list[Any], status: list[str]
     assert [c.status for c in parsed.calls] == status and (parsed.text, parsed.reasoning) == (shown, reasoning)
 
 
-def test_a_call_spelled_with_ordinary_tokens_is_text() -> None:
-    made = renderer("HERMES")
-    ids = [
-        made._tokenizer.convert_tokens_to_ids(b) for b in made._tokenizer.tokenize("<tool")
-    ] + made._tokenizer.encode('_call>{"name": "add", "arguments": {}}')
-    assert made.spell(ids).startswith("<tool_call>")
-    assert made.parse(ids, [1], TOOLS).calls == ()
-
-
 def test_reasoning_that_the_prompt_began_is_read() -> None:
     made = renderer("THINKING")
     prompt = made.render([USER], ()) + made._encode("<think>\n")
@@ -165,11 +156,6 @@ def test_a_broken_call_in_harmony_is_no_call(arguments: str, status: str) -> Non
     text = f"<|channel|>commentary to=functions.add<|message|>{arguments}<|call|>"
     before, sampled = said(made, [USER], text, TOOLS)
     assert [c.status for c in made.parse(before[-sampled:], [], TOOLS).calls] == [status]
-
-
-def test_tools_are_refused_where_their_calls_could_not_be_read() -> None:
-    with pytest.raises(ChatError, match="calls in this template's form are not read"):
-        renderer("CHATML").render([USER], TOOLS)
 
 
 def test_messages_that_the_template_refuses_are_the_clients_mistake() -> None:

@@ -292,24 +292,18 @@ def test_published_configurations_are_recognised() -> None:
     assert {name: method for name, method in found.items() if method} == expected
 
 
-def test_an_fp8_tensor_without_its_scale_is_named(tmp_path: Path) -> None:
-    tensors, _ = stored(FP8_BLOCK, weight(128, 128))
-    del tensors["a.weight_scale_inv"]
-    with pytest.raises(CheckpointError, match="a.weight_scale_inv"):
-        HFCheckpoint(write(tmp_path, tensors, FP8_BLOCK))
-
-
-def test_a_scale_of_another_block_size_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lost", "section", "named"), [
+    ("a.weight_scale_inv", FP8_BLOCK, "a.weight_scale_inv"),
+    (None, {**FP8_BLOCK, "weight_block_size": [64, 128]}, "a.weight_scale_inv"),
+    (None, None, "a.weight"),
+], ids=["no scale", "a scale of other blocks", "no quantization_config: it is not read as numbers"])  # fmt: skip
+def test_fp8_that_cannot_be_dequantised_is_refused_by_its_tensor(
+    tmp_path: Path, lost: str | None, section: dict[str, object] | None, named: str
+) -> None:
     tensors, _ = stored(FP8_BLOCK, weight(256, 256))
-    section = {**FP8_BLOCK, "weight_block_size": [64, 128]}
-    with pytest.raises(CheckpointError, match="a.weight_scale_inv"):
-        HFCheckpoint(write(tmp_path, tensors, section))
-
-
-def test_fp8_without_a_quantization_config_is_refused_not_read_as_numbers(tmp_path: Path) -> None:
-    tensors, _ = stored(FP8_BLOCK, weight(128, 128))
-    with pytest.raises(CheckpointError, match="a.weight"):
-        HFCheckpoint(write(tmp_path, tensors, None))
+    kept = {name: tensor for name, tensor in tensors.items() if name != lost}
+    with pytest.raises(CheckpointError, match=named):
+        HFCheckpoint(write(tmp_path, kept, section))
 
 
 def test_a_plain_config_keeps_everything_but_the_quantisation() -> None:

@@ -123,19 +123,11 @@ def test_chunks_that_leave_a_hole_are_noticed(tmp_path: Path) -> None:
         checkpoint.view("t").box((2, 4), (2, 6))
 
 
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _overwrite_start(path: Path) -> None:
-    path.write_bytes(b"\0" * 200 + path.read_bytes()[200:])
-
-
-def _overwrite_all(path: Path) -> None:
-    path.write_bytes(b"\x13" * path.stat().st_size)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _overwrite_start, _overwrite_all])
+@pytest.mark.parametrize("damage", [
+    Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1),
+    lambda path: path.write_bytes(b"\0" * 200 + path.read_bytes()[200:]),
+    lambda path: path.write_bytes(b"\x13" * path.stat().st_size),
+], ids=["gone", "cut", "another start", "another content"])  # fmt: skip
 def test_a_damaged_file_is_named_with_its_tensor(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     directory = write_chunks(tmp_path / "c", GRID, (6, 10))
     damage(directory / "__3_0.distcp")

@@ -71,18 +71,6 @@ def test_files_that_are_no_groups_of_a_step_are_named(tmp_path: Path) -> None:
         read_groups(path)
 
 
-def unscore(made: Sample) -> None:
-    made.reward = None
-
-
-def mask(made: Sample) -> None:
-    made.mask_all()
-
-
-def forget_routes(made: Sample) -> None:
-    made.routes = None
-
-
 def support(made: Sample) -> None:
     """The last token was drawn from two."""
     made.supports = supports_of([[]] * (len(made) - 1) + [[VOCABULARY - 1, int(made.tokens[-1])]])
@@ -102,10 +90,10 @@ def nothing(made: Sample) -> None:
     (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
     (support, {}, {}, ""),
     (support, {"vocab_size": 999}, {}, "was drawn from it, and the model has 999 tokens"),
-    (forget_routes, {}, {}, "has no routes to replay"),
-    (forget_routes, {}, {"train": {"replay": "off"}}, ""),
-    (unscore, {}, {}, "is not scored"),
-    (mask, {}, {}, "has nothing to train on"),
+    (lambda s: setattr(s, "routes", None), {}, {}, "has no routes to replay"),
+    (lambda s: setattr(s, "routes", None), {}, {"train": {"replay": "off"}}, ""),
+    (lambda s: setattr(s, "reward", None), {}, {}, "is not scored"),
+    (Sample.mask_all, {}, {}, "has nothing to train on"),
     (nothing, {}, {"train": {"optimizer_steps_per_rollout": 4}}, "cannot fill 4 optimizer steps"),
     (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "no scores of the teacher"),
 ])  # fmt: skip

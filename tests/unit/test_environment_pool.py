@@ -196,16 +196,20 @@ def test_a_process_in_which_one_hangs_takes_no_further_ones_and_ends_with_its_la
     assert within(work, "Breaks", limit_s=0.5) == (True, False)
 
 
-def test_a_call_that_nobody_waits_for_any_more_does_not_keep_an_environment_from_being_closed(tmp_path: Path):
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_call_that_nobody_waits_for_any_more_does_not_keep_an_environment_from_being_closed(
+    tmp_path: Path, method: str
+):
     async def work(pool: EnvironmentPool) -> None:
-        environment = await begun(pool)
-        step = asyncio.create_task(environment.step("1"))
+        environment = await (pool.open() if method == "reset" else begun(pool))
+        call = asyncio.create_task(environment.reset(TASK) if method == "reset" else environment.step("1"))
         await asyncio.sleep(0)
-        step.cancel()
+        call.cancel()
         await environment.close()
 
     within(work, notes=str(tmp_path / "notes"))
-    assert notes(tmp_path / "notes")[-1] == "close"
+    said = notes(tmp_path / "notes")
+    assert said[0] == "made" and said[-1] == "close"
 
 
 def test_a_closing_that_nobody_waits_for_any_more_goes_on(tmp_path: Path):
@@ -219,19 +223,6 @@ def test_a_closing_that_nobody_waits_for_any_more_goes_on(tmp_path: Path):
 
     within(work, notes=str(tmp_path / "notes"))
     assert notes(tmp_path / "notes").count("close") == 8
-
-
-def test_an_environment_whose_reset_nobody_waits_for_any_more_is_closed_too(tmp_path: Path):
-    async def work(pool: EnvironmentPool) -> None:
-        environment = await pool.open()
-        reset = asyncio.create_task(environment.reset(TASK))
-        await asyncio.sleep(0)
-        reset.cancel()
-        await environment.close()
-
-    within(work, notes=str(tmp_path / "notes"))
-    said = notes(tmp_path / "notes")
-    assert said[0] == "made" and said[-1] == "close"
 
 
 def test_a_close_that_raises_is_told_and_harms_nothing(capsys: pytest.CaptureFixture[str]):

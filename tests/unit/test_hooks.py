@@ -57,10 +57,6 @@ def test_names_are_checked_with_the_settings() -> None:
         build({"model": {"path": "m"}, "data": {"prompts": ["p"]}, "hooks": {"step": "tell"}})
 
 
-def test_the_directory_is_the_runs() -> None:
-    assert config("share_of_steps").run_dir == Path("out/r")
-
-
 def finished(directory: Path, function: str) -> dict[str, float]:
     """The metrics of a step whose samples were told to a hook."""
 

@@ -85,36 +85,19 @@ def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> No
     assert not (project.parent / "env/.mslime-installed").exists()
 
 
-def test_a_full_disk_during_the_installation_is_explained(project: Path) -> None:
-    done = pip_log_sentence(project, "ERROR: Could not install packages: [Errno 28] No space left on device")
-    assert_one_clear_sentence(done, "disk filled up")
-
-
-def test_a_pin_that_the_index_does_not_have_is_explained(project: Path) -> None:
-    log = "ERROR: Could not find a version (from versions: 2.9.0)\nERROR: No matching distribution for torch==2.13"
-    assert_one_clear_sentence(
-        pip_log_sentence(project, log), r"what mslime pins: No matching distribution for torch==2"
-    )
-
-
-def test_an_unreachable_index_is_explained(project: Path) -> None:
-    log = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch"
-    assert_one_clear_sentence(pip_log_sentence(project, log), "could not be downloaded: No matching distribution")
-
-
-def pip_log_sentence(project: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """What `explain_pip` makes of a log that ends with `line`."""
-    log = project / "pip.log"
-    log.write_text(f"Collecting torch\n{line}\n")
-    return subprocess.run(
-        ["bash", "-c", f"source {project}/scripts/lib/common.sh; explain_pip {log}"], capture_output=True, text=True,
-        timeout=20, check=False,
-    )  # fmt: skip
-
-
-def test_a_checkout_that_cannot_be_written_is_told_from_a_broken_installation(project: Path) -> None:
-    done = pip_log_sentence(project, "error: Cannot update time stamp of directory 'mslime.egg-info'")
-    assert_one_clear_sentence(done, "copy the checkout")
+@pytest.mark.parametrize(("log", "says"), [
+    ("ERROR: Could not install packages: [Errno 28] No space left on device", "disk filled up"),
+    ("ERROR: Could not find a version (from versions: 2.9.0)\nERROR: No matching distribution for torch==2.13",
+     "what mslime pins: No matching distribution for torch==2"),
+    ("WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch",
+     "could not be downloaded: No matching distribution"),
+    ("error: Cannot update time stamp of directory 'mslime.egg-info'", "copy the checkout"),
+], ids=["full disk", "no such version", "index out of reach", "checkout that cannot be written"])  # fmt: skip
+def test_what_pip_failed_of_is_explained(project: Path, log: str, says: str) -> None:
+    (project / "pip.log").write_text(f"Collecting torch\n{log}\n")
+    explain = f"source {project}/scripts/lib/common.sh; explain_pip {project}/pip.log"
+    done = subprocess.run(["bash", "-c", explain], capture_output=True, text=True, timeout=20, check=False)
+    assert_one_clear_sentence(done, says)
 
 
 def test_the_quickstart_refuses_a_place_that_cannot_be_written_before_it_installs(tmp_path: Path) -> None:
