@@ -111,6 +111,7 @@ def test_a_group_is_trained_with_the_tokens_that_were_recorded_and_the_environme
     async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         assert (await env.hand_in(replies, [1.0, -1.0], inference_logprobs=[[0.0]] * 2))[0] == 200
+        assert not len(service.manager._workflow._recorded), "what was handed in is not kept"  # type: ignore[attr-defined]
 
     batch = trained_step(tmp_path, play)
     assert [s.reward for s in batch.samples] == [1.0, -1.0]
@@ -178,58 +179,29 @@ async def not_trained(env: WireEnvironment, group: dict[str, Any], reason: str, 
 Change = Callable[[list[Sampled]], dict[str, Any]]
 
 
-def retokenised(s: list[Sampled]) -> dict[str, Any]:
-    s[1].tokens[6] = s[1].masks[6] = 66
-    return {}
+def spliced(number: int, start: int, end: int, *ids: int) -> Change:
+    """Tokens and masks of one sequence are `ids` from `start` to `end`."""
+
+    def change(s: list[Sampled]) -> dict[str, Any]:
+        s[number].tokens[start:end] = s[number].masks[start:end] = ids
+        return {}
+
+    return change
 
 
-def another_end(s: list[Sampled]) -> dict[str, Any]:
-    s[1].tokens[-1] = s[1].masks[-1] = 66
-    return {}
-
-
-def without_its_end(s: list[Sampled]) -> dict[str, Any]:
-    del s[0].tokens[-1], s[0].masks[-1]
-    return {}
-
-
-def with_a_tail(s: list[Sampled]) -> dict[str, Any]:
-    s[0].tokens.append(65)
-    s[0].masks.append(65)
-    return {}
-
-
-def with_the_prompt(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks[1] = s[0].tokens[1]
-    return {}
-
-
-def longer_mask(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks.append(-100)
-    return {}
-
-
-def wrong_mask(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks[-1] += 1
-    return {}
-
-
-def only_masked(s: list[Sampled]) -> dict[str, Any]:
-    for one in s:
-        one.masks[:] = [-100] * len(one.masks)
-    return {}
+retokenised = spliced(1, 6, 7, 66)
 
 
 @pytest.mark.parametrize(("change", "reason", "said"), [
     (retokenised, "unknown_sequence", "at token 6 of 9"),
-    (another_end, "unknown_sequence", "at token 8 of 9 it has [66]"),
-    (without_its_end, "unknown_sequence", "at token 8 of 8 it has its end"),
+    (spliced(1, 8, 9, 66), "unknown_sequence", "at token 8 of 9 it has [66]"),
+    (spliced(0, 8, 9), "unknown_sequence", "at token 8 of 8 it has its end"),
     (lambda s: {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2}, "unknown_sequence", "sequence 0"),
-    (with_a_tail, "not_sampled", "tokens 9 to 10"),
-    (with_the_prompt, "not_sampled", "tokens 1 to 2"),
-    (longer_mask, "malformed", "masks[0] = '10 entries' must be as long as its 9 tokens"),
-    (wrong_mask, "malformed", "must be -100 or the token, 108"),
-    (only_masked, "nothing_new", "every reply in the group is trained already"),
+    (spliced(0, 9, 9, 65), "not_sampled", "tokens 9 to 10"),
+    (lambda s: {"masks": [[-100, s[0].tokens[1], *s[0].masks[2:]], s[1].masks]}, "not_sampled", "tokens 1 to 2"),
+    (lambda s: {"masks": [[*s[0].masks, -100], s[1].masks]}, "malformed", "masks[0] = '10 entries' must be as long as"),
+    (lambda s: {"masks": [[*s[0].masks[:-1], 109], s[1].masks]}, "malformed", "must be -100 or the token, 108"),
+    (lambda s: {"masks": [[-100] * 9] * 2}, "nothing_new", "every reply in the group is trained already"),
     (lambda s: {"scores": [1.0]}, "malformed", "scores = '1 entries' must have 2"),
     (lambda s: {"scores": [1.0, "x"]}, "malformed", "scores[1] = 'x' must be a finite number"),
     (lambda s: {"tokens": []}, "malformed", "tokens = []"),
@@ -378,14 +350,6 @@ def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) 
     assert batch.metrics["ledger/dropped/unused_tokens"] == 5 * LENGTH
     assert batch.metrics["ledger/trained_tokens"] == 2 * LENGTH
     books_hold(batch.metrics)
-
-
-def test_what_was_handed_in_is_not_kept(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
-        await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-        assert not len(service.manager._workflow._recorded)  # type: ignore[attr-defined]
-
-    trained_step(tmp_path, play)
 
 
 async def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_others(tmp_path: Path) -> None:

@@ -118,12 +118,20 @@ async def test_a_copy_that_says_the_same_extends_the_recorded_tokens(changed: di
     check_extends(chat, *await tool_loop(chat, **changed))
 
 
-async def test_05_arguments_written_anew_in_json_match() -> None:
+@pytest.mark.parametrize(("field", "text", "same"), [
+    ("arguments", '{ "flag" : false,\n "a": 1 }', True), ("arguments", '{"a": 2}', False), ("name", "x", False),
+    ("id", "x", False),
+], ids=["05 written anew in JSON", "arguments", "name", "id"])  # fmt: skip
+async def test_a_call_is_compared_by_what_it_means(field: str, text: str, same: bool) -> None:
     chat = Chat("<think>hm</think>" + CALL, "three")
     a = await chat.ask(SYSTEM, QUESTION)
     copy = json.loads(json.dumps(echo(a)))
-    copy["tool_calls"][0]["function"]["arguments"] = '{ "flag" : false,\n "a": 1 }'
-    check_extends(chat, a, await chat.ask(SYSTEM, QUESTION, copy, result(a)))
+    call = copy["tool_calls"][0]
+    (call if field == "id" else call["function"])[field] = text
+    b = await chat.ask(SYSTEM, QUESTION, copy, result(a))
+    if same:
+        check_extends(chat, a, b)
+    assert (b.parent is a) is same
 
 
 @pytest.mark.parametrize("changed", [
@@ -136,16 +144,6 @@ async def test_an_edited_reply_begins_a_sequence_and_the_old_one_keeps_its_train
     assert a.sample.loss_mask.sum() == a.end - a.start and b.sample.loss_mask.sum() == b.end - b.start
     assert chat.session.reasons == {"first": 1, "history_differs": 1}
     chat.engine.check()
-
-
-@pytest.mark.parametrize("field", ["name", "arguments", "id"])
-async def test_a_call_that_was_edited_is_no_copy(field: str) -> None:
-    chat = Chat("<think>hm</think>" + CALL, "three")
-    a = await chat.ask(SYSTEM, QUESTION)
-    copy = json.loads(json.dumps(echo(a)))
-    call = copy["tool_calls"][0]
-    (call if field == "id" else call["function"])[field] = '{"a": 2}'
-    assert (await chat.ask(SYSTEM, QUESTION, copy, result(a))).parent is None
 
 
 async def test_09_an_edited_tool_result_branches_below_the_turn_before() -> None:
@@ -290,18 +288,13 @@ async def test_25_tokens_of_two_weight_versions_stay_where_they_are() -> None:
     assert spans == [(v, t.start + x, y) for t in (a, b) for v, x, y in ((3, 0, t.start + 2), (4, 2, t.end))]
 
 
-async def test_26_equal_replies_are_told_apart_by_the_ids_of_their_calls() -> None:
-    chat = Chat("<think>a</think>" + CALL, "<think>b</think>" + CALL, "three")
-    a, _ = await chat.ask(SYSTEM, QUESTION), await chat.ask(SYSTEM, QUESTION)
-    c = await chat.ask(SYSTEM, QUESTION, echo(a, reasoning_content="drop"), result(a))
-    assert c.parent is a
-
-
-async def test_26_ids_of_calls_that_the_client_dropped_are_found_in_the_results() -> None:
+@pytest.mark.parametrize("dropped", [False, True], ids=["in the reply", "in the results alone"])
+async def test_26_equal_replies_are_told_apart_by_the_ids_of_their_calls(dropped: bool) -> None:
     chat = Chat("<think>a</think>" + CALL, "<think>b</think>" + CALL, "three")
     a, _ = await chat.ask(SYSTEM, QUESTION), await chat.ask(SYSTEM, QUESTION)
     copy = json.loads(json.dumps(echo(a, reasoning_content="drop")))
-    del copy["tool_calls"][0]["id"]
+    if dropped:
+        del copy["tool_calls"][0]["id"]
     assert (await chat.ask(SYSTEM, QUESTION, copy, result(a))).parent is a
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +10,17 @@ from mslime.config.errors import CheckpointError
 from mslime.config.passthrough import megatron_fields
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.parameter_names import canonical_name
-
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
-
-
-def published(model: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / model / "config.json").read_text())
+from tests.fixtures.full_size import published_config
 
 
 def fields(config: dict[str, Any]) -> dict[str, Any]:
     return get_family(config).transformer_fields(config)
 
 
-V3, V2, MOONLIGHT = published("deepseek-v3"), published("deepseek-v2-lite"), published("moonlight-16B-A3B")
+V3, V2 = published_config("deepseek-v3"), published_config("deepseek-v2-lite")
+MOONLIGHT = published_config("moonlight-16B-A3B")
 YARN = V3["rope_scaling"]
-V2_LARGE = published("deepseek-v2")
+V2_LARGE = published_config("deepseek-v2")
 
 
 def test_deepseek_v3_is_what_its_paper_says() -> None:
