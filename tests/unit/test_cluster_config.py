@@ -10,15 +10,16 @@ import pytest
 
 from mslime.config.cluster import check_machines, worker_environment
 from mslime.config.errors import ConfigError
-from mslime.config.loader import build, load_config
+from mslime.config.loader import load_config
 from mslime.config.megatron import MegatronConfig, check_model
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.preflight.resolve import resolve
+from tests.fixtures.least import least
 
 
 def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:
-    return build({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": cluster, **sections})
+    return least(cluster=cluster, **sections)
 
 
 def environment_of(config: RunConfig) -> dict[str, str]:

@@ -13,12 +13,12 @@ import pytest
 from mslime.cli import main
 from mslime.config.cluster import Parts
 from mslime.config.errors import CheckpointError, DataError
-from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.groups import StepGroups, fitted, group_files, read_groups, write_groups
 from mslime.rollout.state import save_state
+from tests.fixtures.least import least
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.supports import supports_of
 from tests.unit.test_rollout_state import equal, sample
@@ -39,8 +39,7 @@ def model_of(made: Sample) -> ModelFacts:
 
 
 def config_of(**sections: Any) -> RunConfig:
-    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}, "cluster": {"device": "cpu"}}
-    return build(values | sections)
+    return least(**{"cluster": {"device": "cpu"}, **sections})
 
 
 def written(directory: Path, step: int = 1) -> Path:

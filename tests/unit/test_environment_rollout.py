@@ -16,6 +16,7 @@ from mslime.rollout.environments.play import _turns as open_turns
 from mslime.rollout.environments.turns import ChatTurns, PlainTurns
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
+from tests.fixtures.least import refused
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTokenizer, make_service, publish, run_config
 
 USER = "tests.unit.user_environments"
@@ -273,7 +274,5 @@ def test_a_template_that_rewrites_replies_is_refused():
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(rollout: dict[str, Any], field: str, rule: str):
     algorithm = {"advantage": rollout.pop("advantage", "grpo")}
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x"]}, "rollout": rollout, "algorithm": algorithm}
-    with pytest.raises(ConfigError) as caught:
-        build(values)
-    assert caught.value.field == field and rule in caught.value.rule
+    error = refused(rollout=rollout, algorithm=algorithm)
+    assert error.field == field and rule in error.rule

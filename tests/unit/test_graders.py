@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from mslime.config.errors import ConfigError, RewardError
-from mslime.config.loader import build
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.rollout.rewards.kinds import exact, reward_kind
@@ -20,6 +19,7 @@ from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.statistics import score_metrics
 from mslime_plugins.graders.words import chosen_letter, f1, letters
+from tests.fixtures.least import refused
 
 USER = "tests.unit.user_rewards"
 
@@ -372,13 +372,6 @@ def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPa
 # --------------------------------------------------------------------------------------------------- configuration
 
 
-def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = None) -> ConfigError:
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x.jsonl"], "eval_sets": eval_sets or []}, "reward": reward}
-    with pytest.raises(ConfigError) as caught:
-        build(json.loads(json.dumps(values)))
-    return caught.value
-
-
 @pytest.mark.parametrize(("reward", "field", "rule"), [
     ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
     ({"function": "a:b"}, "reward.function", "goes together"),
@@ -395,18 +388,19 @@ def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = Non
     ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
 ])  # fmt: skip
 def test_rewards_that_make_no_sense_are_refused_by_field(reward: dict[str, Any], field: str, rule: str):
-    error = refused(reward)
+    error = refused(reward=reward)
     assert error.field == field and rule in error.rule
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "x{y}"])
 def test_names_of_held_out_sets_that_cannot_be_metrics_are_refused(name: str):
-    error = refused({}, [{"name": name, "path": "x.jsonl"}])
+    error = refused(data={"prompts": ["x"], "eval_sets": [{"name": name, "path": "x.jsonl"}]})
     assert error.field == "data.eval_sets[0].name" and "a name is letters" in error.rule
 
 
 def test_the_reward_of_a_held_out_set_is_checked_like_the_runs():
-    error = refused({}, [{"name": "gpqa", "path": "x.jsonl", "reward": {"kind": "custom"}}])
+    held_out = [{"name": "gpqa", "path": "x.jsonl", "reward": {"kind": "custom"}}]
+    error = refused(data={"prompts": ["x"], "eval_sets": held_out})
     assert error.field == "data.eval_sets[0].reward.function"
 
 

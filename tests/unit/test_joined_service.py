@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mslime.config.data import EvalSetConfig
-from mslime.config.errors import ConfigError, DataError, EngineError, RewardError, TrainerError
-from mslime.config.loader import build
+from mslime.config.errors import DataError, EngineError, RewardError, TrainerError
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
@@ -23,6 +22,7 @@ from mslime.rollout.protocols import EngineLimits, StepBatch
 from mslime.rollout.service import RolloutService
 from mslime.rollout.share import share_of
 from mslime.rollout.state import open_state, unpack_groups
+from tests.fixtures.least import least, refused
 from tests.unit.rollout_fakes import (
     MODEL,
     FakeDyingEngines,
@@ -450,18 +450,14 @@ async def test_counts_of_all_managers_are_told_together(tmp_path: Path) -> None:
     await joined.close()
 
 
-def settings(**changed: Any) -> dict[str, Any]:
-    return {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}, **changed}
-
-
 def test_what_there_is_one_of_is_divided_or_counted_up() -> None:
     served = {"kind": "http", "http": {"url": "http://a:1", "concurrency": 30}}
-    config = build(settings(
+    config = least(
         rollout={"managers": 3, "server": {"port": 9000}}, sglang={"num_engines": 3}, teacher={"concurrency": 64},
         reward={"parts": [{"name": "a", **served}, {"name": "b", "kind": "exact"}], "workers": 5},
         data={"prompts": ["p.jsonl"], "eval_sets": [{"name": "e", "path": "e.jsonl", "reward": served},
                                                    {"name": "f", "path": "f.jsonl"}]},
-    ))  # fmt: skip
+    )  # fmt: skip
     shares = [share_of(config, index) for index in range(3)]
     assert [share.rollout.server.port for share in shares] == [9000, 9001, 9002]
     for share in shares:
@@ -470,7 +466,7 @@ def test_what_there_is_one_of_is_divided_or_counted_up() -> None:
         first, second = share.data.eval_sets
         assert first.reward is not None and first.reward.http.concurrency == 10 and second.reward is None
         assert share.reward.http.concurrency == 5 and share.rollout.concurrency == 256
-    assert [share_of(build(settings()), index).rollout.server.port for index in range(2)] == [0, 0]
+    assert [share_of(least(), index).rollout.server.port for index in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(("changed", "field"), [
@@ -479,6 +475,4 @@ def test_what_there_is_one_of_is_divided_or_counted_up() -> None:
     ({"rollout": {"managers": 2, "server": {"port": 65535}}, "sglang": {"num_engines": 2}}, "rollout.server.port"),
 ])  # fmt: skip
 def test_managers_without_an_engine_or_a_port_are_refused(changed: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        build(settings(**changed))
-    assert refused.value.field == field
+    assert refused(**changed).field == field

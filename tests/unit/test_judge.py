@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from mslime.config.errors import ConfigError, RewardError
-from mslime.config.loader import build
+from mslime.config.errors import RewardError
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
 from mslime.rollout.contract import _Characters
 from mslime.rollout.rewards.judge import number_in
 from mslime.rollout.rewards.scorer import RewardScorer
+from tests.fixtures.least import refused
 
 FakeServer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATTERN = r"Score: ([-\w.]+)"
@@ -218,15 +217,9 @@ def test_a_silent_judge_is_given_up_after_its_limit():
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(judge: dict[str, Any], field: str, rule: str):
     whole = {"url": "http://a", "template": "{response}", "pattern": PATTERN} if judge else {}
-    values = {
-        "model": {"path": "x"}, "data": {"prompts": ["x"]}, "reward": {"kind": "judge", "judge": {**whole, **judge}},
-    }  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        build(json.loads(json.dumps(values)))
-    assert caught.value.field == f"reward.{field}" and rule in caught.value.rule
+    error = refused(reward={"kind": "judge", "judge": {**whole, **judge}})
+    assert error.field == f"reward.{field}" and rule in error.rule
 
 
 def test_another_kind_refuses_a_judge():
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x"]}, "reward": {"judge": {"url": "http://a"}}}
-    with pytest.raises(ConfigError, match="goes together with reward.kind: judge"):
-        build(values)
+    assert refused(reward={"judge": {"url": "http://a"}}).field == "reward.judge.url"
