@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.statistics import score_metrics
 from mslime_plugins.graders.words import chosen_letter, f1, letters
 from tests.fixtures.least import refused
+from tests.fixtures.reward_servers import scored
 
 USER = "tests.unit.user_rewards"
 
@@ -28,20 +28,6 @@ def sample(response: str, label: Any = None, index: int = 0, **metadata: Any) ->
     s = Sample.from_prompt(4, index, [1, 2], label)
     s.response, s.metadata = response, metadata
     return s
-
-
-def scored(config: dict[str, Any], *samples: Sample) -> list[Any]:
-    """Rewards of the samples, all asked for at once; an error stands for itself."""
-
-    async def work() -> list[Any]:
-        scorer = RewardScorer(RewardConfig.model_validate(config))
-        try:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-        finally:
-            await scorer.close()
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_exact_match_takes_a_list_of_labels_as_alternatives():
@@ -174,31 +160,6 @@ def test_names_of_metrics_are_bounded_over_a_run():
 
 # ------------------------------------------------------------------------------------------------------------- http
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def from_server(handler: Handler, config: dict[str, Any], *samples: Sample) -> list[Any]:
-    """Rewards of the samples from a real HTTP server on loopback."""
-
-    async def work() -> list[Any]:
-        app = web.Application()
-        app.router.add_post("/score", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        settings = {**config, "http": {"url": f"http://127.0.0.1:{port}/score", **config.get("http", {})}}
-        scorer = RewardScorer(RewardConfig.model_validate({"kind": "http", **settings}))
-        try:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-        finally:
-            await scorer.close()
-            await runner.cleanup()
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
 
 async def lengths(request: web.Request) -> web.Response:
     rows = (await request.json())["samples"]
@@ -213,7 +174,7 @@ def test_a_served_reward_model_scores_in_batches_and_each_sample_gets_its_own():
         return await lengths(request)
 
     samples = [sample("x" * i, "label", i, source="m") for i in range(50)]
-    assert from_server(handler, {"http": {"batch_size": 8}}, *samples) == list(range(50))
+    assert scored({"http": {"batch_size": 8}}, *samples, servers=[handler]) == list(range(50))
     assert sum(sizes) == 50 and max(sizes) == 8 and len(sizes) <= 12
 
 
@@ -226,7 +187,7 @@ def test_the_server_sees_prompt_label_and_metadata_and_the_token_from_the_enviro
 
     monkeypatch.setenv("REWARD_TOKEN", "geheim")
     s = sample("r", ["a", "b"], source="m")
-    assert from_server(handler, {"http": {"auth_env": "REWARD_TOKEN"}}, s) == [2.0]
+    assert scored({"http": {"auth_env": "REWARD_TOKEN"}}, s, servers=[handler]) == [2.0]
     assert seen == [
         ("Bearer geheim", [{"prompt": None, "response": "r", "label": ["a", "b"], "metadata": {"source": "m"}}])
     ]
@@ -244,14 +205,14 @@ def test_what_a_row_may_hold_is_sent_as_it_is(value: Any):
         return web.json_response([1.0] * len(rows))
 
     samples = [sample("a", "x", value=value), sample("b", "x", 1, value=3)]
-    assert from_server(handler, {}, *samples) == [1.0, 1.0]
+    assert scored({}, *samples, servers=[handler]) == [1.0, 1.0]
     assert seen == [{"1": 2} if isinstance(value, dict) else value, 3]
 
 
 def test_a_row_that_no_json_holds_is_an_error_of_its_samples():
     """An integer of more digits than Python writes; and nobody waits for ever, or is cancelled."""
-    assert from_server(lengths, {"on_error": "zero"}, sample("a", "x", value=10**5000)) == [0.0]
-    (error,) = from_server(lengths, {}, sample("a", "x", value=10**5000))
+    assert scored({"on_error": "zero"}, sample("a", "x", value=10**5000), servers=[lengths]) == [0.0]
+    (error,) = scored({}, sample("a", "x", value=10**5000), servers=[lengths])
     assert isinstance(error, RewardError) and "cannot be written as JSON" in str(error)
 
 
@@ -308,7 +269,7 @@ def test_a_busy_server_is_asked_again():
         times["asked"] += 1
         return web.Response(status=503, text="busy") if times["asked"] < 3 else await lengths(request)
 
-    assert from_server(handler, {"http": {"retries": 3}}, sample("abc")) == [3.0] and times["asked"] == 3
+    assert scored({"http": {"retries": 3}}, sample("abc"), servers=[handler]) == [3.0] and times["asked"] == 3
 
 
 @pytest.mark.parametrize(("status", "body", "message", "asked"), [
@@ -325,10 +286,10 @@ def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int
         times["asked"] += 1
         return web.Response(status=status, text=body)
 
-    (error,) = from_server(handler, {"http": {"retries": 1}}, sample("abc"))
+    (error,) = scored({"http": {"retries": 1}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and message in error.rule
     assert times["asked"] == asked
-    assert from_server(handler, {"http": {"retries": 0}, "on_error": "zero"}, sample("abc")) == [0.0]
+    assert scored({"http": {"retries": 0}, "on_error": "zero"}, sample("abc"), servers=[handler]) == [0.0]
 
 
 def test_a_silent_server_is_given_up_after_its_limit():
@@ -336,7 +297,7 @@ def test_a_silent_server_is_given_up_after_its_limit():
         await asyncio.sleep(1)
         return web.Response()
 
-    (error,) = from_server(handler, {"timeout_s": 0.3, "http": {"retries": 1}}, sample("abc"))
+    (error,) = scored({"timeout_s": 0.3, "http": {"retries": 1}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and "did not answer within 0.3 s" in error.rule
 
 
@@ -358,7 +319,7 @@ def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
             await response.write(b"1" * 1000)
         return response
 
-    (error,) = from_server(handler, {"http": {"retries": 0}}, sample("abc"))
+    (error,) = scored({"http": {"retries": 0}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and "answered more than 10000 bytes" in error.rule
 
 

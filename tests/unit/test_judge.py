@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from mslime.config.errors import RewardError
-from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
-from mslime.rollout.contract import _Characters
 from mslime.rollout.rewards.judge import number_in
-from mslime.rollout.rewards.scorer import RewardScorer
 from tests.fixtures.least import refused
-
-FakeServer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-PATTERN = r"Score: ([-\w.]+)"
+from tests.fixtures.reward_servers import JUDGE, FakeServer, scored
 
 
 def sample(response: str, label: Any = "five", prompt: str = "2+3?", index: int = 0) -> Sample:
@@ -43,30 +37,7 @@ def says(*replies: object, asked: list[Any] | None = None) -> FakeServer:
 
 
 def scores(fakes: Sequence[FakeServer], config: dict[str, Any], *samples: Sample, kind: str = "judge") -> list[Any]:
-    """Rewards of the samples, all asked for at once, with fake servers on loopback."""
-
-    async def work() -> list[Any]:
-        async with AsyncExitStack() as stack:
-            urls = [await _url(fake, stack) for fake in fakes]
-            own = {"template": "{prompt} {response} {label}", "pattern": PATTERN} if kind == "judge" else {}
-            section = {**own, "url": urls if len(urls) > 1 else urls[0], **config.get(kind, {})}
-            settings = RewardConfig.model_validate({"kind": kind, **config, kind: section})
-            scorer = RewardScorer(settings, tokenizer=_Characters())
-            stack.push_async_callback(scorer.close)
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
-async def _url(fake: FakeServer, stack: AsyncExitStack) -> str:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", fake)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
+    return scored({"kind": kind, **config}, *samples, servers=fakes)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +187,7 @@ def test_a_silent_judge_is_given_up_after_its_limit():
     ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(judge: dict[str, Any], field: str, rule: str):
-    whole = {"url": "http://a", "template": "{response}", "pattern": PATTERN} if judge else {}
+    whole = {"url": "http://a", "template": "{response}", "pattern": JUDGE["pattern"]} if judge else {}
     error = refused(reward={"kind": "judge", "judge": {**whole, **judge}})
     assert error.field == f"reward.{field}" and rule in error.rule
 
