@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mslime.rollout.conversations.chat import session
+from mslime.rollout.conversations.chat.session import AgentClock
 
 from mslime.config.errors import RolloutError
 from mslime.config.rollout import AgentLimits
-from mslime.rollout.agents.chat import session
-from mslime.rollout.agents.chat.session import AgentClock
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
-from tests.unit.test_chat_session import LIMITS, QUESTION, SYSTEM, Chat, run
+from tests.unit.test_chat_session import LIMITS, QUESTION, SYSTEM, Chat
 
 
 class Alarm:
@@ -53,15 +53,11 @@ def made(moves: Time, ends: bool = True, **limits: float) -> AgentClock:
     return watch
 
 
-@pytest.mark.parametrize(
-    ("limits", "last", "rings", "told"),
-    [
-        ({"idle_s": 60, "wall_s": 600}, 1100, 1160, "rollout.limits.idle_s = 60"),
-        ({"idle_s": 60, "wall_s": 600}, 1570, 1600, "rollout.limits.wall_s = 600"),
-        ({"idle_s": 60, "wall_s": 600}, 1650, 1710, "rollout.limits.idle_s = 60"),
-    ],
-    ids=["nothing is asked", "the whole passes first", "the whole passed while a reply was generated"],
-)
+@pytest.mark.parametrize(("limits", "last", "rings", "told"), [
+    ({"idle_s": 60, "wall_s": 600}, 1100, 1160, "rollout.limits.idle_s = 60"),
+    ({"idle_s": 60, "wall_s": 600}, 1570, 1600, "rollout.limits.wall_s = 600"),
+    ({"idle_s": 60, "wall_s": 600}, 1650, 1710, "rollout.limits.idle_s = 60"),
+], ids=["nothing is asked", "the whole passes first", "the whole passed while a reply was generated"])  # fmt: skip
 def test_the_limit_that_passes_first_ends_the_rollout(
     monkeypatch: pytest.MonkeyPatch, limits: dict[str, float], last: float, rings: float, told: str
 ) -> None:
@@ -103,46 +99,37 @@ def test_a_request_that_comes_too_late_is_told_the_limit(monkeypatch: pytest.Mon
     assert watch.passed(alone=False) == ("wall_s", 600)
 
 
-def test_a_session_lets_the_time_run_between_its_turns_only() -> None:
-    async def work() -> None:
-        chat = Chat("a", "b", limits=LIMITS)
-        watch = chat.session._clock
-        assert watch._alarm is None
-        await chat.ask(SYSTEM, QUESTION)
-        assert watch._alarm is not None
-        chat.engine.gate.clear()
-        task = asyncio.create_task(chat.ask(QUESTION))
-        await chat.engine_waits(2)
-        assert watch._alarm is None, "a reply that waits costs the agent nothing"
-        chat.engine.gate.set()
-        await task
-        assert watch._alarm is not None
-        await chat.close()
-        assert watch._alarm is None
-
-    run(work)
+async def test_a_session_lets_the_time_run_between_its_turns_only() -> None:
+    chat = Chat("a", "b", limits=LIMITS)
+    watch = chat.session._clock
+    assert watch._alarm is None
+    await chat.ask(SYSTEM, QUESTION)
+    assert watch._alarm is not None
+    chat.engine.gate.clear()
+    task = asyncio.create_task(chat.ask(QUESTION))
+    await chat.engine_waits(2)
+    assert watch._alarm is None, "a reply that waits costs the agent nothing"
+    chat.engine.gate.set()
+    await task
+    assert watch._alarm is not None
+    await chat.close()
+    assert watch._alarm is None
 
 
 @pytest.mark.parametrize("limit", ["idle_s", "wall_s"])
-def test_a_function_that_waits_for_a_dead_agent_ends_by_the_limits_name(
+async def test_a_function_that_waits_for_a_dead_agent_ends_by_the_limits_name(
     tmp_path: Path, limit: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One rollout of three waits for ever: it fails the run, or is dropped, and the others count."""
-
-    async def work() -> None:
-        settings = {"function": "tests.unit.user_agents:waits_for_a_dead_agent", "group_size": 3,
-                    "renderer": "tests.unit.user_agents:plain", "limits": {limit: 0.5}}  # fmt: skip
-        told = rf"waited for an agent that asks nothing any more \(rollout.limits.{limit} = 0.5\)"
-        service = make_service(run_config(tmp_path, **settings), FakeSlowEngine(lambda group, index: 9))
-        with pytest.raises(RolloutError, match=f"'group 1, response 0': {told}"):
-            await service.take(0)
-        await service.close()
-        service = make_service(
-            run_config(tmp_path, on_error="drop", **settings), FakeSlowEngine(lambda group, index: 9)
-        )
-        batch = await service.take(0)
-        assert {g.group_id: g.numbers for g in batch.groups}[1] == [1, 2]
-        assert batch.metrics["rollout/failed_rollouts"] == 1 and f"rollout.limits.{limit}" in capfd.readouterr().out
-        await service.close()
-
-    run(work)
+    settings = {"function": "tests.unit.user_agents:waits_for_a_dead_agent", "group_size": 3,
+                "renderer": "tests.unit.user_agents:plain", "limits": {limit: 0.5}}  # fmt: skip
+    told = rf"waited for an agent that asks nothing any more \(rollout.limits.{limit} = 0.5\)"
+    service = make_service(run_config(tmp_path, **settings), FakeSlowEngine(lambda group, index: 9))
+    with pytest.raises(RolloutError, match=f"'group 1, response 0': {told}"):
+        await service.take(0)
+    await service.close()
+    service = make_service(run_config(tmp_path, on_error="drop", **settings), FakeSlowEngine(lambda group, index: 9))
+    batch = await service.take(0)
+    assert {g.group_id: g.numbers for g in batch.groups}[1] == [1, 2]
+    assert batch.metrics["rollout/failed_rollouts"] == 1 and f"rollout.limits.{limit}" in capfd.readouterr().out
+    await service.close()

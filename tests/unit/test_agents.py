@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mslime.rollout.conversations.chat.session import REASONS
 
-from mslime.config.errors import ConfigError, RolloutError
-from mslime.config.loader import build
+from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
-from mslime.rollout.agents.chat.session import REASONS
 from mslime.rollout.contract import check_rollout
+from tests.fixtures.least import least, refused
 
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -135,35 +135,22 @@ def test_an_error_of_the_function_after_a_reply_is_its_own() -> None:
         rolled("dies", "x")
 
 
-@pytest.mark.parametrize(
-    ("server", "field", "rule"),
-    [
-        ({"host": "10.1.2.3"}, "rollout.server.token", "would be reached by others"),
-        ({"host": "0.0.0.0", "token": "env:T"}, "rollout.server.host", "no address under which agents find"),
-        ({"token": " "}, "rollout.server.token", "not empty"),
-        ({"port": 70000}, "rollout.server.port", "65535"),
-    ],
-)
+@pytest.mark.parametrize(("server", "field", "rule"), [
+    ({"host": "10.1.2.3"}, "rollout.server.token", "would be reached by others"),
+    ({"host": "0.0.0.0", "token": "env:T"}, "rollout.server.host", "no address under which agents find"),
+    ({"token": " "}, "rollout.server.token", "not empty"),
+    ({"port": 70000}, "rollout.server.port", "65535"),
+])  # fmt: skip
 def test_a_server_that_others_could_reach_needs_a_token(server: dict[str, object], field: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule) as told:
-        config(server=server)
-    assert told.value.field == field
-
-
-def config(**rollout: object) -> object:
-    return build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": rollout})
+    error = refused(rollout={"server": server})
+    assert error.field == field and rule in error.rule
 
 
 def test_the_servers_token_is_not_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = build({
-        "model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"server": {"token": "hush"}},
-    })  # fmt: skip
+    made = least(rollout={"server": {"token": "hush"}})
     assert "hush" not in yaml.safe_dump(made.as_dict()) and made.rollout.server.secret() == "hush"
     monkeypatch.setenv("AGENTS", "quiet")
-    named = build({
-        "model": {"path": "."}, "data": {"prompts": ["p.jsonl"]},
-        "rollout": {"server": {"token": "env:AGENTS", "host": "::1"}},
-    })  # fmt: skip
+    named = least(rollout={"server": {"token": "env:AGENTS", "host": "::1"}})
     assert named.rollout.server.secret() == "quiet"
 
 

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.algorithms.advantages import (
-    STD_EPS,
-    group_rewards,
-    process_advantages,
-    rollout_advantages,
-)
+from mslime.algorithms.advantages import STD_EPS, group_rewards, process_advantages, rollout_advantages
 from mslime.config.algorithm import GROUP_RELATIVE, AdvantageName
 from mslime.config.errors import RewardError, UserError
 

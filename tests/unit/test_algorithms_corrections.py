@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from mslime.algorithms.statistics import finalise
 from mslime.config.algorithm import PRESETS, CorrectionConfig
 from mslime.config.errors import ConfigError
 
-from . import algorithms_reference as reference
 from .algorithms_reference import Tokens, random_tokens
 from .test_algorithms_losses import LENGTHS, algorithm, as_inputs, check_against_reference, corrections
 
@@ -35,14 +33,9 @@ def two_segments(rho: list[float], pi_over_mu: list[float] | None = None, advant
     old = mu + np.log(rho)
     current = old if pi_over_mu is None else mu + np.log(pi_over_mu)
     return replace(
-        tokens,
-        log_probs=current,
-        old=old,
-        behaviour=mu,
-        advantages=np.full(4, advantage),
-        weights=np.full(4, 0.25),
+        tokens, log_probs=current, old=old, behaviour=mu, advantages=np.full(4, advantage), weights=np.full(4, 0.25),
         ages=np.array([3, 3, 0, 0]),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None)
@@ -145,14 +138,6 @@ def test_opsm_reports_the_fraction_of_sequences_whole_and_split() -> None:
     assert metrics["correction/masked_fraction"] == pytest.approx(12 / 20)
 
 
-def test_opsm_sees_staleness_that_a_recomputed_old_policy_hides() -> None:
-    """slime and miles compare with their own recompute, where one step a rollout gives a divergence of exactly 0."""
-    tokens = two_segments([0.7] * 4, [0.7] * 4, advantage=-1.0)
-    inputs = replace(as_inputs(tokens), old_log_probs=None)
-    metrics = finalise(policy_loss(inputs, algorithm(CorrectionConfig(preset="opsm"))).statistics)
-    assert metrics["correction/masked_sequences"] == 1.0
-
-
 def test_weights_carry_no_gradient() -> None:
     tokens = random_tokens(np.random.default_rng(5), LENGTHS, 0.4)
     for preset in PRESETS:
@@ -167,15 +152,10 @@ def test_a_rejection_changes_the_numerator_only() -> None:
     assert metrics["loss/policy"] == pytest.approx(-0.25 * 3), "three quarters, not three thirds"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"outward_only": True},
-        {"preset": "geo_rs", "outward_only": True},
-        {"max_age": -1},
-        {"max_age": 1, "old_weight": 1.0},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"outward_only": True}, {"preset": "geo_rs", "outward_only": True}, {"max_age": -1},
+    {"max_age": 1, "old_weight": 1.0},
+])  # fmt: skip
 def test_senseless_bounds_by_age_and_direction_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises((ConfigError, ValueError)):
         CorrectionConfig(**fields)  # pyright: ignore[reportArgumentType]
@@ -214,12 +194,3 @@ def test_a_correction_that_needs_what_the_shard_lacks_says_so() -> None:
         policy_loss(inputs, algorithm(CorrectionConfig(max_age=1)))
     with pytest.raises(AssertionError, match="segments"):
         policy_loss(inputs, algorithm(CorrectionConfig(level="segment")))
-
-
-def test_reference_and_code_agree_on_what_presets_do_to_garbage() -> None:
-    tokens = random_tokens(np.random.default_rng(3), LENGTHS, 40.0)
-    for preset in PRESETS:
-        got = finalise(policy_loss(as_inputs(tokens), algorithm(CorrectionConfig(preset=preset))).statistics)
-        want = reference.policy_loss(tokens, algorithm(CorrectionConfig(preset=preset)))
-        assert got["correction/masked_sequences"] == pytest.approx(want["correction/masked_sequences"])
-        assert torch.isfinite(torch.tensor(list(got.values()))).all()

@@ -87,21 +87,12 @@ def inputs_of(batch: MicroBatch, shard: TrainShard, theta: Tensor) -> PolicyLoss
         return torch.from_numpy(batch.slicer.at_targets(of_shard(column, shard), 0.0))
 
     return PolicyLossInputs(
-        log_probs=theta[index],
-        behaviour_log_probs=batch.behaviour_log_probs.double(),
-        advantages=batch.advantages.double(),
-        mask=batch.loss_mask,
-        weights=batch.weights.double(),
-        sequence_index=batch.sequence_index,
-        num_sequences=batch.num_sequences,
-        old_log_probs=known(OLD),
-        reference_log_probs=known(REFERENCE),
-        entropy=theta[index].square(),
-        segment_index=batch.segment_index,
-        num_segments=batch.num_segments,
-        ages=batch.ages,
-        positions=batch.positions,
-    )
+        log_probs=theta[index], behaviour_log_probs=batch.behaviour_log_probs.double(),
+        advantages=batch.advantages.double(), mask=batch.loss_mask, weights=batch.weights.double(),
+        sequence_index=batch.sequence_index, num_sequences=batch.num_sequences, old_log_probs=known(OLD),
+        reference_log_probs=known(REFERENCE), entropy=theta[index].square(), segment_index=batch.segment_index,
+        num_segments=batch.num_segments, ages=batch.ages, positions=batch.positions,
+    )  # fmt: skip
 
 
 def step(
@@ -109,14 +100,9 @@ def step(
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """(loss, gradient [tokens], metrics) of the whole step in a layout."""
     (shards,) = build_shards(
-        SAMPLES,
-        ADVANTAGES,
-        ParallelLayout(dp=dp, cp=cp),
-        budget,
-        loss_aggregation=config.loss_aggregation,
-        packed=packed,
-        version=3,
-    )
+        SAMPLES, ADVANTAGES, ParallelLayout(dp=dp, cp=cp), budget, loss_aggregation=config.loss_aggregation,
+        packed=packed, version=3,
+    )  # fmt: skip
     theta = torch.tensor(columns(4, 0.1), requires_grad=True)
     total, loss = LossStatistics.zeros(), torch.zeros((), dtype=torch.float64)
     for shard in shards:

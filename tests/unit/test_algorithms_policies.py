@@ -19,7 +19,8 @@ from mslime.config.algorithm import POLICY_LOSSES, PRESETS, AlgorithmConfig, Cor
 from . import algorithms_reference as reference
 from . import losses_reference
 from .algorithms_reference import Tokens, random_tokens
-from .test_algorithms_losses import LENGTHS, as_inputs, merged, on_ranks
+from .test_algorithms_losses import LENGTHS, as_inputs, corrections, merged, on_ranks
+from .test_algorithms_losses import algorithm as with_penalties
 
 STOPS_GRADIENTS = ("cispo", "topr", "dppo_tv", "reinforce")
 
@@ -32,16 +33,12 @@ def algorithm(loss: str, **fields: object) -> AlgorithmConfig:
 def configs(draw: st.DrawFn, losses: tuple[str, ...] = tuple(LOSSES)) -> AlgorithmConfig:
     level = draw(st.sampled_from(["token", "sequence"]))
     return algorithm(
-        draw(st.sampled_from(losses)),
-        clip_low=draw(st.sampled_from([0.02, 0.2, 1.0])),
-        clip_high=draw(st.sampled_from([0.01, 0.28, 4.0])),
-        clip_dual=draw(st.sampled_from([None, 1.5])),
-        topr={"level": level},
-        kimi={"level": level, "tau": 0.3},
-        dppo={"ratio_cap": draw(st.sampled_from([1.2, 20.0]))},
-        ipo={"kl_tau": 0.05},
+        draw(st.sampled_from(losses)), clip_low=draw(st.sampled_from([0.02, 0.2, 1.0])),
+        clip_high=draw(st.sampled_from([0.01, 0.28, 4.0])), clip_dual=draw(st.sampled_from([None, 1.5])),
+        topr={"level": level}, kimi={"level": level, "tau": 0.3},
+        dppo={"ratio_cap": draw(st.sampled_from([1.2, 20.0]))}, ipo={"kl_tau": 0.05},
         correction={"preset": draw(st.sampled_from(["tis", "bypass", "seq_tis"]))},
-    )
+    )  # fmt: skip
 
 
 def test_the_page_about_algorithms_has_every_loss_and_preset_with_its_numbers() -> None:
@@ -111,8 +108,10 @@ def test_losses_without_stopped_gradients_pass_gradcheck(loss: str) -> None:
     assert torch.autograd.gradcheck(total, as_inputs(tokens).log_probs)
 
 
-@settings(max_examples=80, deadline=None)
-@given(config=configs(), seed=st.integers(0, 2**31), ranks=st.integers(2, 4))
+@settings(max_examples=120, deadline=None)
+@given(
+    config=st.one_of(configs(), corrections().map(with_penalties)), seed=st.integers(0, 2**31), ranks=st.integers(2, 4)
+)
 def test_responses_split_over_ranks_give_the_same_loss_gradient_and_metrics(config, seed, ranks) -> None:
     rng, tokens = np.random.default_rng(seed), step(seed, 0.5)
     owner = rng.integers(0, ranks, len(tokens.mask))
@@ -152,12 +151,14 @@ def test_on_policy_every_gradient_is_the_policy_gradient(loss: str) -> None:
     tokens = step(9)
     same = replace(tokens, old=tokens.log_probs, behaviour=tokens.log_probs)
     inputs = as_inputs(same)
-    output = policy_loss(inputs, algorithm(loss))
+    config = algorithm(loss)
+    output = policy_loss(inputs, config)
     output.loss.backward()
     expected = -tokens.weights * tokens.advantages
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), expected, rtol=1e-12, atol=1e-15)
     metrics = finalise(output.statistics)
-    assert metrics["loss/clip_fraction"] == 0
+    assert metrics["loss/clip_fraction"] == 0 and metrics["mismatch/kl"] == 0 and metrics["mismatch/ratio_p99"] == 1
+    assert config.correction.reference == "rollout" or metrics["correction/effective_share"] == 1
     assert (metrics["loss/ratio_p01"], metrics["loss/ratio_p50"], metrics["loss/ratio_p99"]) == (1, 1, 1)
 
 
@@ -203,13 +204,9 @@ def one_response(ratios: list[float], advantage: float) -> Tokens:
     tokens = random_tokens(np.random.default_rng(0), [len(ratios)], 0.0, mask_share=1.0)
     old = np.full(len(ratios), np.log(0.2))
     return replace(
-        tokens,
-        log_probs=old + np.log(ratios),
-        old=old,
-        behaviour=old,
-        advantages=np.full(len(ratios), advantage),
+        tokens, log_probs=old + np.log(ratios), old=old, behaviour=old, advantages=np.full(len(ratios), advantage),
         weights=np.ones(len(ratios)),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -233,19 +230,10 @@ def test_gradients_by_hand(loss: str, advantage: float, gradient: list[float]) -
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), gradient, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "advantage", "below", "above"),
-    [
-        ("ppo", 1.0, 0, 1 / 3),
-        ("ppo", -1.0, 1 / 3, 0),
-        ("cispo", 1.0, 0, 0),
-        ("gmpo", 1.0, 0, 1 / 3),
-        ("gmpo", -1.0, 1 / 3, 0),
-        ("dppo_tv", 1.0, 0, 1 / 3),
-        ("ipo", 1.0, 0, 1 / 3),
-        ("sapo", 1.0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("loss", "advantage", "below", "above"), [
+    ("ppo", 1.0, 0, 1 / 3), ("ppo", -1.0, 1 / 3, 0), ("cispo", 1.0, 0, 0), ("gmpo", 1.0, 0, 1 / 3),
+    ("gmpo", -1.0, 1 / 3, 0), ("dppo_tv", 1.0, 0, 1 / 3), ("ipo", 1.0, 0, 1 / 3), ("sapo", 1.0, 0, 0),
+])  # fmt: skip
 def test_clip_fractions_by_side(loss: str, advantage: float, below: float, above: float) -> None:
     bounds = {"clip_high": 0.15, "clip_low": 0.15} if loss in ("dppo_tv", "ipo") else {}
     metrics = finalise(
@@ -336,14 +324,9 @@ def test_the_unbiased_kl_has_the_gradient_of_the_divergence_whoever_sampled(kind
     n = len(mu)
     inputs = as_inputs(random_tokens(rng, [n], 0.0, mask_share=1.0))
     inputs = replace(
-        inputs,
-        log_probs=log_pi,
-        behaviour_log_probs=torch.tensor(np.log(mu)),
-        old_log_probs=torch.tensor(np.log(mu)),
-        reference_log_probs=log_ref,
-        weights=torch.tensor(mu),
-        advantages=torch.zeros(n, dtype=torch.float64),
-    )
+        inputs, log_probs=log_pi, behaviour_log_probs=torch.tensor(np.log(mu)), old_log_probs=torch.tensor(np.log(mu)),
+        reference_log_probs=log_ref, weights=torch.tensor(mu), advantages=torch.zeros(n, dtype=torch.float64),
+    )  # fmt: skip
     config = algorithm("ppo", kl_coef=1.0, kl_type=kind, kl_unbiased=True)
     output = policy_loss(inputs, config)
     (got,) = torch.autograd.grad(output.loss, logits)

@@ -54,16 +54,10 @@ def advantages_by_sample(shard: TrainShard) -> list[float]:
     return [float(shard.advantages[spans[i][1] - 1]) for i in sorted(spans)]
 
 
-@pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        ("grpo", [1.1547, -0.57735, -0.57735]),
-        ("rloo", [1.0, -0.5, -0.5]),
-        ("maxrl", [2.0, -1.0, -1.0]),
-        ("reinforce_pp_baseline", [2 / 3, -1 / 3, -1 / 3]),
-        ("reinforce_pp", [0.0, 0.0, 0.0]),
-    ],
-)
+@pytest.mark.parametrize(("advantage", "expected"), [
+    ("grpo", [1.1547, -0.57735, -0.57735]), ("rloo", [1.0, -0.5, -0.5]), ("maxrl", [2.0, -1.0, -1.0]),
+    ("reinforce_pp_baseline", [2 / 3, -1 / 3, -1 / 3]), ("reinforce_pp", [0.0, 0.0, 0.0]),
+])  # fmt: skip
 def test_the_named_advantage_reaches_the_shard(advantage: str, expected: list[float]) -> None:
     shard = only_shard([make_group(0, [1.0, 0.0, 0.0])], make_config(algorithm={"advantage": advantage}))
     assert advantages_by_sample(shard) == pytest.approx(expected, abs=1e-4)
@@ -115,17 +109,12 @@ def test_metrics_of_a_step_have_known_names_and_count_rollouts() -> None:
     metrics = assemble(groups, make_config(), version=3).metrics
     assert all(is_known(name) for name in metrics), metrics
     expected = {
-        "rollout/rollouts": 5,
-        "reward/zero_variance_share": 0.5,
-        "reward/group_std": 0.25,
-        "reward/source/math.jsonl/mean": 0.5,
-        "reward/source/math.jsonl/rollouts": 2,
-        "reward/source/code.jsonl/rollouts": 2,
-        "reward/source/code_easy/mean": 0.5,
+        "rollout/rollouts": 5, "reward/zero_variance_share": 0.5, "reward/group_std": 0.25,
+        "reward/source/math.jsonl/mean": 0.5, "reward/source/math.jsonl/rollouts": 2,
+        "reward/source/code.jsonl/rollouts": 2, "reward/source/code_easy/mean": 0.5,
         "advantage/max": pytest.approx(0.5**0.5, abs=1e-4),
-        "advantage/mean": pytest.approx((1 - 2 - 3) * 0.5**0.5 / 12, abs=1e-4),
-        "packing/micro_batches": 1,
-    }
+        "advantage/mean": pytest.approx((1 - 2 - 3) * 0.5**0.5 / 12, abs=1e-4), "packing/micro_batches": 1,
+    }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
     whitened = assemble(groups, make_config(algorithm={"advantage": "reinforce_pp"}), version=3).metrics
     assert "advantage/mean" not in whitened  # the trainer's to report
@@ -154,19 +143,16 @@ def test_parts_and_process_rewards_survive_a_resume() -> None:
     assert back.samples[0].process_rewards == [(4, 0.5)] and back.samples[1].process_rewards == []
 
 
-@pytest.mark.parametrize(
-    ("sections", "field"),
-    [
-        ({"critic": {"lr": 1e-4}}, "critic.lr"),
-        ({"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 100}}, "critic.warmup_steps"),
-        ({"algorithm": {"advantage": "gae"}, "critic": {"min_lr": 1e-4}}, "critic.min_lr"),
-        ({"algorithm": {"advantage": "gae"}, "critic": {"lr_warmup_steps": 100}}, "critic.lr_warmup_steps"),
-        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage"),
-        ({"algorithm": {"opd_coef": 0.5}}, "model.teacher_path"),
-        ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
-        ({"algorithm": {"advantage": "maxrl"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "field"), [
+    ({"critic": {"lr": 1e-4}}, "critic.lr"),
+    ({"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 100}}, "critic.warmup_steps"),
+    ({"algorithm": {"advantage": "gae"}, "critic": {"min_lr": 1e-4}}, "critic.min_lr"),
+    ({"algorithm": {"advantage": "gae"}, "critic": {"lr_warmup_steps": 100}}, "critic.lr_warmup_steps"),
+    ({"algorithm": {"advantage": "none"}}, "algorithm.advantage"),
+    ({"algorithm": {"opd_coef": 0.5}}, "model.teacher_path"),
+    ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
+    ({"algorithm": {"advantage": "maxrl"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
+])  # fmt: skip
 def test_advantages_without_what_they_need_are_refused(sections: dict[str, dict[str, object]], field: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s){field} = .*way out"):
         make_config(**sections)

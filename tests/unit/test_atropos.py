@@ -29,6 +29,7 @@ from mslime.rollout.protocols import EngineLimits
 from mslime.run.assemble import grouped_rewards, sample_advantages
 from mslime_plugins.atropos.leases import HandedIn, Leases
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment
+from tests.fixtures.least import refused
 from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.rollout_fakes import MODEL, FakeScorer, FakeSlowEngine, publish
 
@@ -111,6 +112,7 @@ def test_a_group_is_trained_with_the_tokens_that_were_recorded_and_the_environme
     async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         assert (await env.hand_in(replies, [1.0, -1.0], inference_logprobs=[[0.0]] * 2))[0] == 200
+        assert not len(service.manager._workflow._recorded), "what was handed in is not kept"  # type: ignore[attr-defined]
 
     batch = trained_step(tmp_path, play)
     assert [s.reward for s in batch.samples] == [1.0, -1.0]
@@ -149,26 +151,23 @@ def test_masks_of_the_environment_hold_and_are_in_the_ledger(tmp_path: Path) -> 
     books_hold(batch.metrics)
 
 
-def test_a_reply_that_crosses_a_weight_update_has_both_versions(tmp_path: Path) -> None:
-    async def work() -> None:
-        config = config_of(tmp_path, max_staleness=1)
-        engines = FakeSlowEngine(lambda group, index: 40)
-        service = service_of(config, engines)
-        first = asyncio.create_task(service.take(0))
-        async with running(config, service) as env:
-            await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-            slow = asyncio.create_task(env.generate(PROMPT, n=2))
-            await first
-            while not engines.at_work or max(len(v) for v, _ in engines.at_work.values()) < 3:
-                await asyncio.sleep(0)
-            await publish(service, engines, 1)
-            await env.hand_in(await slow, [1.0, 0.0])
-            batch = await service.take(1)
-            for sample in batch.samples:
-                assert_whole(sample)
-                assert [s.version for s in sample.segments] == [None, 0, 1]
-
-    asyncio.run(work())
+async def test_a_reply_that_crosses_a_weight_update_has_both_versions(tmp_path: Path) -> None:
+    config = config_of(tmp_path, max_staleness=1)
+    engines = FakeSlowEngine(lambda group, index: 40)
+    service = service_of(config, engines)
+    first = asyncio.create_task(service.take(0))
+    async with running(config, service) as env:
+        await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
+        slow = asyncio.create_task(env.generate(PROMPT, n=2))
+        await first
+        while not engines.at_work or max(len(v) for v, _ in engines.at_work.values()) < 3:
+            await asyncio.sleep(0)
+        await publish(service, engines, 1)
+        await env.hand_in(await slow, [1.0, 0.0])
+        batch = await service.take(1)
+        for sample in batch.samples:
+            assert_whole(sample)
+            assert [s.version for s in sample.segments] == [None, 0, 1]
 
 
 async def not_trained(env: WireEnvironment, group: dict[str, Any], reason: str, said: str) -> None:
@@ -181,58 +180,29 @@ async def not_trained(env: WireEnvironment, group: dict[str, Any], reason: str, 
 Change = Callable[[list[Sampled]], dict[str, Any]]
 
 
-def retokenised(s: list[Sampled]) -> dict[str, Any]:
-    s[1].tokens[6] = s[1].masks[6] = 66
-    return {}
+def spliced(number: int, start: int, end: int, *ids: int) -> Change:
+    """Tokens and masks of one sequence are `ids` from `start` to `end`."""
+
+    def change(s: list[Sampled]) -> dict[str, Any]:
+        s[number].tokens[start:end] = s[number].masks[start:end] = ids
+        return {}
+
+    return change
 
 
-def another_end(s: list[Sampled]) -> dict[str, Any]:
-    s[1].tokens[-1] = s[1].masks[-1] = 66
-    return {}
-
-
-def without_its_end(s: list[Sampled]) -> dict[str, Any]:
-    del s[0].tokens[-1], s[0].masks[-1]
-    return {}
-
-
-def with_a_tail(s: list[Sampled]) -> dict[str, Any]:
-    s[0].tokens.append(65)
-    s[0].masks.append(65)
-    return {}
-
-
-def with_the_prompt(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks[1] = s[0].tokens[1]
-    return {}
-
-
-def longer_mask(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks.append(-100)
-    return {}
-
-
-def wrong_mask(s: list[Sampled]) -> dict[str, Any]:
-    s[0].masks[-1] += 1
-    return {}
-
-
-def only_masked(s: list[Sampled]) -> dict[str, Any]:
-    for one in s:
-        one.masks[:] = [-100] * len(one.masks)
-    return {}
+retokenised = spliced(1, 6, 7, 66)
 
 
 @pytest.mark.parametrize(("change", "reason", "said"), [
     (retokenised, "unknown_sequence", "at token 6 of 9"),
-    (another_end, "unknown_sequence", "at token 8 of 9 it has [66]"),
-    (without_its_end, "unknown_sequence", "at token 8 of 8 it has its end"),
+    (spliced(1, 8, 9, 66), "unknown_sequence", "at token 8 of 9 it has [66]"),
+    (spliced(0, 8, 9), "unknown_sequence", "at token 8 of 8 it has its end"),
     (lambda s: {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2}, "unknown_sequence", "sequence 0"),
-    (with_a_tail, "not_sampled", "tokens 9 to 10"),
-    (with_the_prompt, "not_sampled", "tokens 1 to 2"),
-    (longer_mask, "malformed", "masks[0] = '10 entries' must be as long as its 9 tokens"),
-    (wrong_mask, "malformed", "must be -100 or the token, 108"),
-    (only_masked, "nothing_new", "every reply in the group is trained already"),
+    (spliced(0, 9, 9, 65), "not_sampled", "tokens 9 to 10"),
+    (lambda s: {"masks": [[-100, s[0].tokens[1], *s[0].masks[2:]], s[1].masks]}, "not_sampled", "tokens 1 to 2"),
+    (lambda s: {"masks": [[*s[0].masks, -100], s[1].masks]}, "malformed", "masks[0] = '10 entries' must be as long as"),
+    (lambda s: {"masks": [[*s[0].masks[:-1], 109], s[1].masks]}, "malformed", "must be -100 or the token, 108"),
+    (lambda s: {"masks": [[-100] * 9] * 2}, "nothing_new", "every reply in the group is trained already"),
     (lambda s: {"scores": [1.0]}, "malformed", "scores = '1 entries' must have 2"),
     (lambda s: {"scores": [1.0, "x"]}, "malformed", "scores[1] = 'x' must be a finite number"),
     (lambda s: {"tokens": []}, "malformed", "tokens = []"),
@@ -326,50 +296,43 @@ def test_a_smaller_group_counts_with_the_rollouts_that_it_has(tmp_path: Path) ->
     assert [s.reward for s in batch.samples] == [1.0, 0.0] and batch.metrics["rollout/failed_rollouts"] == 0
 
 
-def test_an_environment_is_told_how_many_groups_are_wanted(tmp_path: Path) -> None:
+async def test_an_environment_is_told_how_many_groups_are_wanted(tmp_path: Path) -> None:
     """Atropos begins `max_batches_offpolicy * batch_size / group_size - queue_size` groups."""
-
-    async def work() -> None:
-        config = config_of(tmp_path, groups_per_step=3, atropos={"waiting": 1}, on_error="drop")
-        service = service_of(config)
-        taking = asyncio.create_task(service.take(0))
-        async with running(config, service) as env:
-            info = (await env.ask("GET", "/info"))[1]
-            begun = info["batch_size"] // env.group_size
-            assert begun - (await env.status())["queue_size"] == 3
-            for left in (2, 1, 0):
-                await env.hand_in(await env.generate([*PROMPT, left + 1], n=2), [1.0, 0.0])
-                if left:
-                    await asyncio.sleep(0.05)
-                    assert begun - (await env.status())["queue_size"] == left
-            await taking
-            assert begun - (await env.status())["queue_size"] == 0
-            waits = asyncio.create_task(env.generate([*PROMPT, 9], n=2))
-            await asyncio.sleep(0.05)
-            assert not waits.done(), "nothing is generated while the trainer works"
-            await publish(service, service.manager._engines, 1)  # type: ignore[arg-type]
-            second = asyncio.create_task(service.take(1))
-            groups = [await waits, *[await env.generate([*PROMPT, 20 + i], n=2) for i in range(4)]]
-            for i, group in enumerate(groups):
-                status, told = await env.hand_in(group, [1.0, 0.0])
-                assert status == (200 if i < 4 else 422), told
-            assert "rollout.atropos.waiting" in told["detail"]
-            assert (await env.status())["self_queue_size"] in (0, 1)
-            await second
-            assert service.books.counters.total["atropos/no_room"] == 1
-
-    asyncio.run(work())
+    config = config_of(tmp_path, groups_per_step=3, atropos={"waiting": 1}, on_error="drop")
+    service = service_of(config)
+    taking = asyncio.create_task(service.take(0))
+    async with running(config, service) as env:
+        info = (await env.ask("GET", "/info"))[1]
+        begun = info["batch_size"] // env.group_size
+        assert begun - (await env.status())["queue_size"] == 3
+        for left in (2, 1, 0):
+            await env.hand_in(await env.generate([*PROMPT, left + 1], n=2), [1.0, 0.0])
+            if left:
+                await asyncio.sleep(0.05)
+                assert begun - (await env.status())["queue_size"] == left
+        await taking
+        assert begun - (await env.status())["queue_size"] == 0
+        waits = asyncio.create_task(env.generate([*PROMPT, 9], n=2))
+        await asyncio.sleep(0.05)
+        assert not waits.done(), "nothing is generated while the trainer works"
+        await publish(service, service.manager._engines, 1)  # type: ignore[arg-type]
+        second = asyncio.create_task(service.take(1))
+        groups = [await waits, *[await env.generate([*PROMPT, 20 + i], n=2) for i in range(4)]]
+        for i, group in enumerate(groups):
+            status, told = await env.hand_in(group, [1.0, 0.0])
+            assert status == (200 if i < 4 else 422), told
+        assert "rollout.atropos.waiting" in told["detail"]
+        assert (await env.status())["self_queue_size"] in (0, 1)
+        await second
+        assert service.books.counters.total["atropos/no_room"] == 1
 
 
-def test_environments_that_are_silent_or_missing_are_told_of(tmp_path: Path) -> None:
-    async def work() -> None:
-        config = config_of(tmp_path, atropos={"silent_s": 0.2})
-        service = service_of(config)
-        with pytest.raises(RolloutError, match=r"(?s)no environment has asked for anything.*silent_s.*/v1"):
-            await service.take(0)
-        await service.close()
-
-    asyncio.run(work())
+async def test_environments_that_are_silent_or_missing_are_told_of(tmp_path: Path) -> None:
+    config = config_of(tmp_path, atropos={"silent_s": 0.2})
+    service = service_of(config)
+    with pytest.raises(RolloutError, match=r"(?s)no environment has asked for anything.*silent_s.*/v1"):
+        await service.take(0)
+    await service.close()
 
 
 def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) -> None:
@@ -390,55 +353,41 @@ def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) 
     books_hold(batch.metrics)
 
 
-def test_what_was_handed_in_is_not_kept(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
+async def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_others(tmp_path: Path) -> None:
+    config = config_of(tmp_path, groups_per_step=2)
+    service = service_of(config)
+    taking = asyncio.create_task(service.take(0))
+    async with running(config, service) as env:
         await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-        assert not len(service.manager._workflow._recorded)  # type: ignore[attr-defined]
-
-    trained_step(tmp_path, play)
-
-
-def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_others(tmp_path: Path) -> None:
-    async def work() -> None:
-        config = config_of(tmp_path, groups_per_step=2)
-        service = service_of(config)
-        taking = asyncio.create_task(service.take(0))
-        async with running(config, service) as env:
-            await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-            await asyncio.sleep(0.05)
-            await service.drain()
-            taking.cancel()
-            header, columns = service.state_dict()
-        again = service_of(config_of(tmp_path, groups_per_step=2))
-        await again.continue_from(header, columns)
-        assert len(again.books.accepted) == 1
-        config = again._config
-        step = asyncio.create_task(again.take(0))
-        async with running(config, again) as env:
-            await env.hand_in(await env.generate([*PROMPT, 7], n=2), [0.0, 1.0])
-            batch = await step
-        assert [s.prompt_length for s in batch.samples] == [4, 4, 5, 5]
-
-    asyncio.run(work())
+        await asyncio.sleep(0.05)
+        await service.drain()
+        taking.cancel()
+        header, columns = service.state_dict()
+    again = service_of(config_of(tmp_path, groups_per_step=2))
+    await again.continue_from(header, columns)
+    assert len(again.books.accepted) == 1
+    config = again._config
+    step = asyncio.create_task(again.take(0))
+    async with running(config, again) as env:
+        await env.hand_in(await env.generate([*PROMPT, 7], n=2), [0.0, 1.0])
+        batch = await step
+    assert [s.prompt_length for s in batch.samples] == [4, 4, 5, 5]
 
 
-def test_a_group_that_an_earlier_process_began_is_not_filled_with_another(tmp_path: Path) -> None:
-    async def work() -> None:
-        config = config_of(tmp_path, groups_per_step=1, group_size=3)
-        service = service_of(config)
-        group = service.begin(NoPrompts().next())
-        for number in (0, 1):
-            sample = group.samples[number]
-            sample.extend([9], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
-            sample.turns, sample.reward, sample.status = [(1, 1)], float(number), SampleStatus.COMPLETED
-            service.books.generated(sample, 1)
-        service.books.put_back(group)
-        taking = asyncio.create_task(service.take(0))
-        async with running(config, service):
-            batch = await taking
-        assert [s.reward for s in batch.samples] == [0.0, 1.0], "with what it has, not with another group's rollout"
-
-    asyncio.run(work())
+async def test_a_group_that_an_earlier_process_began_is_not_filled_with_another(tmp_path: Path) -> None:
+    config = config_of(tmp_path, groups_per_step=1, group_size=3)
+    service = service_of(config)
+    group = service.begin(NoPrompts().next())
+    for number in (0, 1):
+        sample = group.samples[number]
+        sample.extend([9], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
+        sample.turns, sample.reward, sample.status = [(1, 1)], float(number), SampleStatus.COMPLETED
+        service.books.generated(sample, 1)
+    service.books.put_back(group)
+    taking = asyncio.create_task(service.take(0))
+    async with running(config, service):
+        batch = await taking
+    assert [s.reward for s in batch.samples] == [0.0, 1.0], "with what it has, not with another group's rollout"
 
 
 def test_advantages_of_the_environment_are_those_that_are_trained(tmp_path: Path) -> None:
@@ -538,25 +487,22 @@ def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
         assert_whole(sample)
 
 
-def test_a_token_is_a_part_of_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_is_a_part_of_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_TOKEN", "s3cret")
 
-    async def work() -> None:
-        config = config_of(tmp_path, atropos={"token": "env:ATROPOS_TOKEN"})
-        service = service_of(config)
-        taking = asyncio.create_task(service.take(0))
-        url = f"http://127.0.0.1:{config.rollout.atropos.port}"
-        async with environment(f"{url}/s3cret") as env:
-            env.url = url
-            for path in ("/status", "/scored_data", "/generate", "/v1/chat/completions"):
-                async with env._http.request("POST", url + path, json={}) as response:
-                    assert response.status == 404
-            env.url = f"{url}/s3cret"
-            await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-            await taking
-        await service.close()
-
-    asyncio.run(work())
+    config = config_of(tmp_path, atropos={"token": "env:ATROPOS_TOKEN"})
+    service = service_of(config)
+    taking = asyncio.create_task(service.take(0))
+    url = f"http://127.0.0.1:{config.rollout.atropos.port}"
+    async with environment(f"{url}/s3cret") as env:
+        env.url = url
+        for path in ("/status", "/scored_data", "/generate", "/v1/chat/completions"):
+            async with env._http.request("POST", url + path, json={}) as response:
+                assert response.status == 404
+        env.url = f"{url}/s3cret"
+        await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
+        await taking
+    await service.close()
 
 
 def test_without_a_token_a_random_one_is_told_to_the_runs_user_alone_and_kept(
@@ -636,9 +582,7 @@ def test_a_client_that_leaves_before_its_reply_leaves_a_conversation_that_is_let
     ({"rollout": {"function": "atropo"}, "data": {"prompts": ["p"]}}, "rollout.function"),
 ])  # fmt: skip
 def test_what_does_not_go_with_such_environments_is_refused(sections: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build({"model": {"path": "."}, "rollout": {"function": "atropos"}, **sections})
-    assert caught.value.field == field and caught.value.way_out
+    assert refused(**{"data": {}, "rollout": {"function": "atropos"}, **sections}).field == field
 
 
 def test_check_says_how_environments_are_started(tmp_path: Path) -> None:
@@ -659,16 +603,13 @@ def test_a_run_with_prompts_is_not_resumed_without_them() -> None:
         other.load_state_dict({"epoch": 0})
 
 
-def test_a_group_is_given_when_all_its_rollouts_have_asked_and_to_nobody_before() -> None:
-    async def work() -> None:
-        leases, group = Leases(1), HandedIn("wire_0")
-        first = asyncio.create_task(leases.ask(0, 0, 2, whole=True))
-        await asyncio.sleep(0)
-        leases.hand_in(group)
-        assert (leases.wanted, leases.waiting, leases.full) == (0, 1, True)
-        await asyncio.sleep(0)
-        assert not first.done()
-        assert await leases.ask(0, 1, 2, whole=True) is group and await first is group
-        assert (leases.wanted, leases.waiting) == (0, 0)
-
-    asyncio.run(work())
+async def test_a_group_is_given_when_all_its_rollouts_have_asked_and_to_nobody_before() -> None:
+    leases, group = Leases(1), HandedIn("wire_0")
+    first = asyncio.create_task(leases.ask(0, 0, 2, whole=True))
+    await asyncio.sleep(0)
+    leases.hand_in(group)
+    assert (leases.wanted, leases.waiting, leases.full) == (0, 1, True)
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert await leases.ask(0, 1, 2, whole=True) is group and await first is group
+    assert (leases.wanted, leases.waiting) == (0, 0)

@@ -31,16 +31,11 @@ def shard_of(lengths: list[int], micro_batches: tuple[tuple[int, ...], ...]) -> 
     mask = np.ones(n, np.bool_)
     mask[np.cumsum([0, *lengths[:-1]])] = False
     return TrainShard(
-        tokens=np.arange(100, 100 + n, dtype=np.int32),
-        lengths=np.array(lengths, np.int64),
-        sequence_ids=np.arange(len(lengths), dtype=np.int64) + 7,
-        loss_mask=mask,
-        weights=(column + 0.5) * mask,
-        advantages=column + 0.25,
-        behaviour_log_probs=-column,
-        micro_batches=micro_batches,
+        tokens=np.arange(100, 100 + n, dtype=np.int32), lengths=np.array(lengths, np.int64),
+        sequence_ids=np.arange(len(lengths), dtype=np.int64) + 7, loss_mask=mask, weights=(column + 0.5) * mask,
+        advantages=column + 0.25, behaviour_log_probs=-column, micro_batches=micro_batches,
         old_log_probs=-column - 0.125,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("cp", "sp"), LAYOUTS)

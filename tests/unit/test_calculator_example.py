@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
+from mslime.rollout.conversations.chat.template import TemplateRenderer
 
 from examples.calculator import make_task
 from examples.calculator.agent import multiply
 from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
 from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
-from mslime.rollout.agents.chat.template import TemplateRenderer
 from mslime.rollout.contract import check_rollout
 from tests.fixtures.pages import ROOT
 
@@ -33,19 +33,16 @@ def tokenizer() -> Any:
     return make_chat_tokenizer(make_task.WORDS)
 
 
-@pytest.mark.parametrize(
-    ("replies", "reward", "metrics"),
-    [
-        ([CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
-        ([CALL, "201955"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
-        ([CALL.replace("347", "348"), "202536"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
-        (["201954"], 1.0, {"called": 0.0}),
-        (["201954."], 0.0, {"called": 0.0}),
-        ([CALL.replace(", ", " "), "201954"], 0.0, {"called": 0.0}),
-        ([CALL.replace('"a"', '"c"'), CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
-        ([CALL] * 9, 0.0, {"called": 1.0, "right_when_called": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("replies", "reward", "metrics"), [
+    ([CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
+    ([CALL, "201955"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
+    ([CALL.replace("347", "348"), "202536"], 0.0, {"called": 1.0, "right_when_called": 0.0}),
+    (["201954"], 1.0, {"called": 0.0}),
+    (["201954."], 0.0, {"called": 0.0}),
+    ([CALL.replace(", ", " "), "201954"], 0.0, {"called": 0.0}),
+    ([CALL.replace('"a"', '"c"'), CALL, "201954"], 1.0, {"called": 1.0, "right_when_called": 1.0}),
+    ([CALL] * 9, 0.0, {"called": 1.0, "right_when_called": 0.0}),
+])  # fmt: skip
 def test_the_last_reply_is_worth_1_where_it_is_the_product(
     replies: list[str], reward: float, metrics: dict[str, float]
 ) -> None:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mslime.rollout.conversations.chat.call_forms import FORMS, short_id, typed
+from mslime.rollout.conversations.chat.messages import ChatError
+from mslime.rollout.conversations.chat.package import _call as of_package
+from mslime.rollout.conversations.chat.parsing import TaggedParser
+from mslime.rollout.conversations.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.conversations.chat.template import USUAL, TemplateRenderer
 
-from mslime.rollout.agents.chat.call_forms import FORMS, short_id, typed
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.package import _call as of_package
-from mslime.rollout.agents.chat.parsing import TaggedParser
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
-from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates, family_templates
 from tests.fixtures.family_templates import FAMILIES, Family
 from tests.fixtures.made_tokenizer import respelled
@@ -414,16 +414,13 @@ def test_a_tag_that_an_argument_spells_is_part_of_it() -> None:
 # ---------------------------------------------------------------------------------------- reasoning, and what follows
 
 
-@pytest.mark.parametrize(
-    ("name", "reply", "reasoning", "calls", "text"),
-    [
-        ("glm", "<think>hm</think>so" + GLM_CALL.format("5"), "hm", 1, "so"),
-        ("glm", "<think>hm " + GLM_CALL.format("5") + " no</think>so", "hm " + GLM_CALL.format("5") + " no", 0, "so"),
-        ("glm", "<think>hm" + GLM_CALL.format("5"), "hm", 1, ""),
-        ("mistral-thinks", "[THINK]hm[/THINK]so[TOOL_CALLS]add[ARGS]{}", "hm", 1, "so"),
-        ("deepseek-r1", "hm</think>so" + V3.format("function<｜tool▁sep｜>add\n```json\n{}\n```"), "hm", 1, "so"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reply", "reasoning", "calls", "text"), [
+    ("glm", "<think>hm</think>so" + GLM_CALL.format("5"), "hm", 1, "so"),
+    ("glm", "<think>hm " + GLM_CALL.format("5") + " no</think>so", "hm " + GLM_CALL.format("5") + " no", 0, "so"),
+    ("glm", "<think>hm" + GLM_CALL.format("5"), "hm", 1, ""),
+    ("mistral-thinks", "[THINK]hm[/THINK]so[TOOL_CALLS]add[ARGS]{}", "hm", 1, "so"),
+    ("deepseek-r1", "hm</think>so" + V3.format("function<｜tool▁sep｜>add\n```json\n{}\n```"), "hm", 1, "so"),
+])  # fmt: skip
 def test_reasoning_is_read_before_calls_and_a_call_in_it_is_a_draft(
     name: str, reply: str, reasoning: str, calls: int, text: str
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from mslime.rollout.conversations.chat.messages import ChatError
+from mslime.rollout.conversations.chat.template import USUAL, TemplateRenderer
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates
 from tests.fixtures.made_tokenizer import make_tokenizer, respelled
 
@@ -28,21 +28,14 @@ def renderer(name: str, thinking: Literal["template", "keep"] = "template", **gi
     return TemplateRenderer(tokenizer, thinking, harmony=name == "HARMONY")
 
 
-@pytest.mark.parametrize(
-    ("name", "thinking", "refusals"),
-    [
-        ("CHATML", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
-        ("OLMO", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
-        ("NUMBERED", "template", (NOT_READ, NOT_READ, DEPENDS, NOT_READ)),
-        ("HERMES", "template", ("", "", "", "")),
-        ("THINKING", "template", ("", "", REWRITES, REWRITES)),
-        ("THINKING", "keep", ("", "", "", "")),
-        ("FORGETFUL", "template", (DROPS, DROPS, DROPS, DROPS)),
-        ("FORGETFUL", "keep", ("", "", "", "")),
-        ("NAMED", "template", ("", REWRITES, "", "")),
-        ("HARMONY", "template", ("", "", REWRITES, "")),
-    ],
-)
+@pytest.mark.parametrize(("name", "thinking", "refusals"), [
+    ("CHATML", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
+    ("OLMO", "template", (NOT_READ, NOT_READ, "", NOT_READ)),
+    ("NUMBERED", "template", (NOT_READ, NOT_READ, DEPENDS, NOT_READ)), ("HERMES", "template", ("", "", "", "")),
+    ("THINKING", "template", ("", "", REWRITES, REWRITES)), ("THINKING", "keep", ("", "", "", "")),
+    ("FORGETFUL", "template", (DROPS, DROPS, DROPS, DROPS)), ("FORGETFUL", "keep", ("", "", "", "")),
+    ("NAMED", "template", ("", REWRITES, "", "")), ("HARMONY", "template", ("", "", REWRITES, "")),
+])  # fmt: skip
 def test_each_kind_of_tail_is_tried_before_it_is_extended(name: str, thinking: Any, refusals: tuple[str, ...]) -> None:
     made = renderer(name, thinking)
     assert tuple(made.refused(kind) for kind in USUAL) == refusals
@@ -55,17 +48,14 @@ def said(made: TemplateRenderer, messages: list[dict[str, Any]], text: str, tool
 
 
 @pytest.mark.parametrize("tags", [True, False], ids=["tags are tokens", "tags are text"])
-@pytest.mark.parametrize(
-    ("name", "text", "reply", "new"),
-    [
-        ("HERMES", CALL, {"calls": 1}, [RESULT]),
-        ("HERMES", CALL + "\n" + CALL, {"calls": 2}, [RESULT, {**RESULT, "content": "4", "tool_call_id": "call_2"}]),
-        ("HERMES", CALL, {"calls": 1}, [RESULT, USER]),
-        ("HERMES", "so be it", {}, [USER]),
-        ("THINKING", "<think>\nhm\n</think>\n\n" + CALL, {"calls": 1, "reasoning_content": "hm"}, [RESULT]),
-        ("NAMED", CALL, {"calls": 1}, [RESULT]),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "reply", "new"), [
+    ("HERMES", CALL, {"calls": 1}, [RESULT]),
+    ("HERMES", CALL + "\n" + CALL, {"calls": 2}, [RESULT, {**RESULT, "content": "4", "tool_call_id": "call_2"}]),
+    ("HERMES", CALL, {"calls": 1}, [RESULT, USER]),
+    ("HERMES", "so be it", {}, [USER]),
+    ("THINKING", "<think>\nhm\n</think>\n\n" + CALL, {"calls": 1, "reasoning_content": "hm"}, [RESULT]),
+    ("NAMED", CALL, {"calls": 1}, [RESULT]),
+])  # fmt: skip
 def test_an_extension_is_what_the_template_writes_after_the_recorded_tokens(
     name: str, text: str, reply: dict[str, Any], new: list[dict[str, Any]], tags: bool
 ) -> None:
@@ -112,35 +102,23 @@ def test_results_that_answer_no_call_are_not_extended() -> None:
     assert made.extend(before, sampled, [RESULT], TOOLS) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "calls", "status", "shown", "reasoning"),
-    [
-        (CALL, [("add", '{"a":1}')], ["ok"], "", ""),
-        ("<think>\nhm\n</think>\n\nwell " + CALL, [("add", '{"a":1}')], ["ok"], "well", "hm"),
-        (CALL + CALL.replace("1", "{,}") + CALL, [("add", '{"a":1}')] * 2, ["ok", "invalid_json", "ok"], "", ""),
-        ("<tool_call>[1]</tool_call>", [], ["malformed_structure"], "", ""),
-        ('<tool_call>{"arguments": {}}</tool_call>', [], ["missing_name"], "", ""),
-        ('<tool_call>{"name": "add"', [], ["unclosed_block"], "", ""),
-        ("<think>open", [], [], "", "open"),
-        ("plain  text ", [], [], "plain  text ", ""),
-        ("a <think> within", [], [], "a <think> within", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "calls", "status", "shown", "reasoning"), [
+    (CALL, [("add", '{"a":1}')], ["ok"], "", ""),
+    ("<think>\nhm\n</think>\n\nwell " + CALL, [("add", '{"a":1}')], ["ok"], "well", "hm"),
+    (CALL + CALL.replace("1", "{,}") + CALL, [("add", '{"a":1}')] * 2, ["ok", "invalid_json", "ok"], "", ""),
+    ("<tool_call>[1]</tool_call>", [], ["malformed_structure"], "", ""),
+    ('<tool_call>{"arguments": {}}</tool_call>', [], ["missing_name"], "", ""),
+    ('<tool_call>{"name": "add"', [], ["unclosed_block"], "", ""),
+    ("<think>open", [], [], "", "open"),
+    ("plain  text ", [], [], "plain  text ", ""),
+    ("a <think> within", [], [], "a <think> within", ""),
+])  # fmt: skip
 def test_a_reply_is_read_in_parts(text: str, calls: list[Any], status: list[str], shown: str, reasoning: str) -> None:
     made = renderer("THINKING")
     before, sampled = said(made, [USER], text + "<|im_end|>", TOOLS)
     parsed = made.parse(before[-sampled:], before[:-sampled], TOOLS)
     assert [(c.name, c.arguments) for c in parsed.calls if c.callable] == calls
     assert [c.status for c in parsed.calls] == status and (parsed.text, parsed.reasoning) == (shown, reasoning)
-
-
-def test_a_call_spelled_with_ordinary_tokens_is_text() -> None:
-    made = renderer("HERMES")
-    ids = [
-        made._tokenizer.convert_tokens_to_ids(b) for b in made._tokenizer.tokenize("<tool")
-    ] + made._tokenizer.encode('_call>{"name": "add", "arguments": {}}')
-    assert made.spell(ids).startswith("<tool_call>")
-    assert made.parse(ids, [1], TOOLS).calls == ()
 
 
 def test_reasoning_that_the_prompt_began_is_read() -> None:
@@ -178,11 +156,6 @@ def test_a_broken_call_in_harmony_is_no_call(arguments: str, status: str) -> Non
     text = f"<|channel|>commentary to=functions.add<|message|>{arguments}<|call|>"
     before, sampled = said(made, [USER], text, TOOLS)
     assert [c.status for c in made.parse(before[-sampled:], [], TOOLS).calls] == [status]
-
-
-def test_tools_are_refused_where_their_calls_could_not_be_read() -> None:
-    with pytest.raises(ChatError, match="calls in this template's form are not read"):
-        renderer("CHATML").render([USER], TOOLS)
 
 
 def test_messages_that_the_template_refuses_are_the_clients_mistake() -> None:

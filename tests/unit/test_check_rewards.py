@@ -44,19 +44,16 @@ def check(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     return Check(tmp_path, checkpoint, capsys)
 
 
-@pytest.mark.parametrize(
-    ("kind", "labels", "line", "problem"),
-    [
-        ("exact", ["2", None], 2, "the label is missing"),
-        ("exact", ["2", {"ground_truth": "2"}], 2, "the label is an object"),
-        ("math", ["2", "\\frac{1}{2}", ""], 3, "no mathematical answer can be read from the label ''"),
-        ("math", ["2", "\\frac{1}{"], 2, "the braces of the label"),
-        ("math", [{"ground_truth": "2"}], 1, "the label is an object"),
-        ("math", [["1", []]], 1, "list of lists"),
-        ("letters", ["A", "(b)", "17"], 3, "is not a letter"),
-        ("f1", ["Paris", []], 2, "the label is an empty list"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "labels", "line", "problem"), [
+    ("exact", ["2", None], 2, "the label is missing"),
+    ("exact", ["2", {"ground_truth": "2"}], 2, "the label is an object"),
+    ("math", ["2", "\\frac{1}{2}", ""], 3, "no mathematical answer can be read from the label ''"),
+    ("math", ["2", "\\frac{1}{"], 2, "the braces of the label"),
+    ("math", [{"ground_truth": "2"}], 1, "the label is an object"),
+    ("math", [["1", []]], 1, "list of lists"),
+    ("letters", ["A", "(b)", "17"], 3, "is not a letter"),
+    ("f1", ["Paris", []], 2, "the label is an empty list"),
+])  # fmt: skip
 def test_a_label_that_cannot_be_graded_is_refused_by_row(
     check: Check, kind: str, labels: list[Any], line: int, problem: str
 ):
@@ -81,15 +78,12 @@ def test_labels_that_are_no_mathematics_are_counted_and_the_first_is_named(check
     assert "cannot be read" not in check(labels[:4], "--reward.kind", "math")[1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said_before"),
-    [
-        (["--reward.kind", "custom", "--reward.function", f"{USER}:lenght"], "did you mean 'length'"),
-        (["--reward.kind", "custom", "--reward.function", "no.such.module:f"], "cannot be imported"),
-        (["--rollout.dynamic-filter", f"{USER}:keep_evn"], "did you mean 'keep_even'"),
-        (["--rollout.dynamic-filter", "zero_varianse"], "did you mean 'zero_variance'"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "said_before"), [
+    (["--reward.kind", "custom", "--reward.function", f"{USER}:lenght"], "did you mean 'length'"),
+    (["--reward.kind", "custom", "--reward.function", "no.such.module:f"], "cannot be imported"),
+    (["--rollout.dynamic-filter", f"{USER}:keep_evn"], "did you mean 'keep_even'"),
+    (["--rollout.dynamic-filter", "zero_varianse"], "did you mean 'zero_variance'"),
+])  # fmt: skip
 def test_functions_that_do_not_exist_are_refused_before_anything_is_started(
     check: Check, flags: list[str], said_before: str
 ):

@@ -11,14 +11,15 @@ import pytest
 from mslime.checks.resolve import resolve
 from mslime.config.cluster import check_machines, worker_environment
 from mslime.config.errors import ConfigError
-from mslime.config.loader import build, load_config
+from mslime.config.loader import load_config
 from mslime.config.megatron import MegatronConfig, check_model
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
+from tests.fixtures.least import least
 
 
 def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:
-    return build({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": cluster, **sections})
+    return least(cluster=cluster, **sections)
 
 
 def environment_of(config: RunConfig) -> dict[str, str]:
@@ -42,14 +43,11 @@ def test_an_address_of_rays_client_protocol_is_refused() -> None:
         run({"ray_address": "ray://10.0.0.1:10001"})
 
 
-@pytest.mark.parametrize(
-    ("cluster", "sections", "named"),
-    [
-        ({"trainer_ranks": 16}, {}, "17 GPUs (16 trainer, 1 engines)"),
-        ({"trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 4}}, "12 GPUs (4 trainer, 8 engines)"),
-        ({"trainer_ranks": 2, "gpus_per_node": 2}, {}, "3 GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("cluster", "sections", "named"), [
+    ({"trainer_ranks": 16}, {}, "17 GPUs (16 trainer, 1 engines)"),
+    ({"trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 4}}, "12 GPUs (4 trainer, 8 engines)"),
+    ({"trainer_ranks": 2, "gpus_per_node": 2}, {}, "3 GPUs"),
+])  # fmt: skip
 def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
     cluster: dict[str, Any], sections: dict[str, Any], named: str
 ) -> None:
@@ -81,15 +79,12 @@ def test_weights_on_disk_are_in_a_directory_of_the_run_alone(tmp_path: Path) -> 
     assert policy_spec(own).weights.directory == Path.cwd() / "runs" / "mine" / "weights"
 
 
-@pytest.mark.parametrize(
-    ("cluster", "sections"),
-    [
-        ({"device": "cuda", "trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 2}}),
-        ({"device": "cuda", "trainer_ranks": 8}, {"sglang": {"urls": ["http://there:30000"], "tp_size": 8}}),
-        ({"device": "cuda", "trainer_ranks": 8}, {"train": {"task": "sft"}}),
-        ({"device": "cpu", "trainer_ranks": 16}, {}),
-    ],
-)
+@pytest.mark.parametrize(("cluster", "sections"), [
+    ({"device": "cuda", "trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 2}}),
+    ({"device": "cuda", "trainer_ranks": 8}, {"sglang": {"urls": ["http://there:30000"], "tp_size": 8}}),
+    ({"device": "cuda", "trainer_ranks": 8}, {"train": {"task": "sft"}}),
+    ({"device": "cpu", "trainer_ranks": 16}, {}),
+])  # fmt: skip
 def test_what_one_machine_holds_needs_no_ray_cluster(cluster: dict[str, Any], sections: dict[str, Any]) -> None:
     config = run(cluster, **sections)
     check_machines(config.cluster, config.claims())
@@ -103,14 +98,11 @@ def test_a_tensor_parallel_group_larger_than_a_machine_is_refused() -> None:
 TEACHES = {"rollout": {"temperature": 1.0}, "algorithm": {"opd_coef": 0.1}}
 
 
-@pytest.mark.parametrize(
-    ("engine", "told"),
-    [
-        ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, and a machine has 8.*sglang.nnodes: 2"),
-        ({"tp_size": 32, "nnodes": 2}, r"16 GPUs on each of its 2 machines.*sglang.nnodes: 4"),
-        ({"tp_size": 16, "nnodes": 3}, r"sglang.nnodes.*16 GPUs.*equally"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "told"), [
+    ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, and a machine has 8.*sglang.nnodes: 2"),
+    ({"tp_size": 32, "nnodes": 2}, r"16 GPUs on each of its 2 machines.*sglang.nnodes: 4"),
+    ({"tp_size": 16, "nnodes": 3}, r"sglang.nnodes.*16 GPUs.*equally"),
+])  # fmt: skip
 def test_an_engine_fits_its_machines(engine: dict[str, int], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run({"device": "cuda", "ray_address": "auto"}, sglang=engine)

@@ -125,27 +125,24 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     assert len(check_correction(f"{HERE}:sequence_mean")) == 2
 
 
-@pytest.mark.parametrize(
-    ("check", "function", "said"),
-    [
-        (check_loss, f"{HERE}:local_mean", "depends on which sequences share a micro-batch"),
-        (check_loss, f"{HERE}:own_sum", "depends on which rank holds which tokens"),
-        (check_loss, f"{HERE}:sometimes_sums", "a real run would hang"),
-        (check_loss, f"{HERE}:constant", "gradient 0"),
-        (check_loss, f"{HERE}:random_loss", "another loss for the same tokens"),
-        (check_loss, f"{HERE}:not_finite", "not finite"),
-        (check_loss, f"{USER}:summed", "one number for each token"),
-        (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
-        (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
-        (check_loss, f"{HERE}:hides_its_loss", r"returned loss of shape \(\)"),
-        (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
-        (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
-        (check_advantage, f"{HERE}:in_place", "changes the rewards"),
-        (check_advantage, f"{USER}:too_few", r"shape \(31,\) for 32 rollouts"),
-        (check_filter, f"{HERE}:drops_all", "refuses each of: mixed rewards, all 1, all 0"),
-        (check_hook, f"{USER}:tells_text", "not an object of names and numbers"),
-    ],
-)
+@pytest.mark.parametrize(("check", "function", "said"), [
+    (check_loss, f"{HERE}:local_mean", "depends on which sequences share a micro-batch"),
+    (check_loss, f"{HERE}:own_sum", "depends on which rank holds which tokens"),
+    (check_loss, f"{HERE}:sometimes_sums", "a real run would hang"),
+    (check_loss, f"{HERE}:constant", "gradient 0"),
+    (check_loss, f"{HERE}:random_loss", "another loss for the same tokens"),
+    (check_loss, f"{HERE}:not_finite", "not finite"),
+    (check_loss, f"{USER}:summed", "one number for each token"),
+    (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
+    (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
+    (check_loss, f"{HERE}:hides_its_loss", r"returned loss of shape \(\)"),
+    (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
+    (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
+    (check_advantage, f"{HERE}:in_place", "changes the rewards"),
+    (check_advantage, f"{USER}:too_few", r"shape \(31,\) for 32 rollouts"),
+    (check_filter, f"{HERE}:drops_all", "refuses each of: mixed rewards, all 1, all 0"),
+    (check_hook, f"{USER}:tells_text", "not an object of names and numbers"),
+])  # fmt: skip
 def test_each_way_to_break_a_contract_is_found(check, function: str, said: str, monkeypatch) -> None:
     monkeypatch.setattr("mslime.checks.contracts.MEET_S", 1.0)
     with pytest.raises(ConfigError, match=said) as raised:

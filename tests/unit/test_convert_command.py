@@ -93,39 +93,30 @@ def lying_index(source: Path) -> str:
     return f"{index['weight_map'][DOWN]}: {re.escape(DOWN)}"
 
 
-def other_vocabulary(source: Path) -> str:
-    (source / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 97}))
-    return r"model.embed_tokens.weight = \(96, 128\)"
+def described(change: dict[str, Any], said: str) -> Callable[[Path], str]:
+    """Damage of config.json."""
+
+    def damage(source: Path) -> str:
+        (source / "config.json").write_text(json.dumps(CONFIG | change))
+        return said
+
+    return damage
 
 
-def unsupported_rope(source: Path) -> str:
-    scaling = {"rope_type": "longrope", "factor": 4.0}
-    (source / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": scaling}))
-    return "longrope"
+unknown_setting = described({"attention_twist": 3}, "attention_twist.*\\n.*--ignore-field")
 
 
-def unknown_quantisation(source: Path) -> str:
-    (source / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "gptq"}}))
-    return "gptq"
+BAD = {
+    "no shard": remove_shard, "a cut shard": truncate_shard, "another shape": wrong_shape, "one more": extra_tensor,
+    "one less": missing_tensor, "a lying index": lying_index, "a setting": unknown_setting,
+    "vocabulary": described({"vocab_size": 97}, r"model.embed_tokens.weight = \(96, 128\)"),
+    "rope": described({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+    "quantisation": described({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "architecture": described({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+}  # fmt: skip
 
 
-def unknown_setting(source: Path) -> str:
-    (source / "config.json").write_text(json.dumps(CONFIG | {"attention_twist": 3}))
-    return "attention_twist.*\n.*--ignore-field"
-
-
-def unknown_architecture(source: Path) -> str:
-    (source / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}))
-    return "MambaForCausalLM"
-
-
-BAD = [
-    remove_shard, truncate_shard, wrong_shape, extra_tensor, missing_tensor, lying_index, other_vocabulary,
-    unsupported_rope, unknown_setting, unknown_quantisation, unknown_architecture,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", BAD)
+@pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
 def test_bad_input_is_named_by_file_and_tensor_and_nothing_is_written(
     damage: Callable[[Path], str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

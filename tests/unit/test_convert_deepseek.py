@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +10,17 @@ from mslime.config.errors import CheckpointError
 from mslime.config.passthrough import megatron_fields
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.table import canonical_name
-
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
-
-
-def published(model: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / model / "config.json").read_text())
+from tests.fixtures.full_size import published_config
 
 
 def fields(config: dict[str, Any]) -> dict[str, Any]:
     return get_family(config).transformer_fields(config)
 
 
-V3, V2, MOONLIGHT = published("deepseek-v3"), published("deepseek-v2-lite"), published("moonlight-16B-A3B")
+V3, V2 = published_config("deepseek-v3"), published_config("deepseek-v2-lite")
+MOONLIGHT = published_config("moonlight-16B-A3B")
 YARN = V3["rope_scaling"]
-V2_LARGE = published("deepseek-v2")
+V2_LARGE = published_config("deepseek-v2")
 
 
 def test_deepseek_v3_is_what_its_paper_says() -> None:
@@ -84,37 +78,24 @@ def test_prediction_layers_are_declared_behind_the_last_and_repeat_embedding_and
     assert not get_family(MOONLIGHT).rules(MOONLIGHT).untrained_names
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "named"),
-    [
-        (V3, {"hidden_act": "gelu"}, "hidden_act"),
-        (V3, {"attention_bias": True}, "attention_bias"),
-        (V3, {"tie_word_embeddings": True}, "tie_word_embeddings"),
-        (V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
-        (V3, {"rope_interleave": False}, "rope_interleave"),
-        (V3, {"head_dim": 128}, "head_dim"),
-        (V3, {"num_key_value_heads": 8}, "num_key_value_heads"),
-        (V3, {"scoring_func": "softmax"}, "scoring_func"),
-        (V3, {"topk_method": "greedy"}, "topk_method"),
-        (V3, {"norm_topk_prob": False}, "norm_topk_prob"),
-        (V3, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok"),
-        (V3, {"topk_group": 2}, "topk_group"),
-        (V3, {"n_group": 3}, "n_group"),
-        (V3, {"n_group": 128, "topk_group": 2}, "n_group"),
-        (V3, {"first_k_dense_replace": 61}, "first_k_dense_replace"),
-        (V3, {"rope_scaling": YARN | {"rope_type": "linear", "type": "linear"}}, "rope_type"),
-        (V3, {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor"),
-        (V3, {"rope_scaling": YARN | {"truncate": False}}, "truncate"),
-        (V3, {"rope_scaling": {k: v for k, v in YARN.items() if k != "mscale_all_dim"}}, "mscale_all_dim"),
-        (V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (V3, {"index_topk": 2048}, "index_topk"),
-        (V2, {"scoring_func": "sigmoid"}, "scoring_func"),
-        (V2, {"norm_topk_prob": True}, "norm_topk_prob"),
-        (V2, {"topk_method": "noaux_tc"}, "topk_method"),
-        (V2, {"mlp_bias": True}, "mlp_bias"),
-        (V2_LARGE, {"topk_group": 9}, "n_group"),
-    ],
-)
+@pytest.mark.parametrize(("config", "change", "named"), [
+    (V3, {"hidden_act": "gelu"}, "hidden_act"), (V3, {"attention_bias": True}, "attention_bias"),
+    (V3, {"tie_word_embeddings": True}, "tie_word_embeddings"), (V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
+    (V3, {"rope_interleave": False}, "rope_interleave"), (V3, {"head_dim": 128}, "head_dim"),
+    (V3, {"num_key_value_heads": 8}, "num_key_value_heads"), (V3, {"scoring_func": "softmax"}, "scoring_func"),
+    (V3, {"topk_method": "greedy"}, "topk_method"), (V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (V3, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok"),
+    (V3, {"topk_group": 2}, "topk_group"), (V3, {"n_group": 3}, "n_group"),
+    (V3, {"n_group": 128, "topk_group": 2}, "n_group"), (V3, {"first_k_dense_replace": 61}, "first_k_dense_replace"),
+    (V3, {"rope_scaling": YARN | {"rope_type": "linear", "type": "linear"}}, "rope_type"),
+    (V3, {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor"),
+    (V3, {"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+    (V3, {"rope_scaling": {k: v for k, v in YARN.items() if k != "mscale_all_dim"}}, "mscale_all_dim"),
+    (V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"), (V3, {"index_topk": 2048}, "index_topk"),
+    (V2, {"scoring_func": "sigmoid"}, "scoring_func"), (V2, {"norm_topk_prob": True}, "norm_topk_prob"),
+    (V2, {"topk_method": "noaux_tc"}, "topk_method"), (V2, {"mlp_bias": True}, "mlp_bias"),
+    (V2_LARGE, {"topk_group": 9}, "n_group"),
+])  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], named: str) -> None:
     changed = config | change
     with pytest.raises(CheckpointError) as caught:
@@ -123,18 +104,15 @@ def test_what_is_not_built_is_refused_by_name(config: dict[str, Any], change: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transformer_engine", "local"),
-    [
-        ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
-        ("decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
-        ("decoder.layers.0.input_layernorm.weight", "input_layernorm.weight"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        ("decoder.layers.0.mlp.experts.linear_fc1.weight3", "mlp.experts.local_experts.11.linear_fc1.weight"),
-        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
-        ("decoder.layers.0.mlp.router.expert_bias", "mlp.router.expert_bias"),
-    ],
-)
+@pytest.mark.parametrize(("transformer_engine", "local"), [
+    ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+    ("decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
+    ("decoder.layers.0.input_layernorm.weight", "input_layernorm.weight"),
+    ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("decoder.layers.0.mlp.experts.linear_fc1.weight3", "mlp.experts.local_experts.11.linear_fc1.weight"),
+    ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
+    ("decoder.layers.0.mlp.router.expert_bias", "mlp.router.expert_bias"),
+])  # fmt: skip
 def test_transformer_engine_spells_the_same_parameters(transformer_engine: str, local: str) -> None:
     """Its layer spec fuses the norms of latent vectors into the projections up from them, and no other of attention."""
     table = get_family(V3).rules(V3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +10,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.table import canonical_name
-
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
-
-
-def published(model: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / model / "config.json").read_text())
+from tests.fixtures.full_size import CONFIGS, published_config
 
 
 @pytest.mark.parametrize(
@@ -40,25 +33,19 @@ def published(model: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_published_settings_become_megatron_cores(model: str, fields: dict[str, Any]) -> None:
-    found = get_family(published(model)).transformer_fields(published(model))
+    found = get_family(published_config(model)).transformer_fields(published_config(model))
     assert {name: found[name] for name in fields} == fields
 
 
-@pytest.mark.parametrize(
-    ("model", "percent", "joint", "post", "factor"),
-    [
-        ("qwen2.5-7B", 1.0, False, False, None),
-        ("llama3.1-8B", 1.0, False, False, 8.0),
-        ("glm4-9b", 0.5, False, True, None),
-        ("glm4.5-air-106B-A12B", 0.5, False, False, None),
-        ("minimax-m2", 0.5, True, False, None),
-        ("olmoe-1B-7B", 1.0, True, False, None),
-    ],
-)
+@pytest.mark.parametrize(("model", "percent", "joint", "post", "factor"), [
+    ("qwen2.5-7B", 1.0, False, False, None), ("llama3.1-8B", 1.0, False, False, 8.0),
+    ("glm4-9b", 0.5, False, True, None), ("glm4.5-air-106B-A12B", 0.5, False, False, None),
+    ("minimax-m2", 0.5, True, False, None), ("olmoe-1B-7B", 1.0, True, False, None),
+])  # fmt: skip
 def test_rotation_and_norms_beside_megatron_cores_settings(
     model: str, percent: float, joint: bool, post: bool, factor: float | None
 ) -> None:
-    found = get_family(published(model)).model_fields(published(model))
+    found = get_family(published_config(model)).model_fields(published_config(model))
     assert (found.rotary_percent, found.joint_qk_norm, found.post_norms) == (percent, joint, post)
     assert found.llama3_factor == factor
 
@@ -68,7 +55,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
 
 @pytest.mark.parametrize("model", ["qwen2.5-7B", "qwen3-4B", "qwen3-30B-A3B", "qwen2-57B-A14B", "llama3.1-8B"])
 def test_yarn_is_read_as_its_publishers_document_it(model: str) -> None:
-    config = published(model) | {"rope_scaling": YARN}
+    config = published_config(model) | {"rope_scaling": YARN}
     family = get_family(config)
     refuse_unread(family, config)
     assert family.model_fields(config).position_embedding == "yarn"
@@ -81,7 +68,7 @@ def test_yarn_is_read_as_its_publishers_document_it(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["glm4-9b", "glm4.5-air-106B-A12B"])
 def test_glm_rotates_half_a_head_where_the_file_does_not_say(model: str) -> None:
-    config = {name: value for name, value in published(model).items() if name != "partial_rotary_factor"}
+    config = {name: value for name, value in published_config(model).items() if name != "partial_rotary_factor"}
     assert get_family(config).model_fields(config).rotary_percent == 0.5
 
 
@@ -117,7 +104,7 @@ def test_glm_rotates_half_a_head_where_the_file_does_not_say(model: str) -> None
     ],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(model: str, change: dict[str, Any], named: str) -> None:
-    config = published(model) | change
+    config = published_config(model) | change
     with pytest.raises(CheckpointError) as caught:
         refuse_unread(get_family(config), config)
     assert named in caught.value.field
@@ -125,7 +112,7 @@ def test_what_is_not_built_is_refused_by_name(model: str, change: dict[str, Any]
 
 @pytest.mark.parametrize("model", sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
 def test_the_epsilon_of_norms_is_the_files_in_every_family(model: str) -> None:
-    config = published(model)
+    config = published_config(model)
     section = config.get("text_config", config)
     assert "rms_norm_eps" in section
     section["rms_norm_eps"] = 0.0025
@@ -140,7 +127,7 @@ CODER = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_siz
 
 def test_what_published_files_and_tools_write_beside_is_read_at_the_value_that_changes_nothing() -> None:
     """Qwen3-Coder's own settings, unsloth's, and how transformers 4 generated."""
-    config = published("qwen3-30B-A3B")
+    config = published_config("qwen3-30B-A3B")
     sampling = {"top_k": 20, "temperature": 0.7, "do_sample": True, "repetition_penalty": 1.05}
     more = CODER | sampling | {"unsloth_version": "2025.7", "unsloth_fixed": True, "model_name": "x"}
     refuse_unread(get_family(config), config | more)
@@ -151,27 +138,21 @@ def test_what_published_files_and_tools_write_beside_is_read_at_the_value_that_c
 
 
 def test_all_settings_that_nobody_reads_are_named_at_once() -> None:
-    config = published("qwen3-30B-A3B") | {"some_gate": True, "other_scale": 2.0}
+    config = published_config("qwen3-30B-A3B") | {"some_gate": True, "other_scale": 2.0}
     with pytest.raises(CheckpointError) as error:
         refuse_unread(get_family(config), config)
     assert "model.ignored_config_fields: [some_gate, other_scale]" in error.value.way_out
     refuse_unread(get_family(config), config, ["some_gate", "other_scale"])
 
 
-@pytest.mark.parametrize(
-    ("model", "change"),
-    [
-        ("mixtral-8x7B", {"head_dim": 64}),
-        ("olmoe-1B-7B", {"rms_norm_eps": 1e-6}),
-        ("olmoe-1B-7B", {"num_key_value_heads": 8}),
-        ("olmoe-1B-7B", {"norm_topk_prob": True}),
-        ("minimax-m2", {"rotary_dim": None}),
-        ("minimax-m2", {"use_qk_norm": None}),
-        ("qwen1.5-moe-A2.7B", {"mlp_only_layers": [0]}),
-    ],
-)
+@pytest.mark.parametrize(("model", "change"), [
+    ("mixtral-8x7B", {"head_dim": 64}), ("olmoe-1B-7B", {"rms_norm_eps": 1e-6}),
+    ("olmoe-1B-7B", {"num_key_value_heads": 8}), ("olmoe-1B-7B", {"norm_topk_prob": True}),
+    ("minimax-m2", {"rotary_dim": None}), ("minimax-m2", {"use_qk_norm": None}),
+    ("qwen1.5-moe-A2.7B", {"mlp_only_layers": [0]}),
+])  # fmt: skip
 def test_what_sglang_computes_otherwise_is_refused_for_the_engine_alone(model: str, change: dict[str, Any]) -> None:
-    config = published(model)
+    config = published_config(model)
     get_family(config).refuse_for_engine(config)
     refuse_unread(get_family(config), config | change)
     with pytest.raises(CheckpointError) as caught:
@@ -180,30 +161,22 @@ def test_what_sglang_computes_otherwise_is_refused_for_the_engine_alone(model: s
 
 
 def test_heads_with_a_joint_norm_are_not_split_over_ranks() -> None:
-    rules = get_family(published("minimax-m2")).rules(published("minimax-m2"))
+    rules = get_family(published_config("minimax-m2")).rules(published_config("minimax-m2"))
     rules.check_layout(ParallelLayout(tp=8))
     with pytest.raises(ConfigError, match="8 heads with a joint norm"):
         rules.check_layout(ParallelLayout(tp=16))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "local"),
-    [
-        ("glm4.5-355B-A32B", "self_attention.linear_qkv.bias"),
-        ("glm4.5-355B-A32B", "self_attention.q_layernorm.weight"),
-        ("glm4.5-355B-A32B", "pre_mlp_layernorm.weight"),
-        ("glm4.5-355B-A32B", "mlp.router.expert_bias"),
-        ("glm4.5-355B-A32B", "mlp.shared_experts.linear_fc1.weight"),
-        ("glm4.5-355B-A32B", "mlp.experts.linear_fc2.weight3"),
-        ("qwen1.5-moe-A2.7B", "mlp.shared_experts.gate_weight"),
-        ("minimax-m2", "self_attention.k_layernorm.weight"),
-        ("glm4-9b", "self_attn_bda.norm.weight"),
-        ("glm4-9b", "mlp_bda.norm.weight"),
-        ("glm4-9b", "mlp.linear_fc1.layer_norm_weight"),
-        ("llama3.1-8B", "self_attention.linear_qkv.layer_norm_weight"),
-    ],
-)
+@pytest.mark.parametrize(("model", "local"), [
+    ("glm4.5-355B-A32B", "self_attention.linear_qkv.bias"), ("glm4.5-355B-A32B", "self_attention.q_layernorm.weight"),
+    ("glm4.5-355B-A32B", "pre_mlp_layernorm.weight"), ("glm4.5-355B-A32B", "mlp.router.expert_bias"),
+    ("glm4.5-355B-A32B", "mlp.shared_experts.linear_fc1.weight"),
+    ("glm4.5-355B-A32B", "mlp.experts.linear_fc2.weight3"), ("qwen1.5-moe-A2.7B", "mlp.shared_experts.gate_weight"),
+    ("minimax-m2", "self_attention.k_layernorm.weight"), ("glm4-9b", "self_attn_bda.norm.weight"),
+    ("glm4-9b", "mlp_bda.norm.weight"), ("glm4-9b", "mlp.linear_fc1.layer_norm_weight"),
+    ("llama3.1-8B", "self_attention.linear_qkv.layer_norm_weight"),
+])  # fmt: skip
 def test_transformer_engine_spells_parameters_that_have_a_rule(model: str, local: str) -> None:
-    table = get_family(published(model)).rules(published(model))
+    table = get_family(published_config(model)).rules(published_config(model))
     assert canonical_name(f"module.decoder.layers.0.{local}", 0, [7]) in table.bound

@@ -13,15 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.files import read_header
-from mslime.convert.hf import (
-    INDEX_NAME,
-    HFCheckpoint,
-    ShardWriter,
-    atomic_directory,
-    copy_side_files,
-    write_index,
-)
+from mslime.convert.hf import INDEX_NAME, HFCheckpoint, ShardWriter, atomic_directory, copy_side_files, write_index
 
 TENSORS = {
     "a": torch.arange(12.0).view(3, 4),
@@ -46,15 +38,11 @@ def test_what_was_written_is_read_back_bit_for_bit(sharded: Path) -> None:
     checkpoint = HFCheckpoint(sharded)
     assert {info.file for info in checkpoint.info.values()} == {f"model-0-{i:05d}.safetensors" for i in range(3)}
     assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+    index = json.loads((sharded / INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
     assert {name: info.dtype for name, info in checkpoint.info.items()} == {"a": "F32", "b": "BF16", "c": "F32"}
     for name, tensor in TENSORS.items():
         assert torch.equal(checkpoint.tensor(name), tensor) and checkpoint.tensor(name).dtype == tensor.dtype
-
-
-def test_transformers_reads_an_index_with_our_shard_names(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX_NAME).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
-    assert set(index["weight_map"]) == set(TENSORS)
 
 
 def test_a_view_reads_only_the_rows_it_is_asked_for(sharded: Path) -> None:
@@ -86,42 +74,11 @@ def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
         HFCheckpoint(tmp_path)
 
 
-def test_a_missing_shard_is_named(sharded: Path) -> None:
-    (sharded / "model-0-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-0-00001\.safetensors.*missing"):
-        HFCheckpoint(sharded)
-
-
 @pytest.mark.parametrize("keep", [4, 20, -1], ids=["in the length", "in the header", "in the data"])
 def test_a_truncated_shard_is_named(sharded: Path, keep: int) -> None:
     shard = sharded / "model-0-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"model-0-00002\.safetensors"):
-        HFCheckpoint(sharded)
-
-
-def test_a_shard_that_is_something_else_is_named(sharded: Path) -> None:
-    shard = sharded / "model-0-00000.safetensors"
-    shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(CheckpointError, match=r"model-0-00000\.safetensors"):
-        HFCheckpoint(sharded)
-    shard.write_bytes((16).to_bytes(8, "little") + b"\xff" * 16)
-    with pytest.raises(CheckpointError, match="not safetensors"):
-        HFCheckpoint(sharded)
-
-
-def test_an_index_that_lies_is_named_with_file_and_tensor(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX_NAME).read_text())
-    index["weight_map"]["a"] = "model-0-00002.safetensors"
-    (sharded / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-0-00002\.safetensors: a"):
-        HFCheckpoint(sharded)
-
-
-@pytest.mark.parametrize("text", ["{", "{}", "[]"])
-def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
-    (sharded / INDEX_NAME).write_text(text)
-    with pytest.raises(CheckpointError, match=INDEX_NAME):
         HFCheckpoint(sharded)
 
 
@@ -175,20 +132,6 @@ def test_a_full_disk_is_a_checkpoint_error_and_the_old_checkpoint_stays(sharded:
     assert [path.name for path in sharded.parent.iterdir()] == ["ckpt"]
 
 
-def test_side_files_are_copied_and_weights_are_not(sharded: Path, tmp_path: Path) -> None:
-    (sharded / "config.json").write_text("{}")
-    (sharded / "tokenizer.json").write_text("{}")
-    (tmp_path / "out").mkdir()
-    copy_side_files(sharded, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "tokenizer.json"]
-
-
-def test_header_reading_does_not_need_the_data_in_memory(tmp_path: Path) -> None:
-    save_file({"x": torch.zeros(7, 3)}, tmp_path / "x.safetensors")
-    info = read_header(tmp_path / "x.safetensors")["x"]
-    assert (info.file, info.dtype, info.shape) == ("x.safetensors", "F32", (7, 3))
-
-
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_a_tied_model_with_another_head_in_its_files_is_refused(tmp_path: Path, change: float) -> None:
     """transformers keeps both then; an equal head is only stored twice."""
@@ -203,12 +146,12 @@ def test_a_tied_model_with_another_head_in_its_files_is_refused(tmp_path: Path, 
     assert HFCheckpoint(tmp_path).shapes["lm_head.weight"] == (6, 4)
 
 
-def test_a_second_chat_template_a_vocabulary_and_the_licence_go_with_an_export(tmp_path: Path) -> None:
+def test_chat_templates_a_vocabulary_and_the_licence_go_with_an_export_and_weights_do_not(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "additional_chat_templates").mkdir(parents=True)
     target.mkdir()
     files = ["additional_chat_templates/tool_use.jinja", "words.tiktoken", "LICENSE", "tokenizer.json"]
-    for name in [*files, "weights.safetensors", "config.json"]:
+    for name in [*files, "weights.safetensors", INDEX_NAME, "config.json"]:
         (source / name).write_text("{}")
     copy_side_files(source, target)
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}

@@ -79,13 +79,9 @@ def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
     assert not out.exists() and finished(out) < 400, "killed in the middle"
     kept = finished(out)
     second = subprocess.run(
-        command(source, out, "--workers", "1", *TINY_SHARDS),
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
+        command(source, out, "--workers", "1", *TINY_SHARDS), cwd=ROOT, check=False, capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     assert second.returncode == 0 and f"{kept} of them from an earlier run" in second.stdout, second
     assert not staging_directory(out).exists() and not list(out.glob(".*"))
     run_job(job(source), tmp_path / "uninterrupted")

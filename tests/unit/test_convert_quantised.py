@@ -261,22 +261,18 @@ def test_experts_of_an_mxfp4_stack_are_read_one_by_one(tmp_path: Path) -> None:
     assert torch.equal(view[1:2, 10:20, 2:6], whole[1:2, 10:20, 2:6])
 
 
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq"}, "awq"),
-        ({"quant_method": "modelopt"}, "modelopt"),
-        ({**FP8_BLOCK, "weight_block_size": None}, "weight_block_size"),
-        ({**FP8_BLOCK, "fmt": "e5m2"}, "e5m2"),
-        ({**FP8_BLOCK, "activation_scheme": "static"}, "static"),
-        (compressed(type="int", num_bits=8, strategy="channel"), "num_bits"),
-        (compressed(type="float", num_bits=4, strategy="tensor_group", group_size=16), "tensor_group"),
-        (compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False), "symmetric"),
-        (compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"), "actorder"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("section", "named"), [
+    ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ({"quant_method": "awq"}, "awq"),
+    ({"quant_method": "modelopt"}, "modelopt"),
+    ({**FP8_BLOCK, "weight_block_size": None}, "weight_block_size"),
+    ({**FP8_BLOCK, "fmt": "e5m2"}, "e5m2"),
+    ({**FP8_BLOCK, "activation_scheme": "static"}, "static"),
+    (compressed(type="int", num_bits=8, strategy="channel"), "num_bits"),
+    (compressed(type="float", num_bits=4, strategy="tensor_group", group_size=16), "tensor_group"),
+    (compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False), "symmetric"),
+    (compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"), "actorder"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_every_other_method_is_refused_by_name(section: dict[str, object], named: str) -> None:
     with pytest.raises(CheckpointError, match=named) as error:
         check_quantisation({"quantization_config": section})
@@ -296,24 +292,18 @@ def test_published_configurations_are_recognised() -> None:
     assert {name: method for name, method in found.items() if method} == expected
 
 
-def test_an_fp8_tensor_without_its_scale_is_named(tmp_path: Path) -> None:
-    tensors, _ = stored(FP8_BLOCK, weight(128, 128))
-    del tensors["a.weight_scale_inv"]
-    with pytest.raises(CheckpointError, match="a.weight_scale_inv"):
-        HFCheckpoint(write(tmp_path, tensors, FP8_BLOCK))
-
-
-def test_a_scale_of_another_block_size_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lost", "section", "named"), [
+    ("a.weight_scale_inv", FP8_BLOCK, "a.weight_scale_inv"),
+    (None, {**FP8_BLOCK, "weight_block_size": [64, 128]}, "a.weight_scale_inv"),
+    (None, None, "a.weight"),
+], ids=["no scale", "a scale of other blocks", "no quantization_config: it is not read as numbers"])  # fmt: skip
+def test_fp8_that_cannot_be_dequantised_is_refused_by_its_tensor(
+    tmp_path: Path, lost: str | None, section: dict[str, object] | None, named: str
+) -> None:
     tensors, _ = stored(FP8_BLOCK, weight(256, 256))
-    section = {**FP8_BLOCK, "weight_block_size": [64, 128]}
-    with pytest.raises(CheckpointError, match="a.weight_scale_inv"):
-        HFCheckpoint(write(tmp_path, tensors, section))
-
-
-def test_fp8_without_a_quantization_config_is_refused_not_read_as_numbers(tmp_path: Path) -> None:
-    tensors, _ = stored(FP8_BLOCK, weight(128, 128))
-    with pytest.raises(CheckpointError, match="a.weight"):
-        HFCheckpoint(write(tmp_path, tensors, None))
+    kept = {name: tensor for name, tensor in tensors.items() if name != lost}
+    with pytest.raises(CheckpointError, match=named):
+        HFCheckpoint(write(tmp_path, kept, section))
 
 
 def test_a_plain_config_keeps_everything_but_the_quantisation() -> None:

@@ -109,15 +109,12 @@ def test_check_hf_names_missing_misshapen_and_unknown_tensors(checkpoints: dict[
         table.check_hf(shapes | {"model.layers.0.self_attn.q_proj.bias": (128,)}, "dir")
 
 
-@pytest.mark.parametrize(
-    ("layout", "field"),
-    [
-        (ParallelLayout(tp=8, ep=1), "tensor_model_parallel_size"),
-        (ParallelLayout(dp=3, ep=3), "expert_model_parallel_size"),
-        (ParallelLayout(tp=64, etp=64), "tensor_model_parallel_size"),
-        (ParallelLayout(dp=3, etp=3), "expert_tensor_parallel_size"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "field"), [
+    (ParallelLayout(tp=8, ep=1), "tensor_model_parallel_size"),
+    (ParallelLayout(dp=3, ep=3), "expert_model_parallel_size"),
+    (ParallelLayout(tp=64, etp=64), "tensor_model_parallel_size"),
+    (ParallelLayout(dp=3, etp=3), "expert_tensor_parallel_size"),
+])  # fmt: skip
 def test_layouts_that_do_not_divide_the_model_are_refused(
     checkpoints: dict[str, Path], layout: ParallelLayout, field: str
 ) -> None:

@@ -34,11 +34,9 @@ from mslime.convert.torch_dist import METADATA, DistCheckpoint
 STATE = {
     "plain": torch.arange(12.0).view(3, 4),
     "half": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16(),
-    "number": torch.tensor(3, dtype=torch.int64),
-    "empty": torch.zeros(0, 3),
-    "part of a larger one": torch.arange(20.0).view(4, 5)[1:3, 2:],
-    "transposed": torch.arange(6.0).view(2, 3).T,
-}
+    "number": torch.tensor(3, dtype=torch.int64), "empty": torch.zeros(0, 3),
+    "part of a larger one": torch.arange(20.0).view(4, 5)[1:3, 2:], "transposed": torch.arange(6.0).view(2, 3).T,
+}  # fmt: skip
 
 
 def with_backend(directory: Path, backend: str = "torch_dist") -> Path:
@@ -124,19 +122,11 @@ def test_chunks_that_leave_a_hole_are_noticed(tmp_path: Path) -> None:
         checkpoint.view("t").box((2, 4), (2, 6))
 
 
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _overwrite_start(path: Path) -> None:
-    path.write_bytes(b"\0" * 200 + path.read_bytes()[200:])
-
-
-def _overwrite_all(path: Path) -> None:
-    path.write_bytes(b"\x13" * path.stat().st_size)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _overwrite_start, _overwrite_all])
+@pytest.mark.parametrize("damage", [
+    Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1),
+    lambda path: path.write_bytes(b"\0" * 200 + path.read_bytes()[200:]),
+    lambda path: path.write_bytes(b"\x13" * path.stat().st_size),
+], ids=["gone", "cut", "another start", "another content"])  # fmt: skip
 def test_a_damaged_file_is_named_with_its_tensor(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     directory = write_chunks(tmp_path / "c", GRID, (6, 10))
     damage(directory / "__3_0.distcp")
@@ -167,11 +157,9 @@ def _by_a_dotted_name() -> bytes:
     return b"\x80\x04" + names + b"\x93" + call + b"."
 
 
-@pytest.mark.parametrize(
-    "content",
-    [pickle.dumps(_Malicious()), _by_a_dotted_name(), pickle.dumps({"not": "metadata"}), b"rubbish", b""],
-    ids=["runs code", "runs code by a dotted name", "other object", "rubbish", "empty"],
-)
+@pytest.mark.parametrize("content", [
+    pickle.dumps(_Malicious()), _by_a_dotted_name(), pickle.dumps({"not": "metadata"}), b"rubbish", b"",
+], ids=["runs code", "runs code by a dotted name", "other object", "rubbish", "empty"])  # fmt: skip
 def test_metadata_that_is_none_is_refused_and_runs_nothing(written_by_torch: Path, content: bytes) -> None:
     (written_by_torch / METADATA).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata"):

@@ -141,11 +141,9 @@ def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: Bu
         assert torch.equal(model.up, values(seed)["up"].t()[1:3, 3:6])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2))],
-    ids=["another tensor", "written over", "another view"],
-)
+@pytest.mark.parametrize("change", [
+    lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2)),
+], ids=["another tensor", "written over", "another view"])  # fmt: skip
 def test_what_is_done_to_a_turned_tensor_is_left_to_the_models_loader(
     buckets: Buckets, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -240,32 +238,27 @@ def test_a_rank_that_holds_nothing_of_a_bucket_loads_nothing(buckets: Buckets) -
     torch.testing.assert_close(model.state(), FakeModel().state(), rtol=0, atol=0)
 
 
-def test_copies_into_parameters_that_have_moved_are_recorded_again(buckets: Buckets) -> None:
-    model = FakeModel()
-    copies = recorded(model, arrived(buckets, values(0)))
-    model.qk.data = model.qk.data.clone()
-    assert not copies.why_not and not copies.fit(model)
+def moved(model: FakeModel, name: str) -> FakeModel:
+    getattr(model, name).data = getattr(model, name).data.clone()
+    return model
 
 
-def test_copies_are_repeated_where_only_other_parameters_have_moved(buckets: Buckets) -> None:
+def replaced_qk(model: FakeModel) -> FakeModel:
+    model.qk = torch.nn.Parameter(model.qk.data.clone(), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(("change", "fits"), [
+    (lambda model: moved(model, "qk"), False), (replaced_qk, False), (lambda model: FakeModel(), False),
+    (lambda model: moved(model, "scale"), True),
+], ids=["moved", "replaced", "another model, whose id may be the same later", "another parameter moved"])  # fmt: skip
+def test_copies_are_repeated_only_into_the_parameters_that_they_were_recorded_for(
+    buckets: Buckets, change: Callable[[FakeModel], FakeModel], fits: bool
+) -> None:
     model = FakeModel()
     copies = recorded(model, arrived(buckets, values(0, ["q"])))
-    model.scale.data = model.scale.data.clone()
-    assert copies.into and copies.fit(model)
-
-
-def test_copies_into_a_parameter_that_was_replaced_are_recorded_again(buckets: Buckets) -> None:
-    model = FakeModel()
-    copies = recorded(model, arrived(buckets, values(0)))
-    model.qk = torch.nn.Parameter(model.qk.data.clone(), requires_grad=False)
-    assert not copies.fit(model)
-
-
-def test_copies_belong_to_one_model(buckets: Buckets) -> None:
-    """They are known by its `id`, which another one may get later."""
-    model = FakeModel()
-    copies = recorded(model, arrived(buckets, values(0)))
-    assert copies.fit(model) and not copies.fit(FakeModel())
+    assert not copies.why_not and copies.into and copies.fit(model)
+    assert copies.fit(change(model)) is fits
 
 
 class FakeUpdater:

@@ -15,28 +15,14 @@ from mslime.config.errors import TrainerError
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 HOW_IT_BREAKS = {
-    "no_compile": "jit_fuser compiles",
-    "current_device": "CUDA",
-    "factories": "CUDA",
-    "synchronize": "CUDA",
-    "streams": "CUDA",
-    "rng_device": "CUDA",
-    "tensor_cuda": "CUDA",
-    "tensor_type": "cuda",
-    "uneven_all_gather": "Error",
-    "rng_state": "CUDA",
-    "te_general_gemm": "te_general_gemm",
-    "splits_on_cpu": "Error",
+    "no_compile": "jit_fuser compiles", "current_device": "CUDA", "factories": "CUDA", "synchronize": "CUDA",
+    "streams": "CUDA", "rng_device": "CUDA", "tensor_cuda": "CUDA", "tensor_type": "cuda", "uneven_all_gather": "Error",
+    "rng_state": "CUDA", "te_general_gemm": "te_general_gemm", "splits_on_cpu": "Error",
     "norm_sequence_parallel": "sequence parallel not supported",
-    "zero_centred_norm": "zero_centered_gamma not supported",
-    "no_flash_mla": "libcuda",
-    "gated_delta_rule": "FLA is not installed",
-    "mla_linear": "Error",
-    "expert_bias_in_place": "modified inplace",
-    "adam_state_before_load": "Error",
-    "adam_load_skips_step": "step",
-    "adam_own_step": "share one step",
-}
+    "zero_centred_norm": "zero_centered_gamma not supported", "no_flash_mla": "libcuda",
+    "gated_delta_rule": "FLA is not installed", "mla_linear": "Error", "expert_bias_in_place": "modified inplace",
+    "adam_state_before_load": "Error", "adam_load_skips_step": "step", "adam_own_step": "share one step",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -81,13 +81,9 @@ def site_process(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A Python with the platform's sitecustomize, as the children of a server are."""
     path = os.pathsep.join([str(platform.SITE_DIR), str(ROOT)])
     return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**ENV, "PYTHONPATH": path, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-c", code], env={**ENV, "PYTHONPATH": path, **env}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
 
 
 def test_sitecustomize_installs_the_platform_without_importing_torch() -> None:

@@ -62,8 +62,7 @@ def test_keys_may_be_nested(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [datetime.datetime(2026, 1, 2), decimal.Decimal("1.5"), b"\x00\x01", float("nan"), datetime.timedelta(1)],
+    "value", [datetime.datetime(2026, 1, 2), decimal.Decimal("1.5"), b"\x00\x01", float("nan"), datetime.timedelta(1)]
 )
 def test_a_label_that_no_checkpoint_can_hold_is_refused_by_its_row_before_the_run(tmp_path: Path, value: Any) -> None:
     rows = pa.Table.from_pylist([{"prompt": "P", "label": value}])
@@ -109,16 +108,10 @@ def test_other_contents_of_the_same_size_are_other_prompts(tmp_path: Path) -> No
     source(tmp_path / "b.parquet").load_state_dict(state | {"files": ["parquet-1-prompt,label-24"]})  # of before
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("nope.jsonl", "no such file"),
-        ("openai/gsm8k", "hf download openai/gsm8k --repo-type dataset"),
-        ("x" * 300 + ".jsonl", ""),
-        ("a\0b.jsonl", ""),
-        (".", "directory without parquet"),
-    ],
-)
+@pytest.mark.parametrize(("path", "said"), [
+    ("nope.jsonl", "no such file"), ("openai/gsm8k", "hf download openai/gsm8k --repo-type dataset"),
+    ("x" * 300 + ".jsonl", ""), ("a\0b.jsonl", ""), (".", "directory without parquet"),
+])  # fmt: skip
 def test_what_is_not_there_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
 ) -> None:
@@ -190,16 +183,12 @@ def test_check_shows_the_first_prompt_as_the_model_sees_it_with_counts(
     assert "1+1=" in out and "<|im_start|>" in out and "1 rows" in out and "tokens" in out
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (None, "no chat template"),
-        ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "does not write the user's text"),
-        ("{{ messages[0]['content'] + 3 }}", "cannot render"),
-        ("{{ messages[0].nope.nope }}", "cannot render"),
-        ("{{ raise_exception('only system') }}", "only system"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    (None, "no chat template"),
+    ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "does not write the user's text"),
+    ("{{ messages[0]['content'] + 3 }}", "cannot render"), ("{{ messages[0].nope.nope }}", "cannot render"),
+    ("{{ raise_exception('only system') }}", "only system"),
+])  # fmt: skip
 def test_check_tries_the_chat_template(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str | None, said: str
 ) -> None:

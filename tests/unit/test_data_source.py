@@ -162,6 +162,7 @@ BAD_ROWS: list[tuple[Any, dict[str, Any], str]] = [
     ({"promt": "P", "label": 1}, {}, r"a.jsonl:3 = .*no key 'prompt' did you mean 'promt'"),
     ({"prompt": "P"}, {}, r"a.jsonl:3 = .*no key 'label'"),
     ({"prompt": "P", "label": 1}, {"metadata_key": "meta"}, r"no key 'meta'"),
+    ({"prompt": "P", "label": 1, "meta": "easy"}, {"metadata_key": "meta"}, r"a.jsonl:3 = 'easy': 'meta' must be"),
     ({"prompt": 5, "label": 1}, {}, r"a.jsonl:3 = 5: 'prompt' must be a string"),
     ({"prompt": None, "label": 1}, {}, r"a.jsonl:3 = None: 'prompt' must be a string"),
     ({"prompt": "", "label": 1}, {}, r"a.jsonl:3 = '': the prompt is empty"),
@@ -181,12 +182,6 @@ def test_a_bad_row_is_named_before_anything_is_drawn(tmp_path: Path, row: Any, c
     with pytest.raises(DataError, match=message) as caught:
         source(path, **config)
     assert caught.value.way_out
-
-
-def test_metadata_must_be_an_object(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "P", "label": 1, "meta": "easy"}])
-    with pytest.raises(DataError, match=r"a.jsonl:1 = 'easy': 'meta' must be an object"):
-        source(path, metadata_key="meta")
 
 
 def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path: Path):

@@ -98,13 +98,10 @@ def made(specials: list[str], opening: list[str]) -> HFTokenizer:
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=specials[-1]))
 
 
-@pytest.mark.parametrize(
-    ("specials", "opening"),
-    [
-        (["<|begin_of_text|>", "<|eot_id|>"], ["<|begin_of_text|>"]),
-        (["[gMASK]", "<sop>", "<|eos|>"], ["[gMASK]", "<sop>"]),
-    ],
-)
+@pytest.mark.parametrize(("specials", "opening"), [
+    (["<|begin_of_text|>", "<|eot_id|>"], ["<|begin_of_text|>"]),
+    (["[gMASK]", "<sop>", "<|eos|>"], ["[gMASK]", "<sop>"]),
+])  # fmt: skip
 def test_a_prompt_that_was_rendered_before_it_was_saved_begins_once(specials: list[str], opening: list[str]) -> None:
     tokenizer, config = made(specials, opening), DataConfig(prompts=["x"])
     once, plain = (

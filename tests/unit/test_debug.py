@@ -13,12 +13,12 @@ import pytest
 from mslime.cli import main
 from mslime.config.cluster import Parts
 from mslime.config.errors import CheckpointError, DataError
-from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.group_files import StepGroups, fitted, group_files, read_groups, write_groups
 from mslime.rollout.state import save_state
+from tests.fixtures.least import least
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.supports import supports_of
 from tests.unit.test_rollout_state import equal, sample
@@ -39,8 +39,7 @@ def model_of(made: Sample) -> ModelFacts:
 
 
 def config_of(**sections: Any) -> RunConfig:
-    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}, "cluster": {"device": "cpu"}}
-    return build(values | sections)
+    return least(**{"cluster": {"device": "cpu"}, **sections})
 
 
 def written(directory: Path, step: int = 1) -> Path:
@@ -71,18 +70,6 @@ def test_files_that_are_no_groups_of_a_step_are_named(tmp_path: Path) -> None:
         read_groups(path)
 
 
-def unscore(made: Sample) -> None:
-    made.reward = None
-
-
-def mask(made: Sample) -> None:
-    made.mask_all()
-
-
-def forget_routes(made: Sample) -> None:
-    made.routes = None
-
-
 def support(made: Sample) -> None:
     """The last token was drawn from two."""
     made.supports = supports_of([[]] * (len(made) - 1) + [[VOCABULARY - 1, int(made.tokens[-1])]])
@@ -92,37 +79,25 @@ def nothing(made: Sample) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("change", "of_model", "sections", "told"),
-    [
-        (nothing, {}, {}, ""),
-        (nothing, {"moe_layer_ids": (7,)}, {}, "the model routes in layers [7]"),
-        (nothing, {"moe_layer_ids": (7,)}, {"train": {"replay": "r2"}}, ""),
-        (nothing, {"top_k": 5}, {}, "top-5"),
-        (nothing, {"num_experts": 1}, {}, "the model has 1 experts"),
-        (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
-        (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
-        (support, {}, {}, ""),
-        (support, {"vocab_size": 999}, {}, "was drawn from it, and the model has 999 tokens"),
-        (forget_routes, {}, {}, "has no routes to replay"),
-        (forget_routes, {}, {"train": {"replay": "off"}}, ""),
-        (unscore, {}, {}, "is not scored"),
-        (mask, {}, {}, "has nothing to train on"),
-        (nothing, {}, {"train": {"optimizer_steps_per_rollout": 4}}, "cannot fill 4 optimizer steps"),
-        (
-            nothing,
-            {},
-            {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}},
-            "no scores of the teacher",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "of_model", "sections", "told"), [
+    (nothing, {}, {}, ""),
+    (nothing, {"moe_layer_ids": (7,)}, {}, "the model routes in layers [7]"),
+    (nothing, {"moe_layer_ids": (7,)}, {"train": {"replay": "r2"}}, ""),
+    (nothing, {"top_k": 5}, {}, "top-5"),
+    (nothing, {"num_experts": 1}, {}, "the model has 1 experts"),
+    (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
+    (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
+    (support, {}, {}, ""),
+    (support, {"vocab_size": 999}, {}, "was drawn from it, and the model has 999 tokens"),
+    (lambda s: setattr(s, "routes", None), {}, {}, "has no routes to replay"),
+    (lambda s: setattr(s, "routes", None), {}, {"train": {"replay": "off"}}, ""),
+    (lambda s: setattr(s, "reward", None), {}, {}, "is not scored"),
+    (Sample.mask_all, {}, {}, "has nothing to train on"),
+    (nothing, {}, {"train": {"optimizer_steps_per_rollout": 4}}, "cannot fill 4 optimizer steps"),
+    (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "no scores of the teacher"),
+])  # fmt: skip
 def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
-    tmp_path: Path,
-    change: Callable[[Sample], None],
-    of_model: dict[str, Any],
-    sections: dict[str, Any],
-    told: str,
+    tmp_path: Path, change: Callable[[Sample], None], of_model: dict[str, Any], sections: dict[str, Any], told: str
 ) -> None:
     path, config = written(tmp_path), config_of(**sections)
     stored = read_groups(path)
@@ -162,20 +137,17 @@ RUN = ["--model.path", "m", "--data.prompts", "p.jsonl", "--cluster.device", "cp
 HELD_OUT = ["--data.eval-sets", "[{name: a, path: e.jsonl}]"]
 
 
-@pytest.mark.parametrize(
-    ("words", "told", "way_out"),
-    [
-        (["eval"], "data.eval_sets = []: there is nothing to evaluate on", "eval_sets: [{name"),
-        (["eval", *HELD_OUT, "--checkpoint", "newest"], "holds no checkpoint", "leave --checkpoint out"),
-        (["eval", *HELD_OUT, "--checkpoint", "4"], "step_4 is no checkpoint", "none yet"),
-        (["eval", *HELD_OUT, "--checkpoint", "x", "--sglang.urls", "http://e:1"], "started with", "mslime convert run"),
-        (["eval", *HELD_OUT, "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
-        (["rollout", "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
-        (["rollout", "--steps", "0"], "--steps = 0: must be at least 1", "leave it out"),
-        (["train", "--replay", "nowhere"], "holds no step_N.npz", "observe.save_groups"),
-        (["train", "--replay", "nowhere", "--train.task", "sft"], "takes no groups", "leave --replay out"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told", "way_out"), [
+    (["eval"], "data.eval_sets = []: there is nothing to evaluate on", "eval_sets: [{name"),
+    (["eval", *HELD_OUT, "--checkpoint", "newest"], "holds no checkpoint", "leave --checkpoint out"),
+    (["eval", *HELD_OUT, "--checkpoint", "4"], "step_4 is no checkpoint", "none yet"),
+    (["eval", *HELD_OUT, "--checkpoint", "x", "--sglang.urls", "http://e:1"], "started with", "mslime convert run"),
+    (["eval", *HELD_OUT, "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
+    (["rollout", "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
+    (["rollout", "--steps", "0"], "--steps = 0: must be at least 1", "leave it out"),
+    (["train", "--replay", "nowhere"], "holds no step_N.npz", "observe.save_groups"),
+    (["train", "--replay", "nowhere", "--train.task", "sft"], "takes no groups", "leave --replay out"),
+])  # fmt: skip
 def test_mistakes_end_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str, way_out: str
 ) -> None:

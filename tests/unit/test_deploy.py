@@ -51,13 +51,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
-        **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "gpu[1-3]",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "VENV": str(tmp_path / "venv"),
-        "RAY_PORT": str(port),
-    }
+        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu[1-3]",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "VENV": str(tmp_path / "venv"), "RAY_PORT": str(port),
+    }  # fmt: skip
 
 
 def test_the_run_starts_beside_a_head_with_a_worker_on_every_other_machine(
@@ -123,68 +119,42 @@ def items(schema: dict[str, Any]) -> dict[str, Any]:
 TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 QUANTITY = {"type": ["string", "integer"], "pattern": r"^\d+(Gi|Mi|Ti)?$"}
 QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+CONTAINER = closed(
+    "name image", name=TEXT, image=TEXT, imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
+    lifecycle=closed("preStop", preStop=closed("exec", exec=closed("command", command=items(TEXT)))), workingDir=TEXT,
+    env=items(closed("name value", name=TEXT, value=TEXT)), resources=closed(requests=QUANTITIES, limits=QUANTITIES),
+    securityContext=closed(capabilities=closed(add=items(TEXT))),
+    volumeMounts=items(closed("name mountPath", name=TEXT, mountPath=TEXT)),
+)  # fmt: skip
+VOLUME = closed(
+    "name", name=TEXT, persistentVolumeClaim=closed("claimName", claimName=TEXT),
+    emptyDir=closed(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY), hostPath=closed("path", path=TEXT, type=TEXT),
+)  # fmt: skip
 POD = closed(
-    "containers",
-    hostNetwork={"type": "boolean"},
+    "containers", hostNetwork={"type": "boolean"},
     dnsPolicy={"enum": ["ClusterFirstWithHostNet", "ClusterFirst", "Default", "None"]},
-    terminationGracePeriodSeconds=COUNT,
-    containers=items(
-        closed(
-            "name image",
-            name=TEXT,
-            image=TEXT,
-            imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
-            lifecycle=closed("preStop", preStop=closed("exec", exec=closed("command", command=items(TEXT)))),
-            workingDir=TEXT,
-            env=items(closed("name value", name=TEXT, value=TEXT)),
-            resources=closed(requests=QUANTITIES, limits=QUANTITIES),
-            securityContext=closed(capabilities=closed(add=items(TEXT))),
-            volumeMounts=items(closed("name mountPath", name=TEXT, mountPath=TEXT)),
-        )
-    ),
-    volumes=items(
-        closed(
-            "name",
-            name=TEXT,
-            persistentVolumeClaim=closed("claimName", claimName=TEXT),
-            emptyDir=closed(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
-            hostPath=closed("path", path=TEXT, type=TEXT),
-        )
-    ),
-)
-PARAMETERS = {"type": "object", "additionalProperties": TEXT}
+    terminationGracePeriodSeconds=COUNT, containers=items(CONTAINER), volumes=items(VOLUME),
+)  # fmt: skip
 # The part of KubeRay's ray.io/v1 RayJob (operator 1.5.1) that the manifest uses: what may stand where, and as what.
+MACHINES = {
+    "rayStartParams": {"type": "object", "additionalProperties": TEXT}, "template": closed("spec", spec=POD),
+}  # fmt: skip
 RAY_CLUSTER = closed(
-    "headGroupSpec",
-    rayVersion=TEXT,
-    authOptions=closed("mode", mode={"enum": ["token", "disabled"]}),
-    headGroupSpec=closed("template", rayStartParams=PARAMETERS, template=closed("spec", spec=POD)),
-    workerGroupSpecs=items(
-        closed(
-            "groupName template minReplicas maxReplicas",
-            groupName=TEXT,
-            replicas=COUNT,
-            minReplicas=COUNT,
-            maxReplicas=COUNT,
-            rayStartParams=PARAMETERS,
-            template=closed("spec", spec=POD),
-        )
-    ),
-)
+    "headGroupSpec", rayVersion=TEXT, authOptions=closed("mode", mode={"enum": ["token", "disabled"]}),
+    headGroupSpec=closed("template", **MACHINES),
+    workerGroupSpecs=items(closed(
+        "groupName template minReplicas maxReplicas", groupName=TEXT, replicas=COUNT, minReplicas=COUNT,
+        maxReplicas=COUNT, **MACHINES,
+    )),
+)  # fmt: skip
 RAY_JOB = closed(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
+    "apiVersion kind metadata spec", apiVersion={"const": "ray.io/v1"}, kind={"const": "RayJob"},
     metadata=closed("name", name=TEXT),
     spec=closed(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT,
-        backoffLimit=COUNT,
-        shutdownAfterJobFinishes={"type": "boolean"},
-        ttlSecondsAfterFinished=COUNT,
-        rayClusterSpec=RAY_CLUSTER,
+        "entrypoint rayClusterSpec", entrypoint=TEXT, backoffLimit=COUNT, shutdownAfterJobFinishes={"type": "boolean"},
+        ttlSecondsAfterFinished=COUNT, rayClusterSpec=RAY_CLUSTER,
     ),
-)
+)  # fmt: skip
 
 
 def manifest() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,25 +43,16 @@ def test_the_index_names_every_page() -> None:
     assert {path.resolve() for path in pages} <= named
 
 
-def test_the_picture_of_the_rooms_is_drawn_from_what_the_code_imports() -> None:
-    drawing = runpy.run_path(str(ROOT / "scripts/draw_packages.py"))
-    assert (ROOT / "docs/images/packages.svg").read_text() == drawing["draw"](), (
-        "renew: python scripts/draw_packages.py"
-    )
+def drawn(what: str) -> dict[str, Any]:
+    """The script that draws a picture of docs/images, which is as it is drawn now."""
+    drawing = runpy.run_path(str(ROOT / f"scripts/draw_{what}.py"))
+    assert (ROOT / f"docs/images/{what}.svg").read_text() == drawing["draw"](), f"renew: python scripts/draw_{what}.py"
+    return drawing
+
+
+def test_the_pictures_are_drawn_from_imports_samples_and_a_plan() -> None:
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert drawing["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
-
-
-def test_the_picture_of_a_rollout_is_drawn_from_samples() -> None:
-    drawing = runpy.run_path(str(ROOT / "scripts/draw_lifecycle.py"))
-    renew = "renew: python scripts/draw_lifecycle.py"
-    assert (ROOT / "docs/images/lifecycle.svg").read_text() == drawing["draw"](), renew
-    masks = {event: int(sample.loss_mask.sum()) for event, _, sample in drawing["rows"]()}
+    assert drawn("rooms")["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    masks = {event: int(sample.loss_mask.sum()) for event, _, sample in drawn("lifecycle")["rows"]()}
     assert (masks["completed"], masks["branched at the tool call"], masks["on_stale: mask"]) == (13, 3, 7)
-
-
-def test_the_picture_of_a_weight_sync_is_drawn_from_a_plan() -> None:
-    drawing = runpy.run_path(str(ROOT / "scripts/draw_weight_sync.py"))
-    renew = "renew: python scripts/draw_weight_sync.py"
-    assert (ROOT / "docs/images/weight_sync.svg").read_text() == drawing["draw"](), renew
-    assert [bucket.sender for bucket in drawing["plan"]().buckets] == [0, 1, 2, 3] * 3
+    assert [bucket.sender for bucket in drawn("weight_sync")["plan"]().buckets] == [0, 1, 2, 3] * 3

@@ -54,16 +54,10 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+)`")
 NO_SETTINGS = {
     "sglang.launch_server": "a module of SGLang",
-    "megatron.core.dist_checkpointing.load": "a function of megatron-core",
-    "train.jsonl": "a file",
-    "lora.md": "a page",
-    "serve.yaml": "a file",
-    "shared.yaml": "a file",
-    "fleet.yaml": "a file",
-    "serve.json": "a file",
-    "model.layers": "names of tensors",
-    "model.safetensors.index.json": "a file",
-}
+    "megatron.core.dist_checkpointing.load": "a function of megatron-core", "train.jsonl": "a file",
+    "lora.md": "a page", "serve.yaml": "a file", "shared.yaml": "a file", "fleet.yaml": "a file",
+    "serve.json": "a file", "model.layers": "names of tensors", "model.safetensors.index.json": "a file",
+}  # fmt: skip
 
 
 def name_of(page: Path) -> str:

@@ -17,17 +17,13 @@ from mslime.config.schema import RunConfig
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import make_plan
 from tests.fixtures.full_size import CONFIGS, published_config
+from tests.fixtures.least import least
 
 BF16, FP32, FP16 = {"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"torch_dtype": "float16"}
 
 
-def run(**sections: Any) -> RunConfig:
-    values: dict[str, Any] = {"model": {"path": "model"}, "data": {"prompts": ["x.jsonl"]}}
-    return RunConfig.model_validate(values | sections)
-
-
 def on(device: str, **sections: Any) -> RunConfig:
-    return run(cluster={"device": device}, **sections)
+    return least(cluster={"device": device}, **sections)
 
 
 @pytest.mark.parametrize("hf_config", [BF16, FP32, FP16, {}, {"text_config": BF16}])

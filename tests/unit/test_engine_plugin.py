@@ -20,27 +20,17 @@ from mslime.engine_plugin.wire import HostSlices, Slice
 CUTS = HostSlices.of([None, ((Slice(3, 4, (2, 5), (70, 8)), Slice(0, 1)), ())])
 RECORDS: tuple[wire.Record, ...] = (
     wire.FromFile("mapped", Path("/dev/shm/a:b {}")),
-    wire.FromBroadcast(BucketVersion(4, 3, 17, (-(1 << 63), 2, (1 << 63) - 1))),
-    wire.FromBroadcast(BucketVersion(4)),
-    wire.RelaySync("job-rank0-3", "plan", ("job-rank0", "job:rank4"), ((0,), (1, 0)), (2, 1), "kept"),
-    wire.Ping(),
-    wire.ReadDirectory(Path("/weights")),
-    wire.ForgetDirectory(Path("/weights")),
-    wire.ReadMemory(Path("rdma/host:1/5"), bytes(range(5)).hex()),
-    wire.CheckIpc(),
-    wire.TakeIpc({"GPU-a": "ipc://@a"}),
+    wire.FromBroadcast(BucketVersion(4, 3, 17, (-(1 << 63), 2, (1 << 63) - 1))), wire.FromBroadcast(BucketVersion(4)),
+    wire.RelaySync("job-rank0-3", "plan", ("job-rank0", "job:rank4"), ((0,), (1, 0)), (2, 1), "kept"), wire.Ping(),
+    wire.ReadDirectory(Path("/weights")), wire.ForgetDirectory(Path("/weights")),
+    wire.ReadMemory(Path("rdma/host:1/5"), bytes(range(5)).hex()), wire.CheckIpc(), wire.TakeIpc({"GPU-a": "ipc://@a"}),
     wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo"), 0),
-    wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo")),
-    wire.HeldWeights(),
-    wire.HeldAdapter("code-v1"),
-    wire.ReleasedMemory(),
-    wire.Answer("it is not there"),
-    wire.Loaded("loaded: \n all", CUTS),
-    wire.Loaded("loaded"),
-    wire.Sums(({"a": "1 -2"}, {"": "no copies"})),
+    wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo")), wire.HeldWeights(),
+    wire.HeldAdapter("code-v1"), wire.ReleasedMemory(), wire.Answer("it is not there"),
+    wire.Loaded("loaded: \n all", CUTS), wire.Loaded("loaded"), wire.Sums(({"a": "1 -2"}, {"": "no copies"})),
     wire.Released(frozenset({"weights"}), "requests run"),
     wire.IpcBucket(("a", "b"), ("bfloat16", "float32"), ((2, 3), ())),
-)
+)  # fmt: skip
 
 
 def test_every_record_is_read_as_it_was_written() -> None:

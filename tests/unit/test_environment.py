@@ -45,15 +45,12 @@ def test_the_environment_names_what_a_gpu_run_stands_on() -> None:
     } <= names  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("driver", "fails", "says"),
-    [
-        (None, {}, "no NVIDIA driver"),
-        ("550.54.15", {}, "550.54.15, and CUDA 13 needs 580"),
-        ("580.65.06", {"is_available": "AssertionError"}, "torch sees no GPU"),
-        ("580.65.06", {"transformer_engine": "FileNotFoundError: no torch lib"}, "FileNotFoundError: no torch lib"),
-    ],
-)
+@pytest.mark.parametrize(("driver", "fails", "says"), [
+    (None, {}, "no NVIDIA driver"),
+    ("550.54.15", {}, "550.54.15, and CUDA 13 needs 580"),
+    ("580.65.06", {"is_available": "AssertionError"}, "torch sees no GPU"),
+    ("580.65.06", {"transformer_engine": "FileNotFoundError: no torch lib"}, "FileNotFoundError: no torch lib"),
+])  # fmt: skip
 def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(
     machine: Machine, driver: str | None, fails: dict[str, str], says: str
 ) -> None:

@@ -99,13 +99,10 @@ def test_an_environment_that_leaves_no_room_for_a_turn_has_failed() -> None:
         played("says_too_much", "one")
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"data": {"apply_chat_template": False}}, "data.apply_chat_template is false"),
-        ({"algorithm": {"advantage": "reinforce_pp"}}, "set algorithm.credit: turns"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "said"), [
+    ({"data": {"apply_chat_template": False}}, "data.apply_chat_template is false"),
+    ({"algorithm": {"advantage": "reinforce_pp"}}, "set algorithm.credit: turns"),
+])  # fmt: skip
 def test_settings_under_which_a_chat_could_not_be_played_or_credited_are_refused(
     sections: dict[str, Any], said: str
 ) -> None:

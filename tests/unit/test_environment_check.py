@@ -1,15 +1,19 @@
-"""`mslime check --try` plays an environment, and says what a model's words would break."""
+"""`mslime check --try` plays an environment; the example and the settings of docs/environments.md can be used."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import yaml
 
-from mslime.checks.user_functions import check_environment
+from mslime.checks.user_functions import check_environment, check_seams, seams_of
 from mslime.config.errors import ConfigError
+from mslime.config.loader import build
+from tests.fixtures.pages import ROOT, blocks, read_page
 
 USER = "tests.unit.user_environments"
+PAGE = read_page("environments.md")
 
 
 def test_an_environment_that_answers_whatever_is_said_passes():
@@ -23,13 +27,30 @@ def test_an_environment_that_answers_whatever_is_said_passes():
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "told"),
-    [
-        ("Counting", {}, "step raised ValueError: invalid literal for int.*user_environments.py"),
-        ("OldReset", {}, r"it is called with \(self, task\)"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "told"), [
+    ("Counting", {}, "step raised ValueError: invalid literal for int.*user_environments.py"),
+    ("OldReset", {}, r"it is called with \(self, task\)"),
+])  # fmt: skip
 def test_one_that_does_not_is_refused_with_what_it_did(kind: str, options: dict[str, Any], told: str):
     with pytest.raises(ConfigError, match=told):
         check_environment(f"{USER}:{kind}", options)
+
+
+def test_the_page_of_environments_shows_the_example_as_it_is() -> None:
+    code = (ROOT / "examples/environments/guess.py").read_text().partition('"""\n\n')[2].strip()
+    assert f"{code}\n" in blocks(PAGE, "python")
+
+
+@pytest.mark.parametrize("block", blocks(PAGE, "yaml"))
+def test_the_pages_settings_name_classes_that_can_be_used(block: str) -> None:
+    given = yaml.safe_load(block)
+    own_prompts = given["rollout"]["function"] == "atropos"
+    config = build({"model": {"path": "m"}, "data": {} if own_prompts else {"prompts": ["p.jsonl"]}, **given})
+    check_seams(config)
+    assert own_prompts or "rollout.environment" in {seam.setting for seam in seams_of(config)}
+
+
+def test_the_example_answers_whatever_a_model_says() -> None:
+    said = check_environment("examples.environments.guess:Guess", {"largest": 10})
+    assert said[0] == "reset: 'A number from 1 to 10?\\n', and the same for the same task"
+    assert said[1] == "step(''): 'That is no number.\\n', reward -0.1" and said[-1] == "closed"

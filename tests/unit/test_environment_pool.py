@@ -91,19 +91,16 @@ def test_methods_may_be_async_and_close_may_be_missing():
     assert step == Step("At 3.", None, True, 7.0, {"sum": 3.0})
 
 
-@pytest.mark.parametrize(
-    ("action", "said"),
-    [
-        ("raise", r"step raised ValueError: the door is stuck \(.*user_environments.py:"),
-        ("hang", r"step took longer than 0\.5 s"),
-        ("stop", "step raised RuntimeError: StopIteration"),
-        ("number", "step returned reward = 'one', which is not a finite number"),
-        ("nan", "step returned reward = nan, which is not a finite number"),
-        ("pair", r"step returned \('', 1.0\), which is neither a Step nor"),
-        ("object", "step returned <object object at"),
-        ("role", "step returned the message .*; a message is .* with a role of system, user, tool"),
-    ],
-)
+@pytest.mark.parametrize(("action", "said"), [
+    ("raise", r"step raised ValueError: the door is stuck \(.*user_environments.py:"),
+    ("hang", r"step took longer than 0\.5 s"),
+    ("stop", "step raised RuntimeError: StopIteration"),
+    ("number", "step returned reward = 'one', which is not a finite number"),
+    ("nan", "step returned reward = nan, which is not a finite number"),
+    ("pair", r"step returned \('', 1.0\), which is neither a Step nor"),
+    ("object", "step returned <object object at"),
+    ("role", "step returned the message .*; a message is .* with a role of system, user, tool"),
+])  # fmt: skip
 def test_what_an_environment_does_wrong_is_its_own_failure_and_others_go_on(tmp_path: Path, action: str, said: str):
     async def work(pool: EnvironmentPool) -> None:
         broken, other = await begun(pool), await begun(pool)
@@ -117,14 +114,11 @@ def test_what_an_environment_does_wrong_is_its_own_failure_and_others_go_on(tmp_
     assert notes(tmp_path / "notes").count("close") == 2, "the broken one is closed as well"
 
 
-@pytest.mark.parametrize(
-    ("action", "said"),
-    [
-        ("exit", "step was not answered: its process ended with exit code 7"),
-        ("hold", "step took longer than 0.5 s and let nothing else run in its process"),
-        ("memory", "step needed more memory than the 512 MiB of its process"),
-    ],
-)
+@pytest.mark.parametrize(("action", "said"), [
+    ("exit", "step was not answered: its process ended with exit code 7"),
+    ("hold", "step took longer than 0.5 s and let nothing else run in its process"),
+    ("memory", "step needed more memory than the 512 MiB of its process"),
+])  # fmt: skip
 @pytest.mark.slow
 def test_where_another_one_may_be_to_blame_nobody_is_until_it_is_alone(action: str, said: str):
     async def work(pool: EnvironmentPool) -> None:
@@ -202,16 +196,20 @@ def test_a_process_in_which_one_hangs_takes_no_further_ones_and_ends_with_its_la
     assert within(work, "Breaks", limit_s=0.5) == (True, False)
 
 
-def test_a_call_that_nobody_waits_for_any_more_does_not_keep_an_environment_from_being_closed(tmp_path: Path):
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_call_that_nobody_waits_for_any_more_does_not_keep_an_environment_from_being_closed(
+    tmp_path: Path, method: str
+):
     async def work(pool: EnvironmentPool) -> None:
-        environment = await begun(pool)
-        step = asyncio.create_task(environment.step("1"))
+        environment = await (pool.open() if method == "reset" else begun(pool))
+        call = asyncio.create_task(environment.reset(TASK) if method == "reset" else environment.step("1"))
         await asyncio.sleep(0)
-        step.cancel()
+        call.cancel()
         await environment.close()
 
     within(work, notes=str(tmp_path / "notes"))
-    assert notes(tmp_path / "notes")[-1] == "close"
+    said = notes(tmp_path / "notes")
+    assert said[0] == "made" and said[-1] == "close"
 
 
 def test_a_closing_that_nobody_waits_for_any_more_goes_on(tmp_path: Path):
@@ -227,19 +225,6 @@ def test_a_closing_that_nobody_waits_for_any_more_goes_on(tmp_path: Path):
     assert notes(tmp_path / "notes").count("close") == 8
 
 
-def test_an_environment_whose_reset_nobody_waits_for_any_more_is_closed_too(tmp_path: Path):
-    async def work(pool: EnvironmentPool) -> None:
-        environment = await pool.open()
-        reset = asyncio.create_task(environment.reset(TASK))
-        await asyncio.sleep(0)
-        reset.cancel()
-        await environment.close()
-
-    within(work, notes=str(tmp_path / "notes"))
-    said = notes(tmp_path / "notes")
-    assert said[0] == "made" and said[-1] == "close"
-
-
 def test_a_close_that_raises_is_told_and_harms_nothing(capsys: pytest.CaptureFixture[str]):
     async def work(pool: EnvironmentPool) -> Step:
         await (await begun(pool)).close()
@@ -249,16 +234,13 @@ def test_a_close_that_raises_is_told_and_harms_nothing(capsys: pytest.CaptureFix
     assert "an environment was not closed: tests.unit.user_environments:Breaks: close raised" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "field", "rule"),
-    [
-        ("Missing", {}, "rollout.environment", "has no function 'Missing'"),
-        ("NoStep", {}, "rollout.environment", "has no method step"),
-        ("OldReset", {}, "rollout.environment", "it is called with (self, task)"),
-        ("Counting", {"size": 3}, "rollout.environment_options", "cannot be made with (size=3)"),
-        ("made_by_a_function", {}, "rollout.environment", "is no class"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "field", "rule"), [
+    ("Missing", {}, "rollout.environment", "has no function 'Missing'"),
+    ("NoStep", {}, "rollout.environment", "has no method step"),
+    ("OldReset", {}, "rollout.environment", "it is called with (self, task)"),
+    ("Counting", {"size": 3}, "rollout.environment_options", "cannot be made with (size=3)"),
+    ("made_by_a_function", {}, "rollout.environment", "is no class"),
+])  # fmt: skip
 def test_a_class_that_cannot_be_used_is_refused_when_its_process_starts(
     kind: str, options: dict[str, Any], field: str, rule: str
 ):

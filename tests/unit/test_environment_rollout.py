@@ -16,6 +16,7 @@ from mslime.rollout.environments.play import _turns as open_turns
 from mslime.rollout.environments.turns import ChatTurns, PlainTurns
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
+from tests.fixtures.least import refused
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTokenizer, make_service, publish, run_config
 
 USER = "tests.unit.user_environments"
@@ -71,16 +72,10 @@ def test_where_no_step_has_a_reward_the_runs_reward_scores_the_episode(tmp_path:
     assert batch.metrics["user/taken"] == 2
 
 
-@pytest.mark.parametrize(
-    ("advantage", "credit", "of_first", "of_last"),
-    [
-        ("grpo", "auto", None, None),
-        ("grpo", "episode", None, None),
-        ("grpo", "steps", 1.0, 1.0),
-        ("reinforce_pp", "auto", 1.0, 1.0),
-        ("reinforce_pp", "episode", None, None),
-    ],
-)
+@pytest.mark.parametrize(("advantage", "credit", "of_first", "of_last"), [
+    ("grpo", "auto", None, None), ("grpo", "episode", None, None), ("grpo", "steps", 1.0, 1.0),
+    ("reinforce_pp", "auto", 1.0, 1.0), ("reinforce_pp", "episode", None, None),
+])  # fmt: skip
 def test_rewards_of_steps_count_where_the_step_ended_and_never_twice(
     tmp_path: Path, advantage: str, credit: str, of_first: float | None, of_last: float | None
 ):
@@ -133,16 +128,11 @@ def failure(tmp_path: Path, **more: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "told"),
-    [
-        ("raise", "step raised ValueError: the door is stuck"),
-        ("hang", "step took longer than 2 s"),
-        ("exit", "step was not answered: its process ended with exit code 7"),
-        ("memory", "step needed more memory than the 512 MiB of its process"),
-        ("number", "step returned reward = 'one'"),
-    ],
-)
+@pytest.mark.parametrize(("trouble", "told"), [
+    ("raise", "step raised ValueError: the door is stuck"), ("hang", "step took longer than 2 s"),
+    ("exit", "step was not answered: its process ended with exit code 7"),
+    ("memory", "step needed more memory than the 512 MiB of its process"), ("number", "step returned reward = 'one'"),
+])  # fmt: skip
 @pytest.mark.slow
 def test_a_broken_episode_ends_the_run_or_is_dropped_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trouble: str, told: str
@@ -275,19 +265,14 @@ def test_a_template_that_rewrites_replies_is_refused():
         ChatTurns(Rewrites(), {}).user_turn([{"role": "user", "content": "x"}], 0)
 
 
-@pytest.mark.parametrize(
-    ("rollout", "field", "rule"),
-    [
-        ({"environment": "a:B"}, "rollout.environment", "goes together with rollout.function: environment"),
-        ({"function": "environment"}, "rollout.environment", "goes together"),
-        ({"function": "environment", "environment": "a.B"}, "rollout.environment", "module:function"),
-        ({"environment_options": {"size": 3}}, "rollout.environment_options", "has no class to go to"),
-        ({"environment_credit": "steps", "advantage": "rloo"}, "rollout.environment_credit", "reads rewards of whole"),
-    ],
-)
+@pytest.mark.parametrize(("rollout", "field", "rule"), [
+    ({"environment": "a:B"}, "rollout.environment", "goes together with rollout.function: environment"),
+    ({"function": "environment"}, "rollout.environment", "goes together"),
+    ({"function": "environment", "environment": "a.B"}, "rollout.environment", "module:function"),
+    ({"environment_options": {"size": 3}}, "rollout.environment_options", "has no class to go to"),
+    ({"environment_credit": "steps", "advantage": "rloo"}, "rollout.environment_credit", "reads rewards of whole"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(rollout: dict[str, Any], field: str, rule: str):
     algorithm = {"advantage": rollout.pop("advantage", "grpo")}
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x"]}, "rollout": rollout, "algorithm": algorithm}
-    with pytest.raises(ConfigError) as caught:
-        build(values)
-    assert caught.value.field == field and rule in caught.value.rule
+    error = refused(rollout=rollout, algorithm=algorithm)
+    assert error.field == field and rule in error.rule

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from mslime.rollout.conversations.server.sessions import ModelEndpoint
 
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
-from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.rollout.contract import check_rollout
 from mslime.rollout.conversations import Agents
 from mslime.rollout.workflow import Engine, Episode, Task
@@ -156,15 +156,12 @@ def test_an_episode_of_verifiers_is_recorded_by_the_rollouts_endpoint_and_scored
     assert wrong.reward == 0.0
 
 
-@pytest.mark.parametrize(
-    ("function", "told", "said_of_it"),
-    [
-        ("by_verifiers", {"told": {"error": "HarnessError: it broke"}}, "HarnessError: it broke"),
-        ("by_verifiers", {"told": {"reward": None}}, "reward None"),
-        ("by_verifiers", {"status": 500}, "answered 500"),
-        ("by_a_server_that_is_gone", {}, "ClientConnector"),
-    ],
-)
+@pytest.mark.parametrize(("function", "told", "said_of_it"), [
+    ("by_verifiers", {"told": {"error": "HarnessError: it broke"}}, "HarnessError: it broke"),
+    ("by_verifiers", {"told": {"reward": None}}, "reward None"),
+    ("by_verifiers", {"status": 500}, "answered 500"),
+    ("by_a_server_that_is_gone", {}, "ClientConnector"),
+])  # fmt: skip
 def test_what_goes_wrong_at_the_server_fails_the_rollout_in_words(
     function: str, told: dict[str, Any], said_of_it: str
 ) -> None:
@@ -220,21 +217,18 @@ def test_a_reward_is_a_finite_number(reward: object) -> None:
     (b"{}", {"Authorization": "Bearer other"}, 401), (b"{}", {"Authorization": "Bearer \xfc"}, 401),
     (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421), (b" " * 30_000, {}, 413),
 ])  # fmt: skip
-def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
+async def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
     body: bytes, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GYM_KEY", "k")
     monkeypatch.setattr(nemo_gym, "MOST_BYTES", 20_000)
 
-    async def work() -> None:
-        relay = NemoGym("", 0, relay_key="env:GYM_KEY").relay
-        sent = {"Content-Type": "application/json", "Authorization": "Bearer k", **headers}
-        async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")), aiohttp.ClientSession() as http:
-            url = f"http://127.0.0.1:{relay.port}/v1/responses"
-            async with http.post(url, data=body, headers=sent) as response:
-                assert response.status == status, await response.text()
-
-    asyncio.run(work())
+    relay = NemoGym("", 0, relay_key="env:GYM_KEY").relay
+    sent = {"Content-Type": "application/json", "Authorization": "Bearer k", **headers}
+    async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")), aiohttp.ClientSession() as http:
+        url = f"http://127.0.0.1:{relay.port}/v1/responses"
+        async with http.post(url, data=body, headers=sent) as response:
+            assert response.status == status, await response.text()
 
 
 def test_there_is_no_relay_without_a_key() -> None:

@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 
 from mslime.config.layout import ParallelLayout
 from mslime.data import expert_balance
-from mslime.data.expert_balance import (
-    Plan,
-    expert_imbalance,
-    least_imbalance,
-    loads_of,
-    ranks_together,
-    spread_experts,
-)
+from mslime.data.expert_balance import Plan, expert_imbalance, least_imbalance, loads_of, ranks_together, spread_experts
 from mslime.data.packing import Packer
 from mslime.data.routes import Routes
 
@@ -53,18 +46,11 @@ def test_of_many_routes_every_so_many_are_counted(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(counted, whole, rtol=0.1)
 
 
-@pytest.mark.parametrize(
-    ("layout", "together"),
-    [
-        (ParallelLayout(dp=4, ep=4), 4),
-        (ParallelLayout(dp=4, ep=2), 2),
-        (ParallelLayout(tp=2, dp=4, ep=4), 2),
-        (ParallelLayout(tp=2, dp=2, ep=2), 1),
-        (ParallelLayout(tp=4, dp=2, ep=2), 1),
-        (ParallelLayout(cp=2, dp=2, ep=2, etp=2), 2),
-        (ParallelLayout(tp=2, pp=2, dp=4, ep=8), 4),
-    ],
-)
+@pytest.mark.parametrize(("layout", "together"), [
+    (ParallelLayout(dp=4, ep=4), 4), (ParallelLayout(dp=4, ep=2), 2), (ParallelLayout(tp=2, dp=4, ep=4), 2),
+    (ParallelLayout(tp=2, dp=2, ep=2), 1), (ParallelLayout(tp=4, dp=2, ep=2), 1),
+    (ParallelLayout(cp=2, dp=2, ep=2, etp=2), 2), (ParallelLayout(tp=2, pp=2, dp=4, ep=8), 4),
+])  # fmt: skip
 def test_ranks_that_share_out_experts_meet(layout: ParallelLayout, together: int) -> None:
     assert ranks_together(layout) == together
     copies = {layout.place(rank).edp for rank in range(layout.stage_size) if layout.place(rank).dp < together}

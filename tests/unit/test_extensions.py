@@ -44,14 +44,10 @@ def test_a_function_that_cannot_be_called_so_is_refused(function):
         check_parameters(function, "m:f", "reward.function", "sample", "label")
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("nothing", "module:function"),
-        ("no_such_module_here:f", "cannot be imported"),
-        (f"{__name__}:takes_to", "takes_two"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "said"), [
+    ("nothing", "module:function"), ("no_such_module_here:f", "cannot be imported"),
+    (f"{__name__}:takes_to", "takes_two"),
+])  # fmt: skip
 def test_a_function_that_is_not_there_is_refused_by_name(spec, said):
     with pytest.raises(ConfigError, match=said):
         load_function(spec, "reward.function")

@@ -66,15 +66,10 @@ def test_who_had_much_waits_until_the_others_have_caught_up() -> None:
     assert running == {"a": 10, "b": 10}
 
 
-@pytest.mark.parametrize(
-    ("capacity", "guaranteed", "weights", "shares"),
-    [
-        (3, 0.0, (1, 1, 1), [1, 1, 1]),
-        (3, 1.0, (100, 1, 1), [1, 1, 1]),
-        (9, 1.0, (1, 1, 1), [3, 3, 3]),
-        (13, 0.5, (2, 2, 1), [3, 3, 2]),
-    ],
-)
+@pytest.mark.parametrize(("capacity", "guaranteed", "weights", "shares"), [
+    (3, 0.0, (1, 1, 1), [1, 1, 1]), (3, 1.0, (100, 1, 1), [1, 1, 1]), (9, 1.0, (1, 1, 1), [3, 3, 3]),
+    (13, 0.5, (2, 2, 1), [3, 3, 2]),
+])  # fmt: skip
 def test_every_adapter_is_kept_one_group_and_its_part_of_the_rest(
     capacity: int, guaranteed: float, weights: tuple[float, ...], shares: list[int]
 ) -> None:

@@ -35,10 +35,8 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], by
     """(header, data) of a file of three tensors."""
     path = tmp_path_factory.mktemp("honest") / "x.safetensors"
     arrays = {
-        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "b": np.arange(4, dtype=np.int64),
-        "c": np.zeros((0, 3)),
-    }
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.int64), "c": np.zeros((0, 3)),
+    }  # fmt: skip
     save_file(arrays, path)
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")

@@ -42,15 +42,12 @@ def grown() -> int:
     return searches_of_everything() - before
 
 
-def test_a_process_that_fills_with_rollouts_is_not_searched_again_and_again() -> None:
+async def test_a_process_that_fills_with_rollouts_is_not_searched_again_and_again() -> None:
     gc.set_threshold(700, 10, 10)
     assert grown() > 0, "as Python does it"
 
-    async def work() -> None:
-        search_seldom()
-        assert gc.get_freeze_count() > 10_000 and grown() == 0
-
-    asyncio.run(work())
+    search_seldom()
+    assert gc.get_freeze_count() > 10_000 and grown() == 0
 
 
 def test_old_circles_of_users_are_freed_all_the_same() -> None:

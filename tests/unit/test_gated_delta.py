@@ -138,11 +138,8 @@ def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             assert func is not torch.ops.aten._local_scalar_dense.default, "a question to the GPU"
             once = (
-                torch.ops.aten.softplus,
-                torch.ops.aten.rsqrt,
-                torch.ops.aten.convolution,
-                torch.ops.aten.index_copy,
-            )
+                torch.ops.aten.softplus, torch.ops.aten.rsqrt, torch.ops.aten.convolution, torch.ops.aten.index_copy,
+            )  # fmt: skip
             counts[-1] += func in [op.default for op in once]
             derived.extend([func] if func is torch.ops.aten.repeat_interleave.Tensor else [])
             return func(*args, **(kwargs or {}))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from mslime.config.errors import ConfigError, RewardError
-from mslime.config.loader import build
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.rollout.rewards.kinds import exact, reward_kind
@@ -20,6 +18,8 @@ from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.statistics import score_metrics
 from mslime_plugins.graders.words import chosen_letter, f1, letters
+from tests.fixtures.least import refused
+from tests.fixtures.reward_servers import scored
 
 USER = "tests.unit.user_rewards"
 
@@ -30,53 +30,19 @@ def sample(response: str, label: Any = None, index: int = 0, **metadata: Any) ->
     return s
 
 
-def scored(config: dict[str, Any], *samples: Sample) -> list[Any]:
-    """Rewards of the samples, all asked for at once; an error stands for itself."""
-
-    async def work() -> list[Any]:
-        scorer = RewardScorer(RewardConfig.model_validate(config))
-        try:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-        finally:
-            await scorer.close()
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
 def test_exact_match_takes_a_list_of_labels_as_alternatives():
     assert exact(" 12\n", ["11", 12]) == 1.0 and exact("13", ["11", 12]) == 0.0
 
 
 CHOSEN = {
-    r"\boxed{B}": "B",
-    r"\boxed{\text{(c)}}": "C",
-    r"\boxed{A} no, \boxed{D}": "D",
-    r"\boxed{\textbf{(E)}\ 5}": "E",
-    r"\boxed{}": "",
-    "The answer is (C).": "C",
-    "The correct answer is B": "B",
-    "Answer: D": "D",
-    "**Answer:** **A**": "A",
-    "answer is option C": "C",
-    "So the answer is: (b)": "B",
-    "A) 5\nB) 6\nI choose...\nB": "B",
-    "B": "B",
-    "(B)": "B",
-    "B. because": "B",
-    "It must be (A), as (B) fails": "B",
-    "The answer is a matter of taste": "",
-    "no idea": "",
-    "": "",
-    "<think>The answer is A</think> The answer is B": "B",
-    "Answer: $\\boxed{C}$": "C",
-    "Answer is A. Wait, the answer is D.": "D",
-    "the correct choice is E": "E",
-    "答案：C": "C",
-    "答案是C。": "C",
-    "因此，正确答案为 C": "C",
-    "所以选（b）。": "B",
-}
+    r"\boxed{B}": "B", r"\boxed{\text{(c)}}": "C", r"\boxed{A} no, \boxed{D}": "D", r"\boxed{\textbf{(E)}\ 5}": "E",
+    r"\boxed{}": "", "The answer is (C).": "C", "The correct answer is B": "B", "Answer: D": "D",
+    "**Answer:** **A**": "A", "answer is option C": "C", "So the answer is: (b)": "B",
+    "A) 5\nB) 6\nI choose...\nB": "B", "B": "B", "(B)": "B", "B. because": "B", "It must be (A), as (B) fails": "B",
+    "The answer is a matter of taste": "", "no idea": "", "": "", "<think>The answer is A</think> The answer is B": "B",
+    "Answer: $\\boxed{C}$": "C", "Answer is A. Wait, the answer is D.": "D", "the correct choice is E": "E",
+    "答案：C": "C", "答案是C。": "C", "因此，正确答案为 C": "C", "所以选（b）。": "B",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("response", CHOSEN)
@@ -106,15 +72,10 @@ def reference_f1(said: str, wanted: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-@pytest.mark.parametrize(
-    ("response", "label", "share"),
-    [
-        ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12),
-        ("北京", "北京", 1.0),
-        ("“Paris”", "Paris", 1.0),
-        ("Paris, France", "Paris", 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("response", "label", "share"), [
+    ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12), ("北京", "北京", 1.0), ("“Paris”", "Paris", 1.0),
+    ("Paris, France", "Paris", 2 / 3),
+])  # fmt: skip
 def test_f1_takes_a_chinese_character_for_a_word_and_no_punctuation(response: str, label: str, share: float):
     assert f1(response, label) == pytest.approx(share)
 
@@ -127,22 +88,10 @@ def test_f1_is_squads_and_takes_the_best_of_several_labels():
     assert f1("the cat", ["dog", "cat"]) == 1.0 and f1("<think>dog</think>cat", "cat") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "label"),
-    [
-        ("exact", None),
-        ("exact", {"ground_truth": "5"}),
-        ("exact", []),
-        ("letters", "AB"),
-        ("letters", 3),
-        ("letters", ["A", "B"]),
-        ("f1", None),
-        ("math", None),
-        ("answer_line", {}),
-        ("exact", ""),
-        ("f1", b"bytes"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "label"), [
+    ("exact", None), ("exact", {"ground_truth": "5"}), ("exact", []), ("letters", "AB"), ("letters", 3),
+    ("letters", ["A", "B"]), ("f1", None), ("math", None), ("answer_line", {}), ("exact", ""), ("f1", b"bytes"),
+])  # fmt: skip
 def test_labels_that_a_grader_cannot_use_are_errors_of_the_row(kind: str, label: object):
     found = reward_kind(kind, "reward")
     assert found is not None and found.label_problem(label)
@@ -195,17 +144,10 @@ def test_a_function_may_return_metrics_beside_its_reward():
     assert s.scores == {"user/letters": 3.0, "user/odd": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("keys", "score besides"),
-        ("missing", "without the key 'reward'"),
-        ("names", "named 'a/b'"),
-        ("values", "a = nan"),
-        ("many", "returned 100 metrics"),
-        ("list", "not an object of names"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    ("keys", "score besides"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
+    ("many", "returned 100 metrics"), ("list", "not an object of names"),
+])  # fmt: skip
 def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
     (error,) = scored({"kind": "custom", "function": f"{USER}:odd_answers"}, sample(answer))
     assert isinstance(error, RewardError) and message in error.rule
@@ -217,31 +159,6 @@ def test_names_of_metrics_are_bounded_over_a_run():
 
 
 # ------------------------------------------------------------------------------------------------------------- http
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def from_server(handler: Handler, config: dict[str, Any], *samples: Sample) -> list[Any]:
-    """Rewards of the samples from a real HTTP server on loopback."""
-
-    async def work() -> list[Any]:
-        app = web.Application()
-        app.router.add_post("/score", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        settings = {**config, "http": {"url": f"http://127.0.0.1:{port}/score", **config.get("http", {})}}
-        scorer = RewardScorer(RewardConfig.model_validate({"kind": "http", **settings}))
-        try:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-        finally:
-            await scorer.close()
-            await runner.cleanup()
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 async def lengths(request: web.Request) -> web.Response:
@@ -257,7 +174,7 @@ def test_a_served_reward_model_scores_in_batches_and_each_sample_gets_its_own():
         return await lengths(request)
 
     samples = [sample("x" * i, "label", i, source="m") for i in range(50)]
-    assert from_server(handler, {"http": {"batch_size": 8}}, *samples) == list(range(50))
+    assert scored({"http": {"batch_size": 8}}, *samples, servers=[handler]) == list(range(50))
     assert sum(sizes) == 50 and max(sizes) == 8 and len(sizes) <= 12
 
 
@@ -270,7 +187,7 @@ def test_the_server_sees_prompt_label_and_metadata_and_the_token_from_the_enviro
 
     monkeypatch.setenv("REWARD_TOKEN", "geheim")
     s = sample("r", ["a", "b"], source="m")
-    assert from_server(handler, {"http": {"auth_env": "REWARD_TOKEN"}}, s) == [2.0]
+    assert scored({"http": {"auth_env": "REWARD_TOKEN"}}, s, servers=[handler]) == [2.0]
     assert seen == [
         ("Bearer geheim", [{"prompt": None, "response": "r", "label": ["a", "b"], "metadata": {"source": "m"}}])
     ]
@@ -288,14 +205,14 @@ def test_what_a_row_may_hold_is_sent_as_it_is(value: Any):
         return web.json_response([1.0] * len(rows))
 
     samples = [sample("a", "x", value=value), sample("b", "x", 1, value=3)]
-    assert from_server(handler, {}, *samples) == [1.0, 1.0]
+    assert scored({}, *samples, servers=[handler]) == [1.0, 1.0]
     assert seen == [{"1": 2} if isinstance(value, dict) else value, 3]
 
 
 def test_a_row_that_no_json_holds_is_an_error_of_its_samples():
     """An integer of more digits than Python writes; and nobody waits for ever, or is cancelled."""
-    assert from_server(lengths, {"on_error": "zero"}, sample("a", "x", value=10**5000)) == [0.0]
-    (error,) = from_server(lengths, {}, sample("a", "x", value=10**5000))
+    assert scored({"on_error": "zero"}, sample("a", "x", value=10**5000), servers=[lengths]) == [0.0]
+    (error,) = scored({}, sample("a", "x", value=10**5000), servers=[lengths])
     assert isinstance(error, RewardError) and "cannot be written as JSON" in str(error)
 
 
@@ -352,23 +269,16 @@ def test_a_busy_server_is_asked_again():
         times["asked"] += 1
         return web.Response(status=503, text="busy") if times["asked"] < 3 else await lengths(request)
 
-    assert from_server(handler, {"http": {"retries": 3}}, sample("abc")) == [3.0] and times["asked"] == 3
+    assert scored({"http": {"retries": 3}}, sample("abc"), servers=[handler]) == [3.0] and times["asked"] == 3
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "message", "asked"),
-    [
-        (503, "busy", "answered HTTP 503: 'busy'", 2),
-        (404, "where?", "answered HTTP 404", 1),
-        (200, "no json", "what is not JSON", 1),
-        (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
-        (200, '{"reward": 1}', "to 1 samples", 1),
-        (200, '["1"]', "not a number", 1),
-        (200, '{"rewards": [NaN]}', "what is not JSON", 1),
-        (200, '{"rewards": [null]}', "not a number", 1),
-        (302, "", "answered HTTP 302", 1),
-    ],
-)
+@pytest.mark.parametrize(("status", "body", "message", "asked"), [
+    (503, "busy", "answered HTTP 503: 'busy'", 2), (404, "where?", "answered HTTP 404", 1),
+    (200, "no json", "what is not JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
+    (200, '{"reward": 1}', "to 1 samples", 1), (200, '["1"]', "not a number", 1),
+    (200, '{"rewards": [NaN]}', "what is not JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
+    (302, "", "answered HTTP 302", 1),
+])  # fmt: skip
 def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int, body: str, message: str, asked: int):
     times = Counter[str]()
 
@@ -376,10 +286,10 @@ def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int
         times["asked"] += 1
         return web.Response(status=status, text=body)
 
-    (error,) = from_server(handler, {"http": {"retries": 1}}, sample("abc"))
+    (error,) = scored({"http": {"retries": 1}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and message in error.rule
     assert times["asked"] == asked
-    assert from_server(handler, {"http": {"retries": 0}, "on_error": "zero"}, sample("abc")) == [0.0]
+    assert scored({"http": {"retries": 0}, "on_error": "zero"}, sample("abc"), servers=[handler]) == [0.0]
 
 
 def test_a_silent_server_is_given_up_after_its_limit():
@@ -387,7 +297,7 @@ def test_a_silent_server_is_given_up_after_its_limit():
         await asyncio.sleep(1)
         return web.Response()
 
-    (error,) = from_server(handler, {"timeout_s": 0.3, "http": {"retries": 1}}, sample("abc"))
+    (error,) = scored({"timeout_s": 0.3, "http": {"retries": 1}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and "did not answer within 0.3 s" in error.rule
 
 
@@ -409,7 +319,7 @@ def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
             await response.write(b"1" * 1000)
         return response
 
-    (error,) = from_server(handler, {"http": {"retries": 0}}, sample("abc"))
+    (error,) = scored({"http": {"retries": 0}}, sample("abc"), servers=[handler])
     assert isinstance(error, RewardError) and "answered more than 10000 bytes" in error.rule
 
 
@@ -423,44 +333,35 @@ def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPa
 # --------------------------------------------------------------------------------------------------- configuration
 
 
-def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = None) -> ConfigError:
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x.jsonl"], "eval_sets": eval_sets or []}, "reward": reward}
-    with pytest.raises(ConfigError) as caught:
-        build(json.loads(json.dumps(values)))
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("reward", "field", "rule"),
-    [
-        ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
-        ({"function": "a:b"}, "reward.function", "goes together"),
-        ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
-        ({"kind": "http"}, "reward.http.url", "goes together"),
-        ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
-        ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
-        ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
-        ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
-        ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
-        ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
-        ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
-        ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
-        ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "field", "rule"), [
+    ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
+    ({"function": "a:b"}, "reward.function", "goes together"),
+    ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
+    ({"kind": "http"}, "reward.http.url", "goes together"),
+    ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
+    ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
+    ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
+    ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
+    ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
+    ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
+    ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
+    ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
+    ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
+])  # fmt: skip
 def test_rewards_that_make_no_sense_are_refused_by_field(reward: dict[str, Any], field: str, rule: str):
-    error = refused(reward)
+    error = refused(reward=reward)
     assert error.field == field and rule in error.rule
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "x{y}"])
 def test_names_of_held_out_sets_that_cannot_be_metrics_are_refused(name: str):
-    error = refused({}, [{"name": name, "path": "x.jsonl"}])
+    error = refused(data={"prompts": ["x"], "eval_sets": [{"name": name, "path": "x.jsonl"}]})
     assert error.field == "data.eval_sets[0].name" and "a name is letters" in error.rule
 
 
 def test_the_reward_of_a_held_out_set_is_checked_like_the_runs():
-    error = refused({}, [{"name": "gpqa", "path": "x.jsonl", "reward": {"kind": "custom"}}])
+    held_out = [{"name": "gpqa", "path": "x.jsonl", "reward": {"kind": "custom"}}]
+    error = refused(data={"prompts": ["x"], "eval_sets": held_out})
     assert error.field == "data.eval_sets[0].reward.function"
 
 

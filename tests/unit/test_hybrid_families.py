@@ -17,12 +17,7 @@ from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.table import canonical_name
-
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
-
-
-def published(model: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / model / "config.json").read_text())
+from tests.fixtures.full_size import published_config
 
 
 def layout(**sizes: int) -> ParallelLayout:
@@ -45,36 +40,25 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     return copy
 
 
-@pytest.mark.parametrize(
-    ("model", "path", "value"),
-    [
-        ("gpt-oss-20b", "swiglu_alpha", 1.0),
-        ("gpt-oss-20b", "experts_per_token", 2),
-        ("gpt-oss-20b", "initial_context_length", 8192),
-        ("gpt-oss-20b", "attention_bias", False),
-        ("gpt-oss-20b", "layer_types", ["full_attention"]),
-        ("gpt-oss-20b", "rope_scaling.rope_type", "linear"),
-        ("gpt-oss-20b", "rope_scaling.attention_factor", 2.0),
-        ("gpt-oss-20b", "sliding_window", None),
-        ("gpt-oss-20b", "a_new_setting", 1),
-        ("qwen3-next-80B-A3B", "full_attention_interval", 0),
-        ("qwen3-next-80B-A3B", "layer_types", ["linear_attention"] * 48),
-        ("qwen3-next-80B-A3B", "linear_num_value_heads", 24),
-        ("qwen3-next-80B-A3B", "hidden_act", "gelu"),
-        ("qwen3-next-80B-A3B", "attention_bias", True),
-        ("qwen3-next-80B-A3B", "use_sliding_window", True),
-        ("qwen3.5-35B-A3B", "text_config.attn_output_gate", False),
-        ("qwen3.5-35B-A3B", "text_config.output_gate_type", "sigmoid"),
-        ("qwen3.5-35B-A3B", "text_config.rope_parameters.rope_type", "yarn"),
-        ("qwen3.5-35B-A3B", "text_config.mlp_only_layers", [0]),
-        ("qwen3.5-35B-A3B", "text_config.mtp_num_hidden_layers", 2),
-        ("qwen3.5-35B-A3B", "text_config.tie_word_embeddings", True),
-        ("qwen3.5-35B-A3B", "text_config.a_new_setting", 1),
-        ("qwen3.5-35B-A3B", "text_config", None),
-    ],
-)
+@pytest.mark.parametrize(("model", "path", "value"), [
+    ("gpt-oss-20b", "swiglu_alpha", 1.0), ("gpt-oss-20b", "experts_per_token", 2),
+    ("gpt-oss-20b", "initial_context_length", 8192), ("gpt-oss-20b", "attention_bias", False),
+    ("gpt-oss-20b", "layer_types", ["full_attention"]), ("gpt-oss-20b", "rope_scaling.rope_type", "linear"),
+    ("gpt-oss-20b", "rope_scaling.attention_factor", 2.0), ("gpt-oss-20b", "sliding_window", None),
+    ("gpt-oss-20b", "a_new_setting", 1), ("qwen3-next-80B-A3B", "full_attention_interval", 0),
+    ("qwen3-next-80B-A3B", "layer_types", ["linear_attention"] * 48),
+    ("qwen3-next-80B-A3B", "linear_num_value_heads", 24), ("qwen3-next-80B-A3B", "hidden_act", "gelu"),
+    ("qwen3-next-80B-A3B", "attention_bias", True), ("qwen3-next-80B-A3B", "use_sliding_window", True),
+    ("qwen3.5-35B-A3B", "text_config.attn_output_gate", False),
+    ("qwen3.5-35B-A3B", "text_config.output_gate_type", "sigmoid"),
+    ("qwen3.5-35B-A3B", "text_config.rope_parameters.rope_type", "yarn"),
+    ("qwen3.5-35B-A3B", "text_config.mlp_only_layers", [0]),
+    ("qwen3.5-35B-A3B", "text_config.mtp_num_hidden_layers", 2),
+    ("qwen3.5-35B-A3B", "text_config.tie_word_embeddings", True), ("qwen3.5-35B-A3B", "text_config.a_new_setting", 1),
+    ("qwen3.5-35B-A3B", "text_config", None),
+])  # fmt: skip
 def test_a_setting_that_changes_the_arithmetic_is_refused_by_name(model: str, path: str, value: object) -> None:
-    config = published(model)
+    config = published_config(model)
     refuse_unread(get_family(config), config)
     wrong = changed(config, path, value)
     with pytest.raises(CheckpointError, match=path.rsplit(".", 1)[-1].removesuffix("_value_heads")):
@@ -96,7 +80,7 @@ def test_a_setting_that_changes_the_arithmetic_is_refused_by_name(model: str, pa
 def test_a_layout_that_megatron_core_cannot_build_is_refused_before_anything_starts(
     model: str, sizes: dict[str, int], field: str
 ) -> None:
-    config = published(model)
+    config = published_config(model)
     table = get_family(config).rules(config)
     table.check_layout(layout(ranks=1))
     with pytest.raises(ConfigError, match=f"{field} = 2: .*\n.*set {field} to 1"):
@@ -104,18 +88,18 @@ def test_a_layout_that_megatron_core_cannot_build_is_refused_before_anything_sta
 
 
 def test_a_window_counts_the_token_itself_in_transformers_and_not_in_megatron_core() -> None:
-    fields = get_family(config := published("gpt-oss-20b")).transformer_fields(config)
+    fields = get_family(config := published_config("gpt-oss-20b")).transformer_fields(config)
     assert fields["window_size"] == (127, 0)
     assert fields["window_attn_skip_freq"] == [1, 0] * 12
 
 
 def test_layer_kinds_follow_from_the_interval_where_they_are_not_listed() -> None:
-    fields = get_family(config := published("qwen3-next-80B-A3B")).transformer_fields(config)
+    fields = get_family(config := published_config("qwen3-next-80B-A3B")).transformer_fields(config)
     assert fields["linear_attention_freq"] == [1, 1, 1, 0] * 12
 
 
 def test_fp8_checkpoints_of_qwen3_5_hold_their_experts_one_by_one() -> None:
-    config = published("qwen3.5-35B-A3B")
+    config = published_config("qwen3.5-35B-A3B")
     stacked = get_family(config).rules(config).hf_shapes()
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     single = get_family(config).rules(config).hf_shapes()
@@ -128,7 +112,7 @@ def test_the_published_mxfp4_file_is_read_expert_by_expert_as_transformers_unpac
     from safetensors.torch import save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    config = published("gpt-oss-20b") | {
+    config = published_config("gpt-oss-20b") | {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4, "vocab_size": 32,
         "layer_types": ["sliding_attention"],

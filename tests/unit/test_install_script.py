@@ -14,14 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INPUTS = (
-    "pyproject.toml",
-    "requirements/cpu-constraints.txt",
-    "requirements/test-clients.txt",
-    "scripts/install.sh",
-    "scripts/lib/common.sh",
-    "scripts/lib/gpu.sh",
-    "scripts/lib/imports.py",
-)
+    "pyproject.toml", "requirements/cpu-constraints.txt", "requirements/test-clients.txt", "scripts/install.sh",
+    "scripts/lib/common.sh", "scripts/lib/gpu.sh", "scripts/lib/imports.py",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -41,14 +36,9 @@ def project(tmp_path: Path) -> Path:
 def install(project: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the script from the project's parent."""
     return subprocess.run(
-        ["bash", str(project / "scripts/install.sh"), *arguments],
-        cwd=project.parent,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        ["bash", str(project / "scripts/install.sh"), *arguments], cwd=project.parent, env={**os.environ, **env},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 def assert_one_clear_sentence(done: subprocess.CompletedProcess[str], says: str) -> None:
@@ -87,54 +77,27 @@ def test_too_little_disk_is_refused_before_anything_is_written(project: Path) ->
 def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> None:
     closed = "http://127.0.0.1:9/simple"
     done = install(
-        project,
-        *("--cpu", "--venv", "env"),
-        PIP_CONFIG_FILE=os.devnull,
-        PIP_INDEX_URL=closed,
-        PIP_EXTRA_INDEX_URL="",
-        PIP_FIND_LINKS="",
-        PIP_RETRIES="0",
-        PIP_DEFAULT_TIMEOUT="2",
-        MSLIME_MIN_FREE_GIB="1",
-    )
+        project, *("--cpu", "--venv", "env"), PIP_CONFIG_FILE=os.devnull, PIP_INDEX_URL=closed, PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="", PIP_RETRIES="0", PIP_DEFAULT_TIMEOUT="2", MSLIME_MIN_FREE_GIB="1",
+    )  # fmt: skip
     assert_one_clear_sentence(done, r"could not be downloaded.*log: .*install\.log")
     assert "network" in done.stderr
     assert not (project.parent / "env/.mslime-installed").exists()
 
 
-def test_a_full_disk_during_the_installation_is_explained(project: Path) -> None:
-    done = pip_log_sentence(project, "ERROR: Could not install packages: [Errno 28] No space left on device")
-    assert_one_clear_sentence(done, "disk filled up")
-
-
-def test_a_pin_that_the_index_does_not_have_is_explained(project: Path) -> None:
-    log = "ERROR: Could not find a version (from versions: 2.9.0)\nERROR: No matching distribution for torch==2.13"
-    assert_one_clear_sentence(
-        pip_log_sentence(project, log), r"what mslime pins: No matching distribution for torch==2"
-    )
-
-
-def test_an_unreachable_index_is_explained(project: Path) -> None:
-    log = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch"
-    assert_one_clear_sentence(pip_log_sentence(project, log), "could not be downloaded: No matching distribution")
-
-
-def pip_log_sentence(project: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """What `explain_pip` makes of a log that ends with `line`."""
-    log = project / "pip.log"
-    log.write_text(f"Collecting torch\n{line}\n")
-    return subprocess.run(
-        ["bash", "-c", f"source {project}/scripts/lib/common.sh; explain_pip {log}"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-
-
-def test_a_checkout_that_cannot_be_written_is_told_from_a_broken_installation(project: Path) -> None:
-    done = pip_log_sentence(project, "error: Cannot update time stamp of directory 'mslime.egg-info'")
-    assert_one_clear_sentence(done, "copy the checkout")
+@pytest.mark.parametrize(("log", "says"), [
+    ("ERROR: Could not install packages: [Errno 28] No space left on device", "disk filled up"),
+    ("ERROR: Could not find a version (from versions: 2.9.0)\nERROR: No matching distribution for torch==2.13",
+     "what mslime pins: No matching distribution for torch==2"),
+    ("WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch",
+     "could not be downloaded: No matching distribution"),
+    ("error: Cannot update time stamp of directory 'mslime.egg-info'", "copy the checkout"),
+], ids=["full disk", "no such version", "index out of reach", "checkout that cannot be written"])  # fmt: skip
+def test_what_pip_failed_of_is_explained(project: Path, log: str, says: str) -> None:
+    (project / "pip.log").write_text(f"Collecting torch\n{log}\n")
+    explain = f"source {project}/scripts/lib/common.sh; explain_pip {project}/pip.log"
+    done = subprocess.run(["bash", "-c", explain], capture_output=True, text=True, timeout=20, check=False)
+    assert_one_clear_sentence(done, says)
 
 
 def test_the_quickstart_refuses_a_place_that_cannot_be_written_before_it_installs(tmp_path: Path) -> None:
@@ -287,12 +250,8 @@ def test_the_import_check_names_module_and_exception_in_one_line(tmp_path: Path)
     (tmp_path / "broken_library.py").write_text("raise FileNotFoundError('no shared\\nobject')\n")
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/lib/imports.py", "json", "broken_library", "math"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert done.stdout.splitlines()[-1] == "import broken_library fails: FileNotFoundError: no shared object"
 

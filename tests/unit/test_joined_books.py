@@ -202,17 +202,10 @@ def test_joined_books_are_those_of_one_manager(staleness: int, on_stale: str) ->
     assert steps > 12 and resumes > 12
 
 
-@pytest.mark.parametrize(
-    ("groups", "unfinished", "engines", "given"),
-    [
-        (8, [0, 0], [4, 4], [4, 4]),
-        (8, [0, 0], [4, 2], [5, 3]),
-        (8, [4, 0], [4, 4], [2, 6]),
-        (8, [-6, 0], [4, 4], [7, 1]),
-        (5, [0, 0, 0], [2, 0, 2], [3, 0, 2]),
-        (0, [1, 1], [1, 1], [0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("groups", "unfinished", "engines", "given"), [
+    (8, [0, 0], [4, 4], [4, 4]), (8, [0, 0], [4, 2], [5, 3]), (8, [4, 0], [4, 4], [2, 6]), (8, [-6, 0], [4, 4], [7, 1]),
+    (5, [0, 0, 0], [2, 0, 2], [3, 0, 2]), (0, [1, 1], [1, 1], [0, 0]),
+])  # fmt: skip
 def test_new_groups_go_where_the_fewest_wait_for_each_engine(
     groups: int, unfinished: list[int], engines: list[int], given: list[int]
 ) -> None:

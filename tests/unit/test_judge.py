@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from mslime.config.errors import ConfigError, RewardError
-from mslime.config.loader import build
-from mslime.config.reward import RewardConfig
+from mslime.config.errors import RewardError
 from mslime.data.sample import Sample
-from mslime.rollout.contract import _Characters
-from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import number_in
-
-FakeServer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-PATTERN = r"Score: ([-\w.]+)"
+from tests.fixtures.least import refused
+from tests.fixtures.reward_servers import JUDGE, FakeServer, scored
 
 
 def sample(response: str, label: Any = "five", prompt: str = "2+3?", index: int = 0) -> Sample:
@@ -44,30 +37,7 @@ def says(*replies: object, asked: list[Any] | None = None) -> FakeServer:
 
 
 def scores(fakes: Sequence[FakeServer], config: dict[str, Any], *samples: Sample, kind: str = "judge") -> list[Any]:
-    """Rewards of the samples, all asked for at once, with fake servers on loopback."""
-
-    async def work() -> list[Any]:
-        async with AsyncExitStack() as stack:
-            urls = [await _url(fake, stack) for fake in fakes]
-            own = {"template": "{prompt} {response} {label}", "pattern": PATTERN} if kind == "judge" else {}
-            section = {**own, "url": urls if len(urls) > 1 else urls[0], **config.get(kind, {})}
-            settings = RewardConfig.model_validate({"kind": kind, **config, kind: section})
-            scorer = RewardScorer(settings, tokenizer=_Characters())
-            stack.push_async_callback(scorer.close)
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
-async def _url(fake: FakeServer, stack: AsyncExitStack) -> str:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", fake)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
+    return scored({"kind": kind, **config}, *samples, servers=fakes)
 
 
 @pytest.mark.parametrize(
@@ -108,30 +78,20 @@ def test_a_judge_is_asked_the_filled_template_and_its_last_number_is_the_reward(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("reply", "number"),
-    [
-        ('{"score": 7}', 7.0),
-        ('Let me think.\n```json\n{"why": "x", "score": "0.5"}\n```', 0.5),
-        ("seven", "answered what is no JSON object"),
-        ('{"points": 7}', "answered without the key 'score'"),
-        ('{"score": [7]}', "answered [7], which is no number"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "number"), [
+    ('{"score": 7}', 7.0), ('Let me think.\n```json\n{"why": "x", "score": "0.5"}\n```', 0.5),
+    ("seven", "answered what is no JSON object"), ('{"points": 7}', "answered without the key 'score'"),
+    ('{"score": [7]}', "answered [7], which is no number"),
+])  # fmt: skip
 def test_the_number_may_be_a_field_of_a_json_object(reply: str, number: object):
     assert number_in(reply, None, "score") == number
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ("no idea", "answered without Score: "),
-        ("Score: high", "answered 'high', which is no number"),
-        ("Score: 11", "11, outside of 0 to 10"),
-        ("Score: nan", "nan, outside of 0 to 10"),
-        (None, "answered no text (finish_reason 'stop')"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    ("no idea", "answered without Score: "), ("Score: high", "answered 'high', which is no number"),
+    ("Score: 11", "11, outside of 0 to 10"), ("Score: nan", "nan, outside of 0 to 10"),
+    (None, "answered no text (finish_reason 'stop')"),
+])  # fmt: skip
 def test_a_reply_without_its_number_is_an_error_of_the_sample_with_what_was_said(reply: object, message: str):
     config: dict[str, Any] = {"judge": {"range": [0, 10], "retries": 3, "options": {"temperature": 0.0}}}
     asked: list[Any] = []
@@ -212,36 +172,25 @@ def test_a_silent_judge_is_given_up_after_its_limit():
     assert isinstance(error, RewardError) and "did not answer within 0.2 s" in error.rule
 
 
-@pytest.mark.parametrize(
-    ("judge", "field", "rule"),
-    [
-        ({}, "judge.url", "goes together with reward.kind: judge"),
-        ({"url": []}, "judge.url", "goes together"),
-        ({"url": ["http://a", "b:80"]}, "judge.url", "is not a URL"),
-        ({"template": None}, "judge.template", "needs a question"),
-        ({"template": "Is {label} right?"}, "judge.template", "does not show the response"),
-        ({"pattern": None}, "judge.pattern", "one of them is needed"),
-        ({"field": "score"}, "judge.pattern", "one of them is needed"),
-        ({"pattern": "("}, "judge.pattern", "is no regular expression"),
-        ({"pattern": "Score"}, "judge.pattern", "has no group"),
-        ({"range": [1, 0]}, "judge.range", "lowest number, then the highest"),
-        ({"options": {"n": 2}}, "judge.options", "are set by mslime"),
-        ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
-    ],
-)
+@pytest.mark.parametrize(("judge", "field", "rule"), [
+    ({}, "judge.url", "goes together with reward.kind: judge"),
+    ({"url": []}, "judge.url", "goes together"),
+    ({"url": ["http://a", "b:80"]}, "judge.url", "is not a URL"),
+    ({"template": None}, "judge.template", "needs a question"),
+    ({"template": "Is {label} right?"}, "judge.template", "does not show the response"),
+    ({"pattern": None}, "judge.pattern", "one of them is needed"),
+    ({"field": "score"}, "judge.pattern", "one of them is needed"),
+    ({"pattern": "("}, "judge.pattern", "is no regular expression"),
+    ({"pattern": "Score"}, "judge.pattern", "has no group"),
+    ({"range": [1, 0]}, "judge.range", "lowest number, then the highest"),
+    ({"options": {"n": 2}}, "judge.options", "are set by mslime"),
+    ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
+])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(judge: dict[str, Any], field: str, rule: str):
-    whole = {"url": "http://a", "template": "{response}", "pattern": PATTERN} if judge else {}
-    values = {
-        "model": {"path": "x"},
-        "data": {"prompts": ["x"]},
-        "reward": {"kind": "judge", "judge": {**whole, **judge}},
-    }
-    with pytest.raises(ConfigError) as caught:
-        build(json.loads(json.dumps(values)))
-    assert caught.value.field == f"reward.{field}" and rule in caught.value.rule
+    whole = {"url": "http://a", "template": "{response}", "pattern": JUDGE["pattern"]} if judge else {}
+    error = refused(reward={"kind": "judge", "judge": {**whole, **judge}})
+    assert error.field == f"reward.{field}" and rule in error.rule
 
 
 def test_another_kind_refuses_a_judge():
-    values = {"model": {"path": "x"}, "data": {"prompts": ["x"]}, "reward": {"judge": {"url": "http://a"}}}
-    with pytest.raises(ConfigError, match="goes together with reward.kind: judge"):
-        build(values)
+    assert refused(reward={"judge": {"url": "http://a"}}).field == "reward.judge.url"

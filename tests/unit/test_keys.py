@@ -20,12 +20,13 @@ from mslime.config.passthrough import sglang_fields
 from mslime.config.resolved import engine_spec
 from mslime.config.schema import RunConfig
 from mslime.run.run_directory import write_resolved
+from tests.fixtures.least import least
 
 LITERAL = "sk-very-secret"
 
 
 def run(**sglang: Any) -> RunConfig:
-    return build({"model": {"path": "model"}, "data": {"prompts": ["x.jsonl"]}, "sglang": sglang})
+    return least(sglang=sglang)
 
 
 def test_each_path_gets_the_key_that_opens_it() -> None:
@@ -75,9 +76,7 @@ def test_a_written_configuration_tells_where_a_key_is_and_never_the_key(tmp_path
 
 def test_no_key_stands_in_a_servers_command_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    config = build(
-        {"model": {"path": str(tmp_path)}, "data": {"prompts": ["x"]}, "sglang": {"api_key": LITERAL}, "cluster": {}}
-    )
+    config = least(model={"path": str(tmp_path)}, sglang={"api_key": LITERAL})
     assert LITERAL not in " ".join(command_line(server_fields(engine_spec(config), 0, "h", 1)))
     hidden = HiddenKey(LITERAL)
     assert LITERAL not in f"server_args={ {'api_key': hidden} }" and hidden == LITERAL

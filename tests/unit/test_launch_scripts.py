@@ -122,16 +122,11 @@ def test_a_run_that_fails_after_a_step_is_started_again(tmp_path: Path, restarts
     assert done.returncode == 2 and [call[0] for call in calls(done)] == ["check", "plan", *["train"] * starts]
 
 
-def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
-    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "1"}
+@pytest.mark.parametrize(("plan", "status", "after"), [("1", 1, []), ("3", 0, ["train"])], ids=["no", "tightly"])
+def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path, plan: str, status: int, after: list[str]) -> None:
+    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": plan}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
-    assert done.returncode == 1 and [call[0] for call in calls(done)] == ["check", "plan"]
-
-
-def test_a_run_that_fits_tightly_is_started(tmp_path: Path) -> None:
-    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "3"}
-    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
-    assert done.returncode == 0 and [call[0] for call in calls(done)] == ["check", "plan", "train"]
+    assert done.returncode == status and [call[0] for call in calls(done)] == ["check", "plan", *after]
 
 
 def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
@@ -149,13 +144,9 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
     assert config.cluster.ray_address == "10.0.0.1:6379"
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "named"),
-    [
-        ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"),
-        ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
-    ],
-)
+@pytest.mark.parametrize(("model", "given", "named"), [
+    ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"), ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
+])  # fmt: skip
 def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
     done = run_script(model, make_fake_mslime(tmp_path), **given)
     assert done.returncode == 1 and named in done.stderr and "way out" in done.stderr and not done.stdout

@@ -37,16 +37,9 @@ LAYOUTS = [
     (32, 2, 8, True),
 ]
 CASES = [
-    ("grpo", "token"),
-    ("grpo", "sequence"),
-    ("grpo", "rollout"),
-    ("grpo", "group"),
-    ("grpo", "constant"),
-    ("rloo", "rollout"),
-    ("maxrl", "token"),
-    ("reinforce_pp_baseline", "group"),
-    ("reinforce_pp", "token"),
-]
+    ("grpo", "token"), ("grpo", "sequence"), ("grpo", "rollout"), ("grpo", "group"), ("grpo", "constant"),
+    ("rloo", "rollout"), ("maxrl", "token"), ("reinforce_pp_baseline", "group"), ("reinforce_pp", "token"),
+]  # fmt: skip
 
 
 def make_groups() -> list[Group]:
@@ -118,13 +111,9 @@ def over_layout(groups: list[Group], config: RunConfig) -> tuple[float, torch.Te
                 log_probs = torch.log_softmax(logits[batch.tokens[0]], -1)
                 inputs = PolicyLossInputs(
                     log_probs=log_probs.gather(1, batch.labels[:, None])[:, 0],
-                    behaviour_log_probs=batch.behaviour_log_probs,
-                    advantages=batch.advantages,
-                    mask=batch.loss_mask,
-                    weights=batch.weights,
-                    sequence_index=batch.sequence_index,
-                    num_sequences=batch.num_sequences,
-                )
+                    behaviour_log_probs=batch.behaviour_log_probs, advantages=batch.advantages, mask=batch.loss_mask,
+                    weights=batch.weights, sequence_index=batch.sequence_index, num_sequences=batch.num_sequences,
+                )  # fmt: skip
                 losses.append(policy_loss(inputs, config.algorithm).loss)
     loss = torch.stack(losses).sum()
     loss.backward()

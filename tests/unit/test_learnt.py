@@ -7,27 +7,20 @@ import pytest
 from mslime.run.stop import Learnt
 
 
-@pytest.mark.parametrize(
-    ("learnt", "said"),
-    [
-        (Learnt(4, 4), "stopping: step 4 is saved already; again to stop at once"),
-        (Learnt(0, 0), "stopping: there is nothing to save yet; again to stop at once"),
-        (Learnt(6, 4), "stopping: saving step 6; again to stop without saving"),
-        (Learnt(4, 4, training=True), "stopping: saving step 7; again to stop without saving"),
-    ],
-)
+@pytest.mark.parametrize(("learnt", "said"), [
+    (Learnt(4, 4), "stopping: step 4 is saved already; again to stop at once"),
+    (Learnt(0, 0), "stopping: there is nothing to save yet; again to stop at once"),
+    (Learnt(6, 4), "stopping: saving step 6; again to stop without saving"),
+    (Learnt(4, 4, training=True), "stopping: saving step 7; again to stop without saving"),
+])  # fmt: skip
 def test_a_signal_is_answered_with_the_step_that_will_be_saved(learnt: Learnt, said: str) -> None:
     assert learnt.stopping(step=7) == said
 
 
-@pytest.mark.parametrize(
-    ("learnt", "said"),
-    [
-        (Learnt(4, 4), "nothing was saved: why"),
-        (Learnt(5, 4), "step 5 is not saved: why"),
-        (Learnt(7, 4), "steps 5 to 7 are not saved: why"),
-    ],
-)
+@pytest.mark.parametrize(("learnt", "said"), [
+    (Learnt(4, 4), "nothing was saved: why"), (Learnt(5, 4), "step 5 is not saved: why"),
+    (Learnt(7, 4), "steps 5 to 7 are not saved: why"),
+])  # fmt: skip
 def test_every_step_that_is_lost_is_named(learnt: Learnt, said: str) -> None:
     assert learnt.lost("why") == said
 

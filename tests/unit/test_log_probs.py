@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,6 @@ from tests.fixtures.log_probs import exact, peak_bytes
 ROWS, VOCAB, PADDED = 37, 50, 64
 
 
-def reference(logits: Tensor, labels: Tensor, vocab: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """The definition, in float64 over the whole vocabulary."""
-    log_p = torch.log_softmax(logits[:, :vocab].double() / temperature, dim=-1)
-    return log_p[torch.arange(len(labels)), labels], -(log_p.exp() * log_p).sum(-1)
-
-
 def make_case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits over a padded vocabulary (huge padding, so that leaking is seen), labels, and two upstream gradients."""
     generator = torch.Generator().manual_seed(3)
@@ -44,22 +39,25 @@ def single(logits: Tensor, labels: Tensor, **kwargs: object) -> LogProbs:
     return vocab_parallel_log_probs(logits, labels, tp_group=None, vocab_start=0, vocab_size=VOCAB, **kwargs)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 1 / 128)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_match_the_float64_definition(chunk: int, temperature: float) -> None:
-    logits, labels, up_log_probs, up_entropy = make_case()
+def test_values_and_gradients_match_the_float64_definition(
+    chunk: int, temperature: float, dtype: torch.dtype, relative: float
+) -> None:
+    """Logits in bfloat16 are reduced in float32."""
+    logits, labels, up_log_probs, up_entropy = make_case(dtype)
     ours = logits.clone().requires_grad_()
     out = single(ours, labels, temperature=temperature, with_entropy=True, chunk=chunk)
     assert out.entropy is not None and out.log_probs.dtype == out.entropy.dtype == torch.float32
     (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
-
-    exact = logits.double().requires_grad_()
-    log_probs, entropy = reference(exact, labels, VOCAB, temperature)
-    (log_probs * up_log_probs + entropy * up_entropy).sum().backward()
-    assert ours.grad is not None and exact.grad is not None
-    torch.testing.assert_close(out.log_probs.double(), log_probs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(out.entropy.double(), entropy, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
+    want = exact(
+        logits, labels, vocab=VOCAB, temperature=temperature, up_log_probs=up_log_probs, up_entropy=up_entropy
+    )  # fmt: skip
+    np.testing.assert_allclose(out.log_probs.detach(), want.log_probs, atol=1e-5)
+    np.testing.assert_allclose(out.entropy.detach(), want.entropy, atol=1e-5)
+    assert ours.grad is not None and ours.grad.dtype == dtype
+    np.testing.assert_allclose(ours.grad.double(), want.gradient, atol=2e-6, rtol=relative)
     assert ours.grad[:, VOCAB:].abs().max() == 0, "padding columns get no gradient"
 
 
@@ -72,19 +70,6 @@ def test_entropy_is_absent_unless_asked_and_adds_no_gradient_unless_used() -> No
     (single(with_entropy, labels, with_entropy=True).log_probs * up_log_probs).sum().backward()
     assert without.grad is not None and with_entropy.grad is not None
     assert torch.equal(without.grad, with_entropy.grad)
-
-
-def test_bf16_logits_are_reduced_in_float32() -> None:
-    logits, labels, up_log_probs, _ = make_case(torch.bfloat16)
-    ours = logits.clone().requires_grad_()
-    out = single(ours, labels, with_entropy=True)
-    (out.log_probs * up_log_probs).sum().backward()
-    exact = logits.double().requires_grad_()
-    log_probs, _ = reference(exact, labels, VOCAB, 1.0)
-    (log_probs * up_log_probs).sum().backward()
-    assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(out.log_probs.double(), log_probs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-4, rtol=1 / 128)
 
 
 def test_no_rows_is_not_a_special_case() -> None:
@@ -301,47 +286,39 @@ def test_on_cuda_nothing_about_a_support_waits_for_the_device(reuse: bool) -> No
         single(logits, wrong.as_subclass(SaysCuda), support=support)
 
 
-def _support_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
-    logits, labels, up_log_probs, up_entropy = make_case()
-    mine = logits[:, rank * 32 : (rank + 1) * 32].clone().requires_grad_()
-    result = vocab_parallel_log_probs(
-        mine, labels, tp_group=dist.group.WORLD, vocab_start=rank * 32, vocab_size=VOCAB, temperature=0.7,
-        with_entropy=True, support=make_supports(labels)[1],
-    )  # fmt: skip
-    assert result.entropy is not None
-    (result.log_probs * up_log_probs + result.entropy * up_entropy).sum().backward()
-    dist.destroy_process_group()
-    return result.log_probs.detach(), result.entropy.detach(), mine.grad
-
-
 @pytest.mark.timeout(120)
-def test_a_support_that_two_ranks_share_gives_the_float64_result() -> None:
-    """Some supports lie on one rank alone, where the other has no finite logit."""
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize("edges", [[0, PADDED // 2, PADDED], [0, VOCAB, PADDED]], ids=["halves", "padding alone"])
+def test_two_ranks_give_the_float64_result(edges: list[int], supported: bool) -> None:
+    """Some supports lie on one rank alone, where the other has no finite logit; a rank may hold only padding."""
     logits, labels, up_log_probs, up_entropy = make_case()
     supports, _ = make_supports(labels)
     want = exact(
         logits, labels, vocab=VOCAB, temperature=0.7, up_log_probs=up_log_probs, up_entropy=up_entropy,
-        supports=supports,
+        supports=supports if supported else None,
     )  # fmt: skip
     assert any(row and max(row) < 32 for row in supports) and any(row and min(row) >= 32 for row in supports)
-    parts = run_ranks(_support_rank, 2)
+    parts = run_ranks(partial(_rank, edges=edges, supported=supported), 2)
     for log_probs, entropy, _ in parts:
         np.testing.assert_allclose(log_probs, want.log_probs, atol=1e-5, rtol=1e-6)
         np.testing.assert_allclose(entropy, want.entropy, atol=1e-5)
-    np.testing.assert_allclose(torch.cat([p[2] for p in parts], 1), want.gradient, atol=1e-5)
+    gradient = torch.cat([p[2] for p in parts], 1)
+    np.testing.assert_allclose(gradient, want.gradient, atol=1e-5)
+    assert gradient[:, VOCAB:].abs().max() == 0
 
 
-def _rank(rank: int, world: int, init_method: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def _rank(
+    rank: int, world: int, init_method: str, edges: list[int], dtype: torch.dtype = torch.float32, **given: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, entropy and the gradient of the columns that the rank holds; `edges` are where ranks begin."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     logits, labels, up_log_probs, up_entropy = make_case(dtype)
-    width = PADDED // world
-    mine = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+    mine = logits[:, edges[rank] : edges[rank + 1]].clone().requires_grad_()
+    support = make_supports(labels)[1] if given.pop("supported", False) else None
     result = vocab_parallel_log_probs(
-        mine, labels, tp_group=dist.group.WORLD, vocab_start=rank * width, vocab_size=VOCAB, temperature=0.7,
-        with_entropy=True, chunk=8,
+        mine, labels, tp_group=dist.group.WORLD, vocab_start=edges[rank], vocab_size=VOCAB, temperature=0.7,
+        with_entropy=True, support=support, **given,
     )  # fmt: skip
     assert result.entropy is not None
     (result.log_probs * up_log_probs + result.entropy * up_entropy).sum().backward()
@@ -354,7 +331,8 @@ def _rank(rank: int, world: int, init_method: str, dtype: torch.dtype) -> tuple[
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_vocabulary_split_gives_the_single_rank_result(world: int, dtype: torch.dtype) -> None:
     """With four ranks of 16 columns the last one holds two real columns and fourteen of padding."""
-    parts = run_ranks(_rank, world, dtype)
+    edges = [rank * PADDED // world for rank in range(world + 1)]
+    parts = run_ranks(partial(_rank, edges=edges, dtype=dtype, chunk=8), world)
     logits, labels, up_log_probs, up_entropy = make_case(dtype)
     whole = logits.clone().requires_grad_()
     out = single(whole, labels, temperature=0.7, with_entropy=True)
@@ -366,27 +344,3 @@ def test_every_vocabulary_split_gives_the_single_rank_result(world: int, dtype: 
         torch.testing.assert_close(entropy, out.entropy.detach(), atol=1e-5, rtol=0)
     assert whole.grad is not None
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), whole.grad, atol=tolerance, rtol=1e-2)
-
-
-def _padding_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
-    logits, labels, up_log_probs, _ = make_case()
-    mine = (logits[:, :VOCAB] if rank == 0 else logits[:, VOCAB:]).clone().requires_grad_()
-    result = vocab_parallel_log_probs(
-        mine, labels, tp_group=dist.group.WORLD, vocab_start=rank * VOCAB, vocab_size=VOCAB, with_entropy=True
-    )
-    (result.log_probs * up_log_probs).sum().backward()
-    dist.destroy_process_group()
-    return result.log_probs.detach(), None if result.entropy is None else result.entropy.detach(), mine.grad
-
-
-@pytest.mark.timeout(120)
-def test_a_rank_that_holds_only_padding_changes_nothing() -> None:
-    parts = run_ranks(_padding_rank, 2)
-    logits, labels, _, _ = make_case()
-    exact, entropy = reference(logits, labels, VOCAB, 1.0)
-    for rank, (log_probs, ours, grad) in enumerate(parts):
-        torch.testing.assert_close(log_probs.double(), exact, atol=1e-5, rtol=0)
-        torch.testing.assert_close(ours.double(), entropy, atol=1e-5, rtol=0)
-        assert rank == 0 or grad.abs().max() == 0

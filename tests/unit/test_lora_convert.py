@@ -90,15 +90,12 @@ def test_factors_come_back_from_the_shards_of_any_ranks(models: dict[str, Path])
                 assert all(part.equal(factors[hf]) for hf, part in bound.to_hf(shards))
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        (("attention",), {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
-        (("mlp",), {"gate_proj", "up_proj", "down_proj"}),
-        (("model.layers.[12].*.o_proj",), {"o_proj"}),
-        (("*.shared_experts.up_proj",), {"up_proj"}),
-    ],
-)
+@pytest.mark.parametrize(("targets", "expected"), [
+    (("attention",), {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    (("mlp",), {"gate_proj", "up_proj", "down_proj"}),
+    (("model.layers.[12].*.o_proj",), {"o_proj"}),
+    (("*.shared_experts.up_proj",), {"up_proj"}),
+])  # fmt: skip
 def test_targets_name_layers(models: dict[str, Path], targets: tuple[str, ...], expected: set[str]) -> None:
     adapters = adapters_of(models["deepseek-v3"], targets=targets)
     modules = {name.split(".")[-3] for name in adapters.table.hf_shapes()}
@@ -116,18 +113,15 @@ def test_ends_of_names_that_would_mean_more_are_written_whole(models: dict[str, 
     assert set(dense) == {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
 
 
-@pytest.mark.parametrize(
-    ("model", "lora", "words"),
-    [
-        ("qwen3-moe", {"targets": ["q_prj"]}, "did you mean 'q_proj'|q_proj"),
-        ("qwen3-moe", {"targets": ["lm_head"]}, "the output layer"),
-        ("qwen3-moe", {"targets": ["*.mlp.gate"]}, "routers"),
-        ("qwen3-moe", {"targets": ["*.experts.3.up_proj"]}, "all have an adapter, or none has"),
-        ("qwen3-moe", {"targets": ["mlp"]}, "none of these layers"),
-        ("gpt-oss", {}, "all experts of a layer in one tensor"),
-        ("qwen3-next", {"targets": ["in_proj_qkvz"]}, "delta-net"),
-    ],
-)
+@pytest.mark.parametrize(("model", "lora", "words"), [
+    ("qwen3-moe", {"targets": ["q_prj"]}, "did you mean 'q_proj'|q_proj"),
+    ("qwen3-moe", {"targets": ["lm_head"]}, "the output layer"),
+    ("qwen3-moe", {"targets": ["*.mlp.gate"]}, "routers"),
+    ("qwen3-moe", {"targets": ["*.experts.3.up_proj"]}, "all have an adapter, or none has"),
+    ("qwen3-moe", {"targets": ["mlp"]}, "none of these layers"),
+    ("gpt-oss", {}, "all experts of a layer in one tensor"),
+    ("qwen3-next", {"targets": ["in_proj_qkvz"]}, "delta-net"),
+])  # fmt: skip
 def test_targets_that_are_not_there_or_not_built_are_refused(
     models: dict[str, Path], model: str, lora: dict[str, Any], words: str
 ) -> None:

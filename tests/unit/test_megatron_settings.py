@@ -24,22 +24,11 @@ from mslime.config.schema import RunConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HF = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "vocab_size": 320,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "moe_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 def run(ranks: int = 1, **sections: Any) -> RunConfig:
@@ -53,46 +42,37 @@ def run(ranks: int = 1, **sections: Any) -> RunConfig:
     )
 
 
-def test_architecture_comes_from_the_checkpoint() -> None:
-    config = transformer_config(policy_spec(run()), HF, CPU)
+def built(ranks: int = 1, device: torch.device = CPU, **sections: Any) -> Any:
+    return transformer_config(policy_spec(run(ranks, **sections)), HF, device)
+
+
+def test_architecture_comes_from_the_checkpoint_and_what_would_be_wrong_is_off() -> None:
+    config = built()
     assert (config.num_layers, config.hidden_size, config.num_moe_experts, config.moe_router_topk) == (4, 64, 8, 2)
-    assert config.activation_func is torch.nn.functional.silu
+    assert config.activation_func is torch.nn.functional.silu and not config.calculate_per_token_loss
+    assert config.moe_router_dtype == "fp32" and config.hidden_dropout == config.attention_dropout == 0.0
+    full = built(megatron={"recompute_granularity": "full"})
+    assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
 
 
 def test_interleaved_stages_do_not_batch_their_communication() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    config = transformer_config(policy_spec(run(2, megatron=sizes)), HF, CPU)
+    config = built(2, megatron=sizes)
     assert config.overlap_p2p_comm and not config.batch_p2p_comm
-    plain = transformer_config(policy_spec(run(2, megatron={"pipeline_model_parallel_size": 2})), HF, CPU)
+    plain = built(2, megatron={"pipeline_model_parallel_size": 2})
     assert not plain.overlap_p2p_comm and plain.batch_p2p_comm
     assert config.variable_seq_lengths and plain.variable_seq_lengths
 
 
 def test_sequence_parallelism_follows_tensor_parallelism() -> None:
-    assert transformer_config(
-        policy_spec(run(2, megatron={"tensor_model_parallel_size": 2})), HF, CPU
-    ).sequence_parallel
-    assert not transformer_config(policy_spec(run()), HF, CPU).sequence_parallel
-
-
-def test_losses_are_never_averaged_per_token_by_megatron_core() -> None:
-    assert not transformer_config(policy_spec(run()), HF, CPU).calculate_per_token_loss
+    assert built(2, megatron={"tensor_model_parallel_size": 2}).sequence_parallel
+    assert not built().sequence_parallel
 
 
 @pytest.mark.parametrize(("replay", "on"), [("r3", True), ("r2", True), ("off", False)])
 def test_routers_have_a_replay_slot_exactly_when_replay_is_on(replay: str, on: bool) -> None:
-    config = transformer_config(policy_spec(run(train={"replay": replay})), HF, CPU)
+    config = built(train={"replay": replay})
     assert config.moe_enable_routing_replay is on and not config.moe_router_fusion
-
-
-def test_routing_is_in_float32_and_dropout_is_off() -> None:
-    config = transformer_config(policy_spec(run()), HF, CPU)
-    assert config.moe_router_dtype == "fp32" and config.hidden_dropout == config.attention_dropout == 0.0
-
-
-def test_full_recompute_has_a_method_and_a_number_of_layers() -> None:
-    config = transformer_config(policy_spec(run(megatron={"recompute_granularity": "full"})), HF, CPU)
-    assert (config.recompute_method, config.recompute_num_layers) == ("uniform", 1)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +92,14 @@ def test_an_allgather_dispatcher_within_one_micro_batch_is_allowed() -> None:
 
 def test_sizes_that_do_not_divide_the_model_are_refused_with_their_field() -> None:
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size = 3.*8 experts"):
-        transformer_config(policy_spec(run(3, megatron={"expert_model_parallel_size": 3})), HF, CPU)
+        built(3, megatron={"expert_model_parallel_size": 3})
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size = 3.*4 layers"):
-        transformer_config(policy_spec(run(3, megatron={"pipeline_model_parallel_size": 3})), HF, CPU)
+        built(3, megatron={"pipeline_model_parallel_size": 3})
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"megatron\.hidden_size = 128.*says 64"):
-        transformer_config(policy_spec(run(megatron={"hidden_size": 128})), HF, CPU)
+        built(megatron={"hidden_size": 128})
 
 
 def test_further_fields_reach_the_object_that_has_them() -> None:
