@@ -40,7 +40,7 @@ def log_probs(reference: Reference, ids: list[int]) -> NDArray[np.float64]:
     return np.concatenate([[0.0], own])
 
 
-def test_scores_are_transformers_log_probs_while_others_are_generating(
+async def test_scores_are_transformers_log_probs_while_others_are_generating(
     sglang_server: SharedServer, reference: Reference
 ) -> None:
     rng = np.random.default_rng(0)
@@ -49,41 +49,35 @@ def test_scores_are_transformers_log_probs_while_others_are_generating(
     sequences[3][:150] = sequences[2][:150]  # found in the prefix cache
     starts = [1, 5, 1, 150, 699]
 
-    async def work() -> None:
-        async with sglang_server.client() as client:
-            busy = [
-                asyncio.create_task(client.generate(GenerateRequest(f"busy{i}", [i, 2], 300, ignore_eos=True)))
-                for i in range(4)
-            ]
-            requests = [
-                ScoreRequest(f"s{i}", ids, start) for i, (ids, start) in enumerate(zip(sequences, starts, strict=True))
-            ]
-            for _ in range(2):  # the second time with everything in the cache
-                found = await asyncio.gather(*(client.score(request) for request in requests))
-                for scores, ids, start in zip(found, sequences, starts, strict=True):
-                    expected = log_probs(reference, ids)
-                    expected[:start] = 0
-                    np.testing.assert_allclose(scores, expected, atol=2e-5, rtol=0)
-            assert [len(result.output_ids) for result in await asyncio.gather(*busy)] == [300] * 4
-
-    run(work)
+    async with sglang_server.client() as client:
+        busy = [
+            asyncio.create_task(client.generate(GenerateRequest(f"busy{i}", [i, 2], 300, ignore_eos=True)))
+            for i in range(4)
+        ]
+        requests = [
+            ScoreRequest(f"s{i}", ids, start) for i, (ids, start) in enumerate(zip(sequences, starts, strict=True))
+        ]
+        for _ in range(2):  # the second time with everything in the cache
+            found = await asyncio.gather(*(client.score(request) for request in requests))
+            for scores, ids, start in zip(found, sequences, starts, strict=True):
+                expected = log_probs(reference, ids)
+                expected[:start] = 0
+                np.testing.assert_allclose(scores, expected, atol=2e-5, rtol=0)
+        assert [len(result.output_ids) for result in await asyncio.gather(*busy)] == [300] * 4
 
 
-def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sglang_server: SharedServer) -> None:
+async def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sglang_server: SharedServer) -> None:
     tokenizer = load_tokenizer(sglang_server.checkpoint)
 
-    async def work() -> None:
-        async with sglang_server.client() as client:
-            await meet_teacher(client, tokenizer, VOCABULARY, 1000)
-            assert client.model is not None and client.model.vocab_size == VOCABULARY
-            with pytest.raises(EngineError, match="fewer token ids"):
-                await meet_teacher(client, tokenizer, VOCABULARY + 1, 1000)
-            with pytest.raises(EngineError, match="sequences of 2048 tokens"):
-                await meet_teacher(client, tokenizer, VOCABULARY, 2048)
-            with pytest.raises(EngineError, match="beyond the vocabulary"):
-                await client.score(ScoreRequest("foreign", [1, VOCABULARY]))
-
-    run(work)
+    async with sglang_server.client() as client:
+        await meet_teacher(client, tokenizer, VOCABULARY, 1000)
+        assert client.model is not None and client.model.vocab_size == VOCABULARY
+        with pytest.raises(EngineError, match="fewer token ids"):
+            await meet_teacher(client, tokenizer, VOCABULARY + 1, 1000)
+        with pytest.raises(EngineError, match="sequences of 2048 tokens"):
+            await meet_teacher(client, tokenizer, VOCABULARY, 2048)
+        with pytest.raises(EngineError, match="beyond the vocabulary"):
+            await client.score(ScoreRequest("foreign", [1, VOCABULARY]))
 
 
 @pytest.mark.nightly

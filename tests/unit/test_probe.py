@@ -260,15 +260,12 @@ def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine
     assert second.calls == [f"pause {mode}", "resume", "probe", f"pause {mode}", *rest]
 
 
-def test_an_engine_with_requests_that_refuses_its_probe_is_left_out_with_what_it_answered() -> None:
-    async def main() -> None:
-        kept = Kept("retract")
-        asked = await kept.probed(EngineError("a", "r", "HTTP 400", ""))
-        with pytest.raises(EngineDied):
-            await asked
-        assert [*kept.pool.dead] == ["a"]
-
-    asyncio.run(main())
+async def test_an_engine_with_requests_that_refuses_its_probe_is_left_out_with_what_it_answered() -> None:
+    kept = Kept("retract")
+    asked = await kept.probed(EngineError("a", "r", "HTTP 400", ""))
+    with pytest.raises(EngineDied):
+        await asked
+    assert [*kept.pool.dead] == ["a"]
 
 
 # ------------------------------------------------------------------------------------------------------- the decision
