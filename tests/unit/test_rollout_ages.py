@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,6 @@ from mslime.rollout.books import Books
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
-
-DEADLINE_S = 30
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
 @pytest.mark.parametrize(
@@ -80,28 +74,18 @@ async def test_a_response_longer_than_the_bound_keeps_its_first_tokens(
     await service.close()
 
 
-def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_every_finished_group(
+async def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_every_finished_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work() -> None:
-        tested = 0
-        original = Books.passes_age_test
-
-        def counted(self: Books, group: Group) -> bool:
-            nonlocal tested
-            tested += 1
-            return original(self, group)
-
-        monkeypatch.setattr(Books, "passes_age_test", counted)
-        engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
-        service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
-        for step in range(2):
-            await service.take(step)
-            await publish(service, engine, step + 1)
-        assert tested <= service.joined.next_group_id + 2 * 40
-        await service.close()
-
-    run(work)
+    tested, original = list[Group](), Books.passes_age_test
+    monkeypatch.setattr(Books, "passes_age_test", lambda self, group: tested.append(group) or original(self, group))
+    engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
+    service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
+    for step in range(2):
+        await service.take(step)
+        await publish(service, engine, step + 1)
+    assert len(tested) <= service.joined.next_group_id + 2 * 40
+    await service.close()
 
 
 @pytest.mark.parametrize("off", [1, -1, 5])
@@ -138,13 +122,6 @@ class FakeBusyEngine(FakeSlowEngine):
             self.refusals -= 1
             raise EngineBusy("fake", request.rid, "HTTP 503: the queue is full", "wait")
         return await super().generate(request)
-
-
-async def test_a_busy_engine_is_asked_again(tmp_path: Path) -> None:
-    engine = FakeBusyEngine(lambda group, index: 3, refusals=5)
-    service = make_service(run_config(tmp_path), engine)
-    batch = await service.take(0)
-    assert not engine.refusals and len(batch.groups) == 4
 
 
 async def test_what_waits_for_a_busy_engine_does_not_hold_up_a_weight_update(tmp_path: Path) -> None:
@@ -202,17 +179,15 @@ async def test_a_response_that_is_interrupted_at_the_context_s_end_is_cut_and_tr
 
 
 @pytest.mark.parametrize(("length", "fits"), [(57, True), (58, False)])
-def test_a_prompt_that_the_engine_would_refuse_is_named_by_its_row(tmp_path: Path, length: int, fits: bool) -> None:
-    async def work() -> None:
-        engine = FakeShortContextEngine(lambda group, index: 2)
-        config = run_config(tmp_path, max_response_tokens=4)
-        Path(config.data.prompts[0]).write_text(f'{{"prompt": "{"P" * length}", "label": ""}}\n' * 4)
-        service = make_service(config, engine, **SHORT_CONTEXT)
-        if fits:
-            assert len((await service.take(0)).groups) == 4
-            return
-        with pytest.raises(DataError, match="fewer than 58 tokens") as caught:
-            await service.take(0)
-        assert caught.value.field.endswith("prompts.jsonl:1")
-
-    run(work)
+async def test_a_prompt_that_the_engine_would_refuse_is_named_by_its_row(
+    tmp_path: Path, length: int, fits: bool
+) -> None:
+    config = run_config(tmp_path, max_response_tokens=4)
+    Path(config.data.prompts[0]).write_text(f'{{"prompt": "{"P" * length}", "label": ""}}\n' * 4)
+    service = make_service(config, FakeShortContextEngine(lambda group, index: 2), **SHORT_CONTEXT)
+    if fits:
+        assert len((await service.take(0)).groups) == 4
+        return
+    with pytest.raises(DataError) as caught:
+        await service.take(0)
+    assert caught.value.field.endswith("prompts.jsonl:1")

@@ -268,17 +268,13 @@ def test_refusals_are_tried_again_and_a_death_is_taken_over() -> None:
         assert len(engines.requests) == seen
 
 
-def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
-    async def work() -> list[int]:
-        async with FakeEngine() as left, FakeEngine() as right:
-            clients = [EngineClient(e.url, f"teacher{i}", model=MODEL) for i, e in enumerate((left, right))]
-            pool = EnginePool(clients, 4)
-            left.drop_connections = True
-            await asyncio.gather(*(ServedTeacher(pool).score(finished()) for _ in range(6)))
-            await pool.close()
-            return [len(pool), len(right.seen)]
-
-    assert run(work()) == [1, 6]
+async def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
+    async with FakeEngine() as left, FakeEngine() as right:
+        pool = EnginePool([EngineClient(e.url, f"teacher{i}", model=MODEL) for i, e in enumerate((left, right))], 4)
+        left.drop_connections = True
+        await asyncio.gather(*(ServedTeacher(pool).score(finished()) for _ in range(6)))
+        await pool.close()
+        assert (len(pool), len(right.seen)) == (1, 6)
 
 
 # ----------------------------------------------------------------------------------------------------- the service
