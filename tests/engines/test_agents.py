@@ -29,7 +29,6 @@ async def test_two_turns_with_a_tool_are_exact_when_the_weights_change_within_a_
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ) -> None:
     """Log-probs and routes of each segment are those of the weights of its version, read over the whole sequence."""
-
     # Five of 24 turns at a time: when the first batch is whole, others are in the middle of theirs.
     config = config_for(
         fresh, tmp_path, stop_ids=0, max_staleness=1, group_size=2, max_response_tokens=800, concurrency=5,

@@ -116,7 +116,6 @@ async def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: 
 @pytest.mark.nightly
 async def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(server: SharedServer) -> None:
     """Retracted, with its engine's memory given back and other weights in it afterwards."""
-
     async with server.client() as client:
         await client.stamp(1)
         running = asyncio.create_task(sample(client, "across", 400))

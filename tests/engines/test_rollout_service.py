@@ -162,7 +162,6 @@ async def test_a_response_that_ends_in_the_step_of_an_abort_is_not_continued(
     fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
 ):
     """Every fifth token ends a response, so of those that an abort meets many have just ended."""
-
     config = config_for(fresh, tmp_path, stop_ids=64, over_sampling=4.0, group_size=4)
     ends = {*config.rollout.stop_token_ids, *end_ids(fresh.checkpoint, tokenizer)}
     async with service_for(config, tokenizer, fresh) as (service, pool):
@@ -224,7 +223,6 @@ async def test_no_response_begins_on_a_prefix_that_older_weights_computed(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ):
     """`in_place` keeps the cache across the update, and every group has the same long prompt."""
-
     config = config_for(fresh, tmp_path, max_response_tokens=60, max_staleness=1, pause_mode="in_place")
     prompts = Path(config.data.prompts[0])
     prompts.write_text('{"prompt": "the same long prompt for every group: 1 + 1 = ", "label": "x"}\n' * 60)
@@ -327,7 +325,6 @@ async def test_two_turns_with_an_environment_between_them_are_those_of_one_pass(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
     """Log-probs and routes of both turns, with second turns that an abort met; the function notices nothing of that."""
-
     user_rollouts.forget()
     config = config_for(
         fresh, tmp_path, stop_ids=6, max_response_tokens=600, over_sampling=3.0, groups_per_step=2, group_size=2,

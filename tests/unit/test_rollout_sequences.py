@@ -99,7 +99,6 @@ async def test_rewards_of_steps_stay_where_the_run_scores_the_rollout(tmp_path: 
 
 async def test_a_function_may_write_what_its_task_holds(tmp_path: Path) -> None:
     """Its siblings, and whoever begins the group again, begin with what the row says."""
-
     config = run_config(tmp_path, function=named("writes_what_it_is_given"))
     service = make_service(config, engine())
     row = Prompt([7, 8], ["label"], {}, "row", messages=[{"role": "user", "content": "Q"}], tools=[{"name": "t"}])
@@ -182,7 +181,6 @@ async def test_a_sequence_whose_last_turn_was_cancelled_keeps_its_earlier_ones(t
 
 async def test_a_rollout_of_several_sequences_votes_once(tmp_path: Path) -> None:
     """Rewards 0 and 1 of two rollouts: GRPO's advantages are those of two, and the denominators are of rollouts."""
-
     config = run_config(tmp_path, function=named("branches"))
     service = make_service(config, engine())
     groups = (await service.take(0)).groups
@@ -204,7 +202,6 @@ async def test_every_token_is_in_the_ledger_whatever_functions_do(
     tmp_path: Path, seed: int, rollout: dict[str, object]
 ) -> None:
     """`take` compares the ledger with what is held, and every sample with its invariants."""
-
     slow = FakeSlowEngine(lambda group, index: 1 + (7 * index + 5 * int(group[1:]) + seed) % 13)
     config = run_config(tmp_path, function=named("anything"), over_sampling=1.5, **rollout)
     config = config.model_copy(update={"seed": seed})

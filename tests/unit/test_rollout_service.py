@@ -22,8 +22,6 @@ from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.observe.progress import summary_line
 from mslime.rollout import state
-from mslime.rollout.protocols import StepBatch
-from mslime.rollout.service import RolloutService
 from tests.fixtures.supports import rows_of
 from tests.unit.rollout_fakes import (
     EXPERTS,
@@ -230,61 +228,33 @@ async def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_o
     await service.close()
 
 
-def test_a_weight_update_interrupts_with_pause_mode_abort_and_spans_versions_with_in_place(tmp_path: Path):
-    async def work(mode: str) -> None:
-        engine = FakeSlowEngine(lambda group, index: 10 if group in ("g0", "g1") else 60)
-        config = run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2)
-        service = make_service(config, engine)
-        batch = await service.take(0)
-        await ticks(10)
-        await service.pause_for_update()
-        assert engine.paused == ("retract" if mode == "abort" else mode)
-        assert (engine.running == 0) == (mode == "abort")
-        before = len(engine.requests)
-        engine.version = 1
-        await ticks(10)
-        assert len(engine.requests) == before, "no request reaches a paused engine"
-        await service.resume_after_update(1)
-        assert engine.flushes == (0 if mode == "in_place" else 1)
-        batch = await service.take(1)
-        for sample in batch.samples:
-            check_sample(sample)
-            assert [seg.version for seg in sample.segments] == [None, 0, 1]
-            assert sample.aborts == (1 if mode == "abort" else 0)
-        assert batch.metrics["rollout/aborted"] == (4 if mode == "abort" else 0)
-        await service.close()
-
-    for mode in ("abort", "in_place", "retract"):
-        run(lambda mode=mode: work(mode))
-
-
-async def _with_a_stale_group(tmp_path: Path, on_stale: str) -> tuple[StepBatch, RolloutService, FakeSlowEngine]:
-    """Group 1 is slow; it is interrupted at version 0 and goes on at version 1, where 0 is too old."""
-    engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
-    config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2, on_stale=on_stale)
-    service = make_service(config, engine)
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+async def test_a_weight_update_interrupts_with_pause_mode_abort_and_spans_versions_with_in_place(
+    tmp_path: Path, mode: str
+):
+    engine = FakeSlowEngine(lambda group, index: 10 if group in ("g0", "g1") else 60)
+    service = make_service(run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2), engine)
     await service.take(0)
-    await publish(service, engine, 1)
-    for step in range(1, 8):
-        batch = await service.take(step)
-        found = [g for g in batch.groups if g.group_id == 1]
-        if found or on_stale == "drop":
-            return batch, service, engine
-        await publish(service, engine, step + 1)
-    raise AssertionError("group 1 never came back")
-
-
-async def test_stale_tokens_are_masked(tmp_path: Path):
-    batch, service, _ = await _with_a_stale_group(tmp_path, "mask")
-    for sample in next(g for g in batch.groups if g.group_id == 1).samples:
-        assert [s.trainable for s in sample.segments][:2] == [False, False]
-        assert sample.segments[-1].trainable and sample.segments[-1].version == service.version
-    assert service.ledger.masked["stale"] > 0
+    await ticks(10)
+    await service.pause_for_update()
+    assert engine.paused == ("retract" if mode == "abort" else mode)
+    assert (engine.running == 0) == (mode == "abort")
+    before = len(engine.requests)
+    engine.version = 1
+    await ticks(10)
+    assert len(engine.requests) == before, "no request reaches a paused engine"
+    await service.resume_after_update(1)
+    assert engine.flushes == (mode != "in_place")
+    batch = await service.take(1)
+    for sample in batch.samples:
+        check_sample(sample)
+        assert [seg.version for seg in sample.segments] == [None, 0, 1] and sample.aborts == (mode == "abort")
+    assert batch.metrics["rollout/aborted"] == 4 * (mode == "abort")
+    await service.close()
 
 
 async def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_too(tmp_path: Path):
     """Its reward arrives between the decision that the step has enough and the taking."""
-
     closing = asyncio.Event()
 
     class FakeSlowAbort(FakeSlowEngine):
@@ -311,25 +281,16 @@ async def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_t
         assert all(s.trainable == (s.version == 1) for s in sample.segments[1:])
 
 
-async def test_stale_samples_are_generated_again(tmp_path: Path):
+async def test_stale_groups_are_dropped(tmp_path: Path):
+    """Group 1 is slow: it is interrupted at version 0, which is too old at version 1."""
     engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
-    config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2, on_stale="reroll")
+    config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2, on_stale="drop")
     service = make_service(config, engine)
     await service.take(0)
     await publish(service, engine, 1)
-    engine.lengths = lambda group, index: 4
     batch = await service.take(1)
-    group = next(g for g in batch.groups if g.group_id == 1)
-    for sample in group.samples:
-        check_sample(sample)
-        assert [s.version for s in sample.segments] == [None, 1] and sample.response_length == 4
-    assert batch.metrics["ledger/dropped/stale_tokens"] > 0 and batch.metrics["rollout/recycled"] == 0
-
-
-async def test_stale_groups_are_dropped(tmp_path: Path):
-    batch, service, _ = await _with_a_stale_group(tmp_path, "drop")
     assert batch.metrics["ledger/dropped/stale_tokens"] > 0
-    assert all(g.group_id != 1 for g in service.books.held()) and all(g.group_id != 1 for g in batch.groups)
+    assert 1 not in [g.group_id for g in [*service.books.held(), *batch.groups]]
 
 
 async def test_without_partial_rollouts_interrupted_groups_begin_again(tmp_path: Path):
@@ -351,13 +312,6 @@ async def test_zero_variance_groups_are_replaced_by_others_and_booked(tmp_path: 
     assert all(g.group_id % 2 for g in batch.groups) and len(batch.groups) == 4
     assert batch.metrics["rollout/filtered_groups"] >= 3 and batch.metrics["reward/zero_variance_groups"] == 0
     assert batch.metrics["ledger/dropped/zero_variance_tokens"] == 7 * batch.metrics["rollout/filtered_groups"]
-
-
-async def test_the_number_of_requests_at_the_engines_is_bounded(tmp_path: Path):
-    engine = FakeSlowEngine(short)
-    service = make_service(run_config(tmp_path, concurrency=3, groups_per_step=8), engine)
-    await service.take(0)
-    assert engine.most_running == 3
 
 
 async def test_a_dead_engine_hands_its_requests_to_the_other_and_nothing_held_is_lost(tmp_path: Path):
@@ -384,7 +338,6 @@ async def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tm
 
 async def test_engines_that_died_before_a_weight_update_and_are_back_after_it_are_no_failure(tmp_path: Path):
     """All die while the trainer works, which nobody asks about until they are back."""
-
     engines = FakeDyingEngines(uneven, [])
     service = make_service(run_config(tmp_path, max_staleness=1), engines)
     await service.take(0)
@@ -401,19 +354,18 @@ async def test_engines_that_died_before_a_weight_update_and_are_back_after_it_ar
         check_sample(sample)
 
 
+def fails_for_group_2(sample: Sample) -> float:
+    if sample.group_id == 2:
+        raise RewardError("reward rules:score", f"sample {sample.index}", "raised KeyError", "mend it")
+    return float(sample.index)
+
+
 async def test_a_failing_reward_ends_the_step_and_keeps_the_responses(tmp_path: Path):
-    failing = [True]
-
-    def reward(sample: Sample) -> float:
-        if failing[0] and sample.group_id == 2:
-            raise RewardError("reward rules:score", f"sample {sample.index}", "raised KeyError", "mend it")
-        return float(sample.index)
-
-    engine = FakeSlowEngine(short)
-    service = make_service(run_config(tmp_path), engine, FakeScorer(reward))
+    engine, scorer = FakeSlowEngine(short), FakeScorer(fails_for_group_2)
+    service = make_service(run_config(tmp_path), engine, scorer)
     with pytest.raises(RewardError, match="KeyError"):
         await service.take(0)
-    failing[0] = False
+    scorer.reward = lambda sample: float(sample.index)
     batch = await service.take(0)
     assert [s.reward for s in batch.samples] == [0, 1] * 4
     assert sum("-g2-0-" in r.rid for r in engine.requests) == 1, "scored again, not generated again"
@@ -534,19 +486,6 @@ async def test_a_resumed_service_continues_with_every_group_and_the_same_prompts
     assert len(seen) == len(set(seen)) == 20
     assert len(lost) == other.books.counters.total["stale_groups"], "a group is trained, held, or counted as too old"
     await other.close()
-
-
-async def test_the_state_holds_groups_in_flight(tmp_path: Path):
-    config = run_config(tmp_path, max_staleness=2)
-    service = make_service(config, FakeSlowEngine(uneven))
-    taken = {g.group_id for g in (await service.take(0)).groups}
-    assert service.books.running
-    everything = sorted(g.group_id for g in service.books.held())
-    await service.save(tmp_path / "rollouts.npz")
-    other = make_service(config, FakeSlowEngine(uneven))
-    await other.load(tmp_path / "rollouts.npz")
-    assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
-    await service.close()
 
 
 async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_moment_before(
@@ -764,24 +703,14 @@ async def test_progress_and_spans_are_told(tmp_path: Path):
     assert all(start <= end and step == 0 for *_, start, end, step in spans)
 
 
-def _reward_that_fails_for(group_id: int) -> Callable[[Sample], float]:
-    def reward(sample: Sample) -> float:
-        if sample.group_id == group_id:
-            raise RewardError("reward rules:score", f"sample {sample.index}", "raised KeyError", "mend it")
-        return float(sample.index)
-
-    return reward
-
-
 async def test_a_group_that_always_fails_ends_a_run_once_and_is_dropped_by_the_resume(tmp_path: Path):
-    reward = _reward_that_fails_for(2)
-    service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(reward))
+    service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(fails_for_group_2))
     with pytest.raises(RewardError, match="KeyError"):
         await service.take(0)
     await service.checkpoint(tmp_path / "s.npz", 0)
     await service.close()
 
-    resumed = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(reward))
+    resumed = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(fails_for_group_2))
     await resumed.load(tmp_path / "s.npz")
     batch = await resumed.take(0)
     assert 2 not in [g.group_id for g in batch.groups] and len(batch.groups) == 4
@@ -847,7 +776,6 @@ async def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp
 
 async def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_path: Path):
     """It would be refused at every resume."""
-
     service = make_service(run_config(tmp_path), FakeSlowEngine(short))
     taken = await service.take(0)
     bad = taken.groups[0].samples[0]
@@ -861,7 +789,6 @@ async def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_
 
 async def test_samples_that_the_trainer_let_go_of_are_freed_at_once(tmp_path: Path) -> None:
     """Not when Python next looks for circles, of which there are none: routes of a step are gigabytes."""
-
     engine = FakeSlowEngine(short)
     service = make_service(run_config(tmp_path, max_staleness=1), engine)
     await publish(service, engine, 0)

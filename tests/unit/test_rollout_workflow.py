@@ -15,8 +15,7 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.contract import check_workflow
-from mslime.rollout.service import RolloutService
-from mslime.rollout.workflow import Task, load_workflow
+from mslime.rollout.workflow import Task
 from tests.unit import user_rollouts
 from tests.unit.rollout_fakes import (
     FakeScorer,
@@ -25,6 +24,7 @@ from tests.unit.rollout_fakes import (
     make_service,
     publish,
     run_config,
+    short,
     ticks,
     write_prompts,
 )
@@ -41,10 +41,6 @@ def forgotten() -> Iterator[None]:
 
 def named(function: str) -> str:
     return f"tests.unit.user_rollouts:{function}"
-
-
-def short(group: str, index: int) -> int:
-    return 3 + index
 
 
 def check_turns(sample: Sample, environment: list[int]) -> None:
@@ -97,7 +93,6 @@ async def test_a_held_out_set_is_answered_by_the_same_function(tmp_path: Path) -
 
 async def test_an_evaluation_opens_no_more_at_once_than_training(tmp_path: Path) -> None:
     """A rollout function may hold a sandbox, an environment or an agent."""
-
     user_rollouts.open_now.clear()
     rows = write_prompts(tmp_path / "held_out.jsonl", 20)
     config = run_config(tmp_path, function=named("opens_something"), groups_per_step=2, max_staleness=1)
@@ -144,7 +139,6 @@ async def test_an_interruption_in_the_second_turn_is_continued_within_the_turn(
     tmp_path: Path, rollout: dict[str, object]
 ) -> None:
     """The function is called once, and its turn has the tokens of both weight versions."""
-
     engine = FakeSlowEngine(lambda group, index: 25 if int(group[1:]) % 3 == 1 else 4)
     config = run_config(tmp_path, function=named("two_turns"), on_stale="keep", groups_per_step=2, **rollout)
     service = make_service(config, engine)
@@ -302,6 +296,7 @@ async def test_a_stale_rollout_that_is_generated_again_calls_its_function_again(
         check_turns(sample, [ord("O"), ord("K")])
         assert {s.version for s in sample.segments} == {None, 1}
     assert user_rollouts.calls[1, 0] == 2
+    assert batch.metrics["ledger/dropped/stale_tokens"] > 0 and batch.metrics["rollout/recycled"] == 0
     assert not [t for t in asyncio.all_tasks() if t.get_name().startswith("rollout g1-")], "the first one lives on"
     await service.close()
 
@@ -495,16 +490,10 @@ async def test_a_group_whose_function_fails_twice_is_dropped_and_the_others_go_o
         ("no_such", "no function 'no_such'"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_the_run(function: str, told: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_the_run(function: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
-        load_workflow(named(function))
+        make_service(run_config(tmp_path, function=named(function)), FakeSlowEngine(short))
     assert caught.value.field == "rollout.function"
-
-
-def test_the_service_is_made_with_the_function_of_the_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be async"):
-        make_service(run_config(tmp_path, function=named("not_async")), FakeSlowEngine(short))
-    assert isinstance(make_service(run_config(tmp_path), FakeSlowEngine(short)), RolloutService)
 
 
 def test_the_contract_returns_what_a_function_makes_of_the_replies() -> None:
