@@ -199,26 +199,6 @@ async def test_a_response_that_crosses_a_weight_update_holds_what_each_version_m
             assert_scored(sample, made_by, routes_before=version if mode == "retract" else None)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
-async def test_one_loop_serves_every_staleness(
-    fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path, max_staleness: int
-):
-    config = config_for(fresh, tmp_path, max_staleness=max_staleness, on_stale="mask", group_size=2)
-    async with service_for(config, tokenizer, fresh) as (service, pool):
-        ages: list[float] = []
-        totals = dict.fromkeys(("generated", "trained", "masked", "dropped"), 0.0)
-        for step in range(4):
-            batch = await service.take(step)
-            ages.append(batch.metrics["staleness/max"])
-            for name in totals:
-                totals[name] += batch.metrics[f"ledger/{name}_tokens"]
-            spent = totals["trained"] + totals["masked"] + totals["dropped"]
-            assert totals["generated"] == spent + batch.metrics["ledger/pending_tokens"]
-            await asyncio.sleep(0.1)  # training
-            await publish(service, pool, step + 1)
-        assert max(ages) <= max_staleness and (max(ages) > 0) == (max_staleness > 0), ages
-
-
 async def test_no_response_begins_on_a_prefix_that_older_weights_computed(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ):

@@ -23,7 +23,8 @@ from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.teacher import ServedTeacher
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference, log_softmax
-from tests.engines.test_rollout_service import MODEL, config_for, publish, run
+from tests.engines.test_rollout_service import MODEL, config_for, publish
+from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.service_of_one import ServiceOfOne
 
 VOCABULARY = 320
@@ -81,7 +82,7 @@ async def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sgl
 
 
 @pytest.mark.nightly
-def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
+async def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
     sglang_server: SharedServer, reference: Reference, tmp_path: Path
 ) -> None:
     config = config_for(sglang_server, tmp_path, stop_ids=4, over_sampling=3.0)
@@ -93,36 +94,32 @@ def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
             expected = np.where(sample.loss_mask, log_probs(reference, sample.tokens.tolist()), 0)
             np.testing.assert_allclose(sample.teacher_log_probs, expected, atol=2e-5, rtol=0)
 
-    async def work() -> None:
-        clients = [sglang_server.client(), sglang_server.client()]
-        pool, teachers = EnginePool(clients[:1], 64), EnginePool(clients[1:], 8)
-        scorer = RewardScorer(config.reward)
-        source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-        service = ServiceOfOne(
-            config, pool, source, tokenizer, scorer, MODEL, EngineLimits(), teacher=ServedTeacher(teachers)
-        )
-        compared = continued = 0
-        try:
-            await scorer.start()  # else the engine finishes every response while the reward's process starts
-            for step in range(3):
-                batch = await service.take(step)
-                aligned(batch.samples)
-                compared += sum(s.trainable_tokens for s in batch.samples)
-                continued += sum(len(s.segments) > 2 for s in batch.samples)
-                ((shard,),) = assemble(batch.groups, config, service.version).shards
-                assert shard.teacher_log_probs is not None and not shard.teacher_log_probs[~shard.loss_mask].any()
-                gap = (shard.behaviour_log_probs - shard.teacher_log_probs)[shard.loss_mask]
-                assert np.abs(gap).max() < 1e-4, "log pi - log teacher of one and the same model"
-                await publish(service, pool, step + 1)
-            assert compared > 200 and continued, "no partial response was continued and then scored"
-        finally:
-            await service.close()
-            await pool.abort()
-            await scorer.close()
-            await pool.close()
-            await teachers.close()
-
+    clients = [sglang_server.client(), sglang_server.client()]
+    pool, teachers = EnginePool(clients[:1], 64), EnginePool(clients[1:], 8)
+    scorer = RewardScorer(config.reward)
+    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+    service = ServiceOfOne(
+        config, pool, source, tokenizer, scorer, MODEL, EngineLimits(), teacher=ServedTeacher(teachers)
+    )
+    compared = continued = 0
     try:
-        run(work)
+        await scorer.start()  # else the engine finishes every response while the reward's process starts
+        for step in range(3):
+            batch = await service.take(step)
+            aligned(batch.samples)
+            compared += sum(s.trainable_tokens for s in batch.samples)
+            continued += sum(len(s.segments) > 2 for s in batch.samples)
+            ((shard,),) = assemble(batch.groups, config, service.version).shards
+            assert shard.teacher_log_probs is not None and not shard.teacher_log_probs[~shard.loss_mask].any()
+            gap = (shard.behaviour_log_probs - shard.teacher_log_probs)[shard.loss_mask]
+            assert np.abs(gap).max() < 1e-4, "log pi - log teacher of one and the same model"
+            await publish(service, pool, step + 1)
+        assert compared > 200 and continued, "no partial response was continued and then scored"
     finally:
-        sglang_server.restore()
+        await service.close()
+        await pool.abort()
+        await scorer.close()
+        await pool.close()
+        await teachers.close()
+        async with sglang_server.client() as client:
+            await load_from_disk(client, sglang_server.checkpoint, 0)

@@ -208,10 +208,6 @@ def test_a_group_that_is_scored_again_after_a_failure_has_each_step_reward_once(
     assert [s.process_rewards for s in group] == [[(0, 0.5)], []] and not group[1].error
 
 
-def test_a_users_function_sees_response_and_metadata():
-    assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
-
-
 def test_a_function_may_return_process_rewards_beside_the_rollouts():
     samples = [sample("0"), sample(""), sample("0 0")]
     assert score("by_step", *samples) == [1.0, 0.0, 2.0]
@@ -322,13 +318,6 @@ def test_a_function_that_writes_nonsense_to_the_pipe_is_an_error_of_its_sample()
 def test_a_function_that_spins_is_killed_and_its_worker_replaced():
     results = score("moody", sample("spin"), *(sample("fine", index=i) for i in range(1, 6)), workers=1)
     assert isinstance(results[0], RewardError) and results[1:] == [1.0] * 5
-
-
-@pytest.mark.parametrize(("on_error", "value"), [("zero", 0.0), ("drop", None)])
-def test_errors_count_zero_or_drop_the_sample_as_configured(on_error: str, value: float | None):
-    bad = sample("raise")
-    assert score("moody", bad, sample("fine"), on_error=on_error) == [value, 1.0]
-    assert "raised KeyError" in bad.error
 
 
 @pytest.mark.parametrize(

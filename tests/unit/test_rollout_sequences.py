@@ -269,26 +269,6 @@ async def test_a_failed_rollout_ends_the_run_or_does_not_count(
     await service.close()
 
 
-@pytest.mark.parametrize(
-    ("function", "told"),
-    [
-        ("branches_inside_the_prompt", r"branched at token 1 of"),
-        ("begins_with_nothing", r"began a sequence with 0 tokens"),
-        ("appends_while_it_generates", r"changed a sequence while a turn of it was generated"),
-        ("returns_while_it_generates", r"returned while a turn was generated"),
-        ("two_rewards", r"set the rewards \[1.0, 2.0\]"),
-        ("a_metric_of_text", r"returned the metric calls = 'two'"),
-        ("a_step_beyond", r"gave the step reward 1.0 at token 100"),
-    ],
-)
-async def test_what_a_function_does_wrong_with_its_sequences_is_told(tmp_path: Path, function: str, told: str) -> None:
-    service = make_service(run_config(tmp_path, function=named(function)), engine())
-    expected = rf"(?s)rollout.function {named(function)} = 'group \d, response \d': {told}.*way out: "
-    with pytest.raises(RolloutError, match=expected):
-        await service.take(0)
-    await service.close()
-
-
 class FakeEngineOfHours(FakeSlowEngine):
     """Takes an hour of the event loop's clock for each token."""
 
