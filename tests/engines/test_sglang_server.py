@@ -11,14 +11,10 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
@@ -37,29 +33,6 @@ from tests.fixtures.processes import alive
 ALL_NEEDS = Needs(
     routes=True, architectures=("Qwen3MoeForCausalLM",), truncation={"top_p": 0.9, "top_k": 4096, "min_p": 0.01}
 )
-
-
-def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 120))
-
-
-def greedy_log_probs(server: SharedServer, rid: str) -> tuple[list[int], np.ndarray]:
-    """Twelve greedy tokens after a fixed prompt, with their log-probs."""
-
-    async def ask() -> tuple[list[int], np.ndarray]:
-        async with server.client() as client:
-            result = await client.generate(GenerateRequest(rid, [9, 8, 7], 12, temperature=0.0, ignore_eos=True))
-            return result.output_ids.tolist(), result.log_probs
-
-    return run(ask())
-
-
-def reference_log_probs(checkpoint: Path, ids: list[int]) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
-    whole = torch.tensor([[9, 8, 7, *ids]])
-    with torch.no_grad():
-        logits = model(whole).logits[0].double()
-    return torch.log_softmax(logits, -1)[2:-1].gather(1, whole[0, 3:, None])[:, 0].numpy()
 
 
 async def test_the_handshake_passes_on_the_real_server_and_names_another_model(sglang_server: SharedServer) -> None:
