@@ -10,23 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mslime.config.errors import UserError
+from mslime.config.loader import build, load_config
 from mslime.config.observing import ObserveConfig
 from mslime.observe.metrics import MetricsLogger, read_rows
 from mslime.observe.names import METRICS, is_known, markdown
 from mslime.observe.sinks import TensorBoardSink
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-import pytest
-from mslime.config.errors import UserError
-from mslime.config.loader import build, load_config
-from mslime.config.observing import ObserveConfig
-from mslime.observe.metrics import MetricsLogger
 
 QUIET = ObserveConfig()
 

@@ -75,8 +75,6 @@ async def status(connection: Connection, key: bytes) -> int:
     return int(head.split()[1])
 
 
-
-
 async def test_of_connections_without_a_key_the_oldest_are_closed_and_one_with_the_key_stays() -> None:
     async with served(most=5) as connect:
         known = await connect()
