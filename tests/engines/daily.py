@@ -78,7 +78,6 @@ DAILY: dict[str, list[str]] = {
     "test_log_probs_match_the_engine_on_every_generated_token": ["tp2_ep2"],
     "test_engine_and_trainer_say_the_same_of_a_probe": ["pp2_vpp2"],
     "test_a_response_that_crosses_a_weight_update_holds_what_each_version_made": ["abort"],
-    "test_one_loop_serves_every_staleness": ["1"],
     "test_log_probs_are_those_of_the_sampled_distribution_with_temperature": ["0.7"],
     "test_a_pause_holds_requests_back_and_spans_show_the_version_change": ["retract"],
     "test_supports_are_what_the_settings_keep_and_log_probs_are_over_them": ["all"],

@@ -30,7 +30,6 @@ from tests.engines.test_rollout_service import (
     other_weights,
     publish,
     reference,
-    run,
     tokenizer,
 )
 from tests.fixtures.atropos_environment import WireEnvironment, environment
@@ -75,30 +74,27 @@ async def two_turns(env: WireEnvironment, number: int, heard: list[int]) -> None
 
 
 @pytest.mark.nightly
-def test_what_environments_hand_in_is_exact_when_the_weights_change_within_a_turn(
+async def test_what_environments_hand_in_is_exact_when_the_weights_change_within_a_turn(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        config = of_atropos(config_for(fresh, tmp_path, stop_ids=0, max_staleness=1, concurrency=5,
-                                       max_response_tokens=400))  # fmt: skip
-        async with served(config, tokenizer, fresh) as (service, pool):
-            taking = asyncio.create_task(service.take(0))
-            async with environment(f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken", group_size=3) as env:
-                playing = [asyncio.create_task(two_turns(env, number, [60, 61])) for number in range(6)]
-                first = await taking
-                await publish(service, pool, 1, other_weights)
-                second = await service.take(1)
-                await asyncio.gather(*playing)
-        by_version = {0: reference, 1: Reference(other_weights)}
-        for batch in (first, second):
-            for sample in batch.samples:
-                assert_scored(sample, by_version)
-                assert [number for _, number in sample.turns] == [1, 2]
-            assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
-        versions = [[s.version for s in sample.segments if s.version is not None] for sample in second.samples]
-        assert any(set(v) == {0, 1} for v in versions), "no rollout was under way when the weights changed"
-
-    run(work)
+    config = of_atropos(config_for(fresh, tmp_path, stop_ids=0, max_staleness=1, concurrency=5,
+                                   max_response_tokens=400))  # fmt: skip
+    async with served(config, tokenizer, fresh) as (service, pool):
+        taking = asyncio.create_task(service.take(0))
+        async with environment(f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken", group_size=3) as env:
+            playing = [asyncio.create_task(two_turns(env, number, [60, 61])) for number in range(6)]
+            first = await taking
+            await publish(service, pool, 1, other_weights)
+            second = await service.take(1)
+            await asyncio.gather(*playing)
+    by_version = {0: reference, 1: Reference(other_weights)}
+    for batch in (first, second):
+        for sample in batch.samples:
+            assert_scored(sample, by_version)
+            assert [number for _, number in sample.turns] == [1, 2]
+        assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
+    versions = [[s.version for s in sample.segments if s.version is not None] for sample in second.samples]
+    assert any(set(v) == {0, 1} for v in versions), "no rollout was under way when the weights changed"
 
 
 ROOT = Path(__file__).parents[2]
@@ -117,44 +113,41 @@ def atropos_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_an_environment_of_the_package_itself_is_trained_exactly(
+async def test_an_environment_of_the_package_itself_is_trained_exactly(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path,
     atropos_python: Path,
 ) -> None:  # fmt: skip
     """Its own loop, clients, managed server and schedule, in a process and a Python of its own."""
 
-    async def work() -> None:
-        config = of_atropos(config_for(fresh, tmp_path, max_staleness=1))
-        by_version = {0: reference, 1: Reference(other_weights)}
-        async with served(config, tokenizer, fresh) as (service, pool):
-            taking = asyncio.create_task(service.take(0))
-            url, script = (
-                f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken",
-                ROOT / "tests/fixtures/atropos_env/parity.py",
+    config = of_atropos(config_for(fresh, tmp_path, max_staleness=1))
+    by_version = {0: reference, 1: Reference(other_weights)}
+    async with served(config, tokenizer, fresh) as (service, pool):
+        taking = asyncio.create_task(service.take(0))
+        url, script = (
+            f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken",
+            ROOT / "tests/fixtures/atropos_env/parity.py",
+        )
+        while not service.manager._workflow._server.address:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.05)
+        with (tmp_path / "environment.log").open("w") as log:
+            process = subprocess.Popen(
+                [atropos_python, script, url, str(fresh.checkpoint)], stdout=log, stderr=log, cwd=tmp_path
             )
-            while not service.manager._workflow._server.address:  # type: ignore[attr-defined]
-                await asyncio.sleep(0.05)
-            with (tmp_path / "environment.log").open("w") as log:
-                process = subprocess.Popen(
-                    [atropos_python, script, url, str(fresh.checkpoint)], stdout=log, stderr=log, cwd=tmp_path
-                )
-            try:
-                first = await taking
-                await publish(service, pool, 1, other_weights)
-                second = await service.take(1)
-                await publish(service, pool, 2)
-                third = await service.take(2)
-            finally:
-                process.terminate()
-                process.wait(30)
-        by_version[2] = by_version[1]
-        for batch in (first, second, third):
-            assert len(batch.groups) == 3 and batch.metrics["rollout/failed_rollouts"] == 0
-            for sample in batch.samples:
-                assert_scored(sample, by_version)
-                assert sample.metadata["data_source"] == "parity_0" and 1 <= len(sample.turns) <= 2
-                assert sample.reward == float(sum(sample.tokens.tolist()) % 2)
-            assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
-        assert any(len(s.turns) == 2 for s in first.samples), "no second turn went on from the first"
-
-    run(work)
+        try:
+            first = await taking
+            await publish(service, pool, 1, other_weights)
+            second = await service.take(1)
+            await publish(service, pool, 2)
+            third = await service.take(2)
+        finally:
+            process.terminate()
+            process.wait(30)
+    by_version[2] = by_version[1]
+    for batch in (first, second, third):
+        assert len(batch.groups) == 3 and batch.metrics["rollout/failed_rollouts"] == 0
+        for sample in batch.samples:
+            assert_scored(sample, by_version)
+            assert sample.metadata["data_source"] == "parity_0" and 1 <= len(sample.turns) <= 2
+            assert sample.reward == float(sum(sample.tokens.tolist()) % 2)
+        assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
+    assert any(len(s.turns) == 2 for s in first.samples), "no second turn went on from the first"

@@ -82,79 +82,66 @@ def test_memory_of_an_engine_falls_and_comes_back_and_says_the_same_under_the_sa
     assert found["again"] - found["nothing"] == pytest.approx(weights, rel=0.15)
 
 
-def test_weights_that_come_back_are_zeros_until_they_are_sent(server: SharedServer) -> None:
-    async def run() -> None:
-        async with server.client() as client:
-            await client.pause("retract")
+async def test_weights_that_come_back_are_zeros_until_they_are_sent(server: SharedServer) -> None:
+    async with server.client() as client:
+        await client.pause("retract")
+        await client.hold_memory(())
+        await client.hold_memory(ENGINE_TAGS)
+        await client.resume()
+        found = await sample(client, "zeros")
+        assert len(set(found.log_probs.tolist())) == 1 and found.log_probs[0] < -5, "every token is as likely"
+        await load_from_disk(client, server.checkpoint, 0)
+
+
+@pytest.mark.nightly
+async def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: SharedServer) -> None:
+    async with server.client() as client:
+        running = asyncio.create_task(sample(client, "running", 400))
+        await asyncio.sleep(0.5)
+        with pytest.raises(EngineError, match="requests run") as caught:
             await client.hold_memory(())
-            await client.hold_memory(ENGINE_TAGS)
-            await client.resume()
-            found = await sample(client, "zeros")
-            assert len(set(found.log_probs.tolist())) == 1 and found.log_probs[0] < -5, "every token is as likely"
-            await load_from_disk(client, server.checkpoint, 0)
-
-    asyncio.run(run())
-
-
-@pytest.mark.nightly
-def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: SharedServer) -> None:
-    async def run() -> None:
-        async with server.client() as client:
-            running = asyncio.create_task(sample(client, "running", 400))
-            await asyncio.sleep(0.5)
-            with pytest.raises(EngineError, match="requests run") as caught:
-                await client.hold_memory(())
-            assert caught.value.field == client.name
-            assert not (await client.released_memory()).tags
-            assert len((await running).output_ids) == 400, "it goes on"
-            await client._control("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
-            await client.pause("retract")
-            for _ in range(2):
-                await client._control("/release_memory_occupation", {"tags": ["kv_cache"]})
-            assert (await client.released_memory()).tags == {"kv_cache"}
-            await client._control("/resume_memory_occupation", {})
-            await client.resume()
-            assert not (await client.released_memory()).tags and len((await sample(client, "lives")).output_ids) == 8
-
-    asyncio.run(run())
+        assert caught.value.field == client.name
+        assert not (await client.released_memory()).tags
+        assert len((await running).output_ids) == 400, "it goes on"
+        await client._control("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+        await client.pause("retract")
+        for _ in range(2):
+            await client._control("/release_memory_occupation", {"tags": ["kv_cache"]})
+        assert (await client.released_memory()).tags == {"kv_cache"}
+        await client._control("/resume_memory_occupation", {})
+        await client.resume()
+        assert not (await client.released_memory()).tags and len((await sample(client, "lives")).output_ids) == 8
 
 
 @pytest.mark.nightly
-def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(server: SharedServer) -> None:
+async def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(server: SharedServer) -> None:
     """Retracted, with its engine's memory given back and other weights in it afterwards."""
-
-    async def run() -> None:
-        async with server.client() as client:
-            await client.stamp(1)
-            running = asyncio.create_task(sample(client, "across", 400))
-            await asyncio.sleep(1.0)
-            await client.pause("retract")
-            await client.hold_memory(())
-            await client.hold_memory(("weights",))
-            await load_beneath_the_cache(client, server.checkpoint, 2)
-            await client.hold_memory(ENGINE_TAGS)
-            await client.resume()
-            result = await running
-            assert len(result.output_ids) == 400
-            (first, start, cut), (second, again, end) = result.versions
-            assert (first, start, second, end) == (1, 0, 2, 400) and 0 < cut == again < 400
-
-    asyncio.run(run())
+    async with server.client() as client:
+        await client.stamp(1)
+        running = asyncio.create_task(sample(client, "across", 400))
+        await asyncio.sleep(1.0)
+        await client.pause("retract")
+        await client.hold_memory(())
+        await client.hold_memory(("weights",))
+        await load_beneath_the_cache(client, server.checkpoint, 2)
+        await client.hold_memory(ENGINE_TAGS)
+        await client.resume()
+        result = await running
+        assert len(result.output_ids) == 400
+        (first, start, cut), (second, again, end) = result.versions
+        assert (first, start, second, end) == (1, 0, 2, 400) and 0 < cut == again < 400
 
 
 @pytest.mark.nightly
-def test_a_pool_lets_go_of_an_engine_that_refuses_and_not_of_all(server: SharedServer) -> None:
-    async def run() -> None:
-        async with server.client() as client:
-            pool = EnginePool([client], 8)
-            running = asyncio.create_task(sample(client, "busy", 300))
-            await asyncio.sleep(0.5)
-            with pytest.raises(EngineError, match="requests run"):
-                await pool.hold_memory(())
-            assert not pool.dead, "where all refuse, nobody is taken for dead"
-            await running
-
-    asyncio.run(run())
+async def test_a_pool_lets_go_of_an_engine_that_refuses_and_not_of_all(server: SharedServer) -> None:
+    async with server.client() as client:
+        pool = EnginePool([client], 8)
+        running = asyncio.create_task(sample(client, "busy", 300))
+        await asyncio.sleep(0.5)
+        with pytest.raises(EngineError, match="requests run"):
+            await pool.hold_memory(())
+        assert not pool.dead, "where all refuse, nobody is taken for dead"
+        await running
 
 
 def test_only_whole_pages_are_dropped_and_addresses_stay() -> None:

@@ -134,187 +134,144 @@ def assert_scored(
         np.testing.assert_array_equal(held[made], np.sort(routes, -1)[:-1][made], err_msg=f"version {version}")
 
 
-def test_interrupted_responses_are_those_of_one_uninterrupted_pass(
+async def test_interrupted_responses_are_those_of_one_uninterrupted_pass(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
-    async def work() -> None:
-        config = config_for(fresh, tmp_path, stop_ids=4, over_sampling=3.0, dynamic_filter="zero_variance")
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            continued, filtered = 0, 0.0
-            for step in range(3):
-                batch = await service.take(step)
-                assert len(batch.groups) == 3 and batch.version == step
-                assert batch.metrics["staleness/max"] == 0 and batch.metrics["reward/zero_variance_groups"] == 0
-                filtered += batch.metrics["rollout/filtered_groups"]
-                for sample in batch.samples:
-                    versions = [s.version for s in sample.segments[1:]]
-                    assert versions == sorted({v for v in versions if v is not None})
-                    assert all(s.trainable == (s.version == step) for s in sample.segments[1:])
-                    continued += len(versions) > 1
-                    assert_scored(sample, dict.fromkeys(range(step + 1), reference))
-                    assert sample.reward == sample.response_length % 2
-                await publish(service, pool, step + 1)
-            assert continued, "nothing was interrupted and continued"
-            assert service.ledger.masked["stale"] > 0
-            assert bool(filtered) == bool(service.ledger.dropped["zero_variance"])
-
-    run(work)
+    config = config_for(fresh, tmp_path, stop_ids=4, over_sampling=3.0, dynamic_filter="zero_variance")
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        continued, filtered = 0, 0.0
+        for step in range(3):
+            batch = await service.take(step)
+            assert len(batch.groups) == 3 and batch.version == step
+            assert batch.metrics["staleness/max"] == 0 and batch.metrics["reward/zero_variance_groups"] == 0
+            filtered += batch.metrics["rollout/filtered_groups"]
+            for sample in batch.samples:
+                versions = [s.version for s in sample.segments[1:]]
+                assert versions == sorted({v for v in versions if v is not None})
+                assert all(s.trainable == (s.version == step) for s in sample.segments[1:])
+                continued += len(versions) > 1
+                assert_scored(sample, dict.fromkeys(range(step + 1), reference))
+                assert sample.reward == sample.response_length % 2
+            await publish(service, pool, step + 1)
+        assert continued, "nothing was interrupted and continued"
+        assert service.ledger.masked["stale"] > 0
+        assert bool(filtered) == bool(service.ledger.dropped["zero_variance"])
 
 
-def test_a_response_that_ends_in_the_step_of_an_abort_is_not_continued(
+async def test_a_response_that_ends_in_the_step_of_an_abort_is_not_continued(
     fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
 ):
     """Every fifth token ends a response, so of those that an abort meets many have just ended."""
-
-    async def work() -> None:
-        config = config_for(fresh, tmp_path, stop_ids=64, over_sampling=4.0, group_size=4)
-        ends = {*config.rollout.stop_token_ids, *end_ids(fresh.checkpoint, tokenizer)}
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            for step in range(6):
-                for sample in (await service.take(step)).samples:
-                    *inner, last = sample.response_tokens.tolist()
-                    assert not ends.intersection(inner), "the response goes on after its end"
-                    assert (last in ends) == (sample.status is SampleStatus.COMPLETED)
-                await publish(service, pool, step + 1)
-
-    run(work)
+    config = config_for(fresh, tmp_path, stop_ids=64, over_sampling=4.0, group_size=4)
+    ends = {*config.rollout.stop_token_ids, *end_ids(fresh.checkpoint, tokenizer)}
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        for step in range(6):
+            for sample in (await service.take(step)).samples:
+                *inner, last = sample.response_tokens.tolist()
+                assert not ends.intersection(inner), "the response goes on after its end"
+                assert (last in ends) == (sample.status is SampleStatus.COMPLETED)
+            await publish(service, pool, step + 1)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_response_that_crosses_a_weight_update_holds_what_each_version_made(
+async def test_a_response_that_crosses_a_weight_update_holds_what_each_version_made(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path, mode: str
 ):
-    async def work() -> None:
-        # Long responses: on a busy machine short ones are over before the update begins.
-        long = {"stop_ids": 1, "max_response_tokens": 800}
-        config = config_for(fresh, tmp_path, **long, max_staleness=1, pause_mode=mode, group_size=2)
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            await service.take(0)
-            # A busy machine may finish all responses between a step's last group and the update: then the next update.
-            for version in range(1, 9):
-                weights = other_weights if version % 2 else fresh.checkpoint
-                await publish(service, pool, version, None if mode == "in_place" else weights)
-                samples = (await service.take(version)).samples
-                crossed = [s for s in samples if [g.version for g in s.segments] == [None, version - 1, version]]
-                if crossed:
-                    break
-            assert crossed, "no response was under way at eight updates"
-            newer = Reference(other_weights)
-            for sample in crossed:
-                assert all(s.trainable for s in sample.segments[1:]) and sample.aborts == (mode == "abort")
-                # Weights that change in place leave old caches under new tokens, so only the number changes there.
-                made_by = {v: newer if mode != "in_place" and v % 2 else reference for v in (version - 1, version)}
-                assert_scored(sample, made_by, routes_before=version if mode == "retract" else None)
-
-    run(work)
+    # Long responses: on a busy machine short ones are over before the update begins.
+    long = {"stop_ids": 1, "max_response_tokens": 800}
+    config = config_for(fresh, tmp_path, **long, max_staleness=1, pause_mode=mode, group_size=2)
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        await service.take(0)
+        # A busy machine may finish all responses between a step's last group and the update: then the next update.
+        for version in range(1, 9):
+            weights = other_weights if version % 2 else fresh.checkpoint
+            await publish(service, pool, version, None if mode == "in_place" else weights)
+            samples = (await service.take(version)).samples
+            crossed = [s for s in samples if [g.version for g in s.segments] == [None, version - 1, version]]
+            if crossed:
+                break
+        assert crossed, "no response was under way at eight updates"
+        newer = Reference(other_weights)
+        for sample in crossed:
+            assert all(s.trainable for s in sample.segments[1:]) and sample.aborts == (mode == "abort")
+            # Weights that change in place leave old caches under new tokens, so only the number changes there.
+            made_by = {v: newer if mode != "in_place" and v % 2 else reference for v in (version - 1, version)}
+            assert_scored(sample, made_by, routes_before=version if mode == "retract" else None)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_one_loop_serves_every_staleness(
-    fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path, max_staleness: int
-):
-    async def work() -> None:
-        config = config_for(fresh, tmp_path, max_staleness=max_staleness, on_stale="mask", group_size=2)
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            ages: list[float] = []
-            totals = dict.fromkeys(("generated", "trained", "masked", "dropped"), 0.0)
-            for step in range(4):
-                batch = await service.take(step)
-                ages.append(batch.metrics["staleness/max"])
-                for name in totals:
-                    totals[name] += batch.metrics[f"ledger/{name}_tokens"]
-                spent = totals["trained"] + totals["masked"] + totals["dropped"]
-                assert totals["generated"] == spent + batch.metrics["ledger/pending_tokens"]
-                await asyncio.sleep(0.1)  # training
-                await publish(service, pool, step + 1)
-            assert max(ages) <= max_staleness and (max(ages) > 0) == (max_staleness > 0), ages
-
-    run(work)
-
-
-def test_no_response_begins_on_a_prefix_that_older_weights_computed(
+async def test_no_response_begins_on_a_prefix_that_older_weights_computed(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ):
     """`in_place` keeps the cache across the update, and every group has the same long prompt."""
-
-    async def work() -> None:
-        config = config_for(fresh, tmp_path, max_response_tokens=60, max_staleness=1, pause_mode="in_place")
-        prompts = Path(config.data.prompts[0])
-        prompts.write_text('{"prompt": "the same long prompt for every group: 1 + 1 = ", "label": "x"}\n' * 60)
-        newer = Reference(other_weights)
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            for sample in (await service.take(0)).samples:
-                assert_scored(sample, {0: reference})
-            begun = service.joined.next_group_id
-            await service.pause_for_update()
-            await pool.broadcast(lambda client: load_beneath_the_cache(client, other_weights, 1))
-            await service.resume_after_update(1)
-            batches = [await service.take(1), await service.take(2)]
-            later = [sample for batch in batches for sample in batch.samples if sample.group_id >= begun]
-            assert len(later) >= 9, "begun under the newer weights"
-            for sample in later:
-                assert [s.version for s in sample.segments] == [None, 1]
-                assert_scored(sample, {1: newer})
-
-    run(work)
+    config = config_for(fresh, tmp_path, max_response_tokens=60, max_staleness=1, pause_mode="in_place")
+    prompts = Path(config.data.prompts[0])
+    prompts.write_text('{"prompt": "the same long prompt for every group: 1 + 1 = ", "label": "x"}\n' * 60)
+    newer = Reference(other_weights)
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        for sample in (await service.take(0)).samples:
+            assert_scored(sample, {0: reference})
+        begun = service.joined.next_group_id
+        await service.pause_for_update()
+        await pool.broadcast(lambda client: load_beneath_the_cache(client, other_weights, 1))
+        await service.resume_after_update(1)
+        batches = [await service.take(1), await service.take(2)]
+        later = [sample for batch in batches for sample in batch.samples if sample.group_id >= begun]
+        assert len(later) >= 9, "begun under the newer weights"
+        for sample in later:
+            assert [s.version for s in sample.segments] == [None, 1]
+            assert_scored(sample, {1: newer})
 
 
 @pytest.mark.nightly
-def test_a_resumed_service_continues_what_was_interrupted(
+async def test_a_resumed_service_continues_what_was_interrupted(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
-    async def work() -> None:
-        # The groups of three steps begin together: when those of the first are complete, others are still at work.
-        config = config_for(fresh, tmp_path, stop_ids=1, max_response_tokens=800, max_staleness=2, group_size=2)
-        async with service_for(config, tokenizer, fresh) as (service, _):
-            first = await service.take(0)
-            await service.drain()
-            await service.save(tmp_path / "rollouts.npz")
-            held = {(s.group_id, s.index): s for g in service.books.held() for s in g.samples}
-        interrupted = {key for key, s in held.items() if s.prompt_length < len(s) and not s.status.finished}
-        assert interrupted, "everything was finished before the checkpoint"
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            await service.load(tmp_path / "rollouts.npz")
-            await publish(service, pool, 1)
-            # All groups that may begin, the held ones among them: one of the others can be complete before they are.
-            batches = [await service.take(step) for step in (1, 2, 3)]
-            samples = {(s.group_id, s.index): s for batch in batches for s in batch.samples}
-            assert not {g.group_id for g in first.groups} & {group for group, _ in samples}
-            assert held.keys() <= samples.keys()
-            for key, sample in samples.items():
-                old = held[key].tokens if key in held else sample.tokens[:0]
-                np.testing.assert_array_equal(sample.tokens[: len(old)], old)
-                assert_scored(sample, {0: reference, 1: reference})
-            assert all(len(samples[key]) > len(held[key]) for key in interrupted)
-
-    run(work)
+    # The groups of three steps begin together: when those of the first are complete, others are still at work.
+    config = config_for(fresh, tmp_path, stop_ids=1, max_response_tokens=800, max_staleness=2, group_size=2)
+    async with service_for(config, tokenizer, fresh) as (service, _):
+        first = await service.take(0)
+        await service.drain()
+        await service.save(tmp_path / "rollouts.npz")
+        held = {(s.group_id, s.index): s for g in service.books.held() for s in g.samples}
+    interrupted = {key for key, s in held.items() if s.prompt_length < len(s) and not s.status.finished}
+    assert interrupted, "everything was finished before the checkpoint"
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        await service.load(tmp_path / "rollouts.npz")
+        await publish(service, pool, 1)
+        # All groups that may begin, the held ones among them: one of the others can be complete before they are.
+        batches = [await service.take(step) for step in (1, 2, 3)]
+        samples = {(s.group_id, s.index): s for batch in batches for s in batch.samples}
+        assert not {g.group_id for g in first.groups} & {group for group, _ in samples}
+        assert held.keys() <= samples.keys()
+        for key, sample in samples.items():
+            old = held[key].tokens if key in held else sample.tokens[:0]
+            np.testing.assert_array_equal(sample.tokens[: len(old)], old)
+            assert_scored(sample, {0: reference, 1: reference})
+        assert all(len(samples[key]) > len(held[key]) for key in interrupted)
 
 
-def test_evaluation_reports_accuracy_and_pass_at_k_beside_running_rollouts(
+async def test_evaluation_reports_accuracy_and_pass_at_k_beside_running_rollouts(
     fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
 ):
-    async def work() -> None:
-        config = config_for(fresh, tmp_path, max_staleness=1, max_response_tokens=60)
-        sampled = EvalSetConfig(name="s", path=f"{config.data.prompts[0]}@[:6]", samples_per_prompt=5, temperature=1.0)
-        greedy = EvalSetConfig(name="g", path=f"{config.data.prompts[0]}@[-4:]", max_response_tokens=7)
-        async with service_for(config, tokenizer, fresh) as (service, _):
-            await service.take(0)
-            generated = service.ledger.generated
-            several, one = await asyncio.gather(service.evaluate(sampled), service.evaluate(greedy))
-            assert several.prompts == 6 and list(several.pass_at) == [1, 2, 4]
-            assert several.pass_at[1] == pytest.approx(several.accuracy) and 0 < several.accuracy < 1
-            assert several.accuracy <= several.pass_at[2] <= several.pass_at[4]
-            again = await service.evaluate(greedy)
-            assert (one.accuracy, one.response_len_mean, one.truncated) == (
-                again.accuracy,
-                again.response_len_mean,
-                again.truncated,
-            ), "greedy responses repeat"
-            assert one.response_len_mean <= 7 and list(one.pass_at) == [1] and service.ledger.generated >= generated
-            batch = await service.take(1)
-            assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
-
-    run(work)
+    config = config_for(fresh, tmp_path, max_staleness=1, max_response_tokens=60)
+    sampled = EvalSetConfig(name="s", path=f"{config.data.prompts[0]}@[:6]", samples_per_prompt=5, temperature=1.0)
+    greedy = EvalSetConfig(name="g", path=f"{config.data.prompts[0]}@[-4:]", max_response_tokens=7)
+    async with service_for(config, tokenizer, fresh) as (service, _):
+        await service.take(0)
+        generated = service.ledger.generated
+        several, one = await asyncio.gather(service.evaluate(sampled), service.evaluate(greedy))
+        assert several.prompts == 6 and list(several.pass_at) == [1, 2, 4]
+        assert several.pass_at[1] == pytest.approx(several.accuracy) and 0 < several.accuracy < 1
+        assert several.accuracy <= several.pass_at[2] <= several.pass_at[4]
+        again = await service.evaluate(greedy)
+        assert (one.accuracy, one.response_len_mean, one.truncated) == (
+            again.accuracy,
+            again.response_len_mean,
+            again.truncated,
+        ), "greedy responses repeat"
+        assert one.response_len_mean <= 7 and list(one.pass_at) == [1] and service.ledger.generated >= generated
+        batch = await service.take(1)
+        assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
 
 
 def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
@@ -344,31 +301,27 @@ def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
         doomed.process.stop()
 
 
-def test_two_turns_with_an_environment_between_them_are_those_of_one_pass(
+async def test_two_turns_with_an_environment_between_them_are_those_of_one_pass(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
     """Log-probs and routes of both turns, with second turns that an abort met; the function notices nothing of that."""
-
-    async def work() -> None:
-        user_rollouts.forget()
-        config = config_for(
-            fresh, tmp_path, stop_ids=6, max_response_tokens=600, over_sampling=3.0, groups_per_step=2, group_size=2,
-            function="tests.unit.user_rollouts:two_turns",
-        )  # fmt: skip
-        said = tokenizer.encode("OK", special_tokens=False)
-        async with service_for(config, tokenizer, fresh) as (service, pool):
-            continued = 0
-            for step in range(3):
-                for sample in (await service.take(step)).samples:
-                    spoken = [s for s in sample.segments[1:] if s.version is None]
-                    assert [sample.tokens[s.start : s.end].tolist() for s in spoken] == [said]
-                    second = [s.version for s in sample.segments if s.start >= spoken[0].end]
-                    continued += len(second) > 1
-                    assert sample.trainable_tokens == sum(s.end - s.start for s in sample.segments if s.trainable)
-                    assert not sample.loss_mask[spoken[0].start : spoken[0].end].any()
-                    assert_scored(sample, dict.fromkeys(range(step + 1), reference))
-                await publish(service, pool, step + 1)
-            assert continued, "no second turn was interrupted and continued"
-            assert set(user_rollouts.calls.values()) == {1}, "a function was begun again"
-
-    run(work)
+    user_rollouts.forget()
+    config = config_for(
+        fresh, tmp_path, stop_ids=6, max_response_tokens=600, over_sampling=3.0, groups_per_step=2, group_size=2,
+        function="tests.unit.user_rollouts:two_turns",
+    )  # fmt: skip
+    said = tokenizer.encode("OK", special_tokens=False)
+    async with service_for(config, tokenizer, fresh) as (service, pool):
+        continued = 0
+        for step in range(3):
+            for sample in (await service.take(step)).samples:
+                spoken = [s for s in sample.segments[1:] if s.version is None]
+                assert [sample.tokens[s.start : s.end].tolist() for s in spoken] == [said]
+                second = [s.version for s in sample.segments if s.start >= spoken[0].end]
+                continued += len(second) > 1
+                assert sample.trainable_tokens == sum(s.end - s.start for s in sample.segments if s.trainable)
+                assert not sample.loss_mask[spoken[0].start : spoken[0].end].any()
+                assert_scored(sample, dict.fromkeys(range(step + 1), reference))
+            await publish(service, pool, step + 1)
+        assert continued, "no second turn was interrupted and continued"
+        assert set(user_rollouts.calls.values()) == {1}, "a function was begun again"

@@ -20,7 +20,6 @@ from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference, log_softmax
 from tests.fixtures.engine_calls import load, load_beneath_the_cache
-from tests.fixtures.supports import rows_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 FLOAT32 = 2e-5
@@ -61,7 +60,7 @@ def test_log_probs_are_those_of_the_sampled_distribution_with_temperature(
     ]
     for request, result in zip(requests, generate(sglang_server, *requests), strict=True):
         ids = _sequence(request, result)
-        assert len(result.output_ids) == 40 and result.finish == "length"
+        assert len(result.output_ids) == 40 and result.finish == "length" and result.supports is None
         expected = log_softmax(reference(ids)[0] / temperature)[np.arange(len(ids) - 1), ids[1:]]
         np.testing.assert_allclose(result.log_probs, expected[len(request.input_ids) - 1 :], atol=FLOAT32, rtol=0)
         assert result.versions == ((0, 0, 40),)
@@ -85,27 +84,6 @@ def test_routes_are_exactly_those_of_transformers(sglang_server: SharedServer, r
         expected = reference(_sequence(request, result)[:-1])[1]
         assert result.routes is not None
         np.testing.assert_array_equal(np.sort(result.routes, -1), np.sort(expected, -1))
-
-
-def test_log_probs_of_a_restricted_draw_are_renormalised_over_its_support(
-    sglang_server: SharedServer, reference: Reference
-) -> None:
-    request = GenerateRequest("restricted", PROMPTS[1], 30, temperature=0.8, top_p=0.9, top_k=50, ignore_eos=True)
-    (result,) = generate(sglang_server, request)
-    logits = reference(_sequence(request, result))[0][len(PROMPTS[1]) - 1 : -1] / 0.8
-    assert result.supports is not None and len(result.supports) == 30
-    supports = rows_of(result.supports)
-    for token, log_prob, support, row in zip(result.output_ids, result.log_probs, supports, logits, strict=True):
-        assert token in support and len(support) <= 50
-        inside = log_softmax(row[support])
-        assert abs(inside[support.index(token)] - log_prob) < FLOAT32
-        probabilities = np.exp(log_softmax(row))
-        assert set(support) <= set(np.argsort(-probabilities)[: len(support) + 1].tolist())
-
-
-def test_an_unrestricted_draw_has_no_supports(sglang_server: SharedServer) -> None:
-    (result,) = generate(sglang_server, GenerateRequest("free", [1, 2], 5, ignore_eos=True))
-    assert len(result.output_ids) == 5 and result.supports is None
 
 
 def test_the_bytes_of_a_real_answer_are_read_without_json_and_say_the_same(sglang_server: SharedServer) -> None:

@@ -11,14 +11,10 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
@@ -39,56 +35,22 @@ ALL_NEEDS = Needs(
 )
 
 
-def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 120))
-
-
-def greedy_log_probs(server: SharedServer, rid: str) -> tuple[list[int], np.ndarray]:
-    """Twelve greedy tokens after a fixed prompt, with their log-probs."""
-
-    async def ask() -> tuple[list[int], np.ndarray]:
-        async with server.client() as client:
-            result = await client.generate(GenerateRequest(rid, [9, 8, 7], 12, temperature=0.0, ignore_eos=True))
-            return result.output_ids.tolist(), result.log_probs
-
-    return run(ask())
-
-
-def reference_log_probs(checkpoint: Path, ids: list[int]) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
-    whole = torch.tensor([[9, 8, 7, *ids]])
-    with torch.no_grad():
-        logits = model(whole).logits[0].double()
-    return torch.log_softmax(logits, -1)[2:-1].gather(1, whole[0, 3:, None])[:, 0].numpy()
-
-
-def test_the_handshake_passes_on_the_real_server(sglang_server: SharedServer) -> None:
-    async def shake() -> bool:
-        async with sglang_server.client() as client:
-            await handshake(client, ALL_NEEDS)
-            return await client.ready()
-
-    assert run(shake())
-
-
-def test_the_handshake_names_another_model(sglang_server: SharedServer) -> None:
-    async def shake() -> None:
-        async with sglang_server.client() as client:
+async def test_the_handshake_passes_on_the_real_server_and_names_another_model(sglang_server: SharedServer) -> None:
+    async with sglang_server.client() as client:
+        await handshake(client, ALL_NEEDS)
+        assert await client.ready()
+        with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
             await handshake(client, Needs(True, ("LlamaForCausalLM",)))
-
-    with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
-        run(shake())
 
 
 @pytest.mark.nightly
-def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_process(
+async def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_process(
     tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
     server = serve(tiny_qwen3_moe, tmp_path)
     pids = server.process.pids
     scheduler = next(p for p in pids if "scheduler" in psutil.Process(p).name())
-
-    async def kill() -> tuple[list[BaseException], float]:
+    try:
         pool = EnginePool([server.client()], 8)
         requests = [GenerateRequest(f"k{i}", [1, 2, i], 1900, ignore_eos=True) for i in range(4)]
         running = [asyncio.create_task(pool.generate(r)) for r in requests]
@@ -97,15 +59,10 @@ def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_pro
         os.kill(scheduler, signal.SIGKILL)
         started = time.monotonic()
         failures = await asyncio.gather(*running, return_exceptions=True)
-        seconds = time.monotonic() - started
+        assert time.monotonic() - started < 30, "SGLang waits 5 s before it gives up; we must not add to that"
         with pytest.raises(EngineDied):
             await pool.generate(GenerateRequest("after", [1], 1))
         await pool.close()
-        return failures, seconds
-
-    try:
-        failures, seconds = run(kill())
-        assert seconds < 30, "SGLang waits 5 s before it gives up; we must not add to that"
         for failure in failures:
             assert isinstance(failure, EngineDied)
             assert "engine0" in str(failure) and str(server.address.log_path) in str(failure)
@@ -208,11 +165,7 @@ def test_what_a_server_starts_on_a_cpu_is_forked_and_imports_nothing_again(sglan
     assert not [p for p in below if "multiprocessing" in " ".join(p.cmdline())]
 
 
-def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:
-    async def ask() -> int:
-        model = model_facts(320, num_layers=4, top_k=2)
-        keys = sglang_server.address.keys
-        async with EngineClient(sglang_server.url, "attached", model=model, keys=keys) as client:
-            return len((await client.generate(GenerateRequest("attached", [1], 3, ignore_eos=True))).output_ids)
-
-    assert run(ask()) == 3
+async def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:
+    model, keys = model_facts(320, num_layers=4, top_k=2), sglang_server.address.keys
+    async with EngineClient(sglang_server.url, "attached", model=model, keys=keys) as client:
+        assert len((await client.generate(GenerateRequest("attached", [1], 3, ignore_eos=True))).output_ids) == 3

@@ -144,7 +144,9 @@ def test_supports_are_what_the_settings_keep_and_log_probs_are_over_them(
     assert max(sizes) < 320 and np.mean(sizes) > 3, "so that the numbers are worth comparing"
 
 
-def test_an_answer_is_as_large_as_the_plan_says(sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_as_large_as_the_plan_says(
+    sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt, new_tokens, read = PROMPTS[1], 400, client_module._read
     sizes: list[int] = []
 
@@ -153,12 +155,9 @@ def test_an_answer_is_as_large_as_the_plan_says(sglang_server: SharedServer, mon
         sizes.append(len(body or b""))
         return body
 
-    async def work() -> None:
-        async with sglang_server.client() as client:
-            monkeypatch.setattr(client_module, "_read", counted)
-            await _continue(client, Sample.from_prompt(0, 0, prompt), "size", new_tokens, {"top_k": 40})
-
-    asyncio.run(asyncio.wait_for(work(), 120))
+    async with sglang_server.client() as client:
+        monkeypatch.setattr(client_module, "_read", counted)
+        await _continue(client, Sample.from_prompt(0, 0, prompt), "size", new_tokens, {"top_k": 40})
     config = plan_config(
         {
             "model": {"path": str(sglang_server.checkpoint)},
@@ -187,49 +186,42 @@ def check_against(model: Any, sample: Sample) -> None:
         assert sample.log_probs[t] == pytest.approx(log_p[t - 1, sample.tokens[t]] - mass, abs=2e-5)
 
 
-def test_an_abort_leaves_the_supports_of_the_tokens_that_came(sglang_server: SharedServer) -> None:
+async def test_an_abort_leaves_the_supports_of_the_tokens_that_came(sglang_server: SharedServer) -> None:
     sample = Sample.from_prompt(0, 0, PROMPTS[1])
 
-    async def work() -> None:
-        async with sglang_server.client() as client:
-            running = asyncio.create_task(_continue(client, sample, "cut", 1900, NUCLEUS))
-            while await load(client, "used_tokens") < 60:
-                await asyncio.sleep(0.02)
-            await client.abort("cut")
-            await running
-            assert 0 < sample.response_length < 1900
-            await _continue(client, sample, "rest", 7, NUCLEUS)
-
-    asyncio.run(asyncio.wait_for(work(), 120))
+    async with sglang_server.client() as client:
+        running = asyncio.create_task(_continue(client, sample, "cut", 1900, NUCLEUS))
+        while await load(client, "used_tokens") < 60:
+            await asyncio.sleep(0.02)
+        await client.abort("cut")
+        await running
+        assert 0 < sample.response_length < 1900
+        await _continue(client, sample, "rest", 7, NUCLEUS)
     check_against(double_model(sglang_server.checkpoint), sample)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_supports_outlive_a_pause_in_which_the_engine_keeps_the_request(mode: Any, sglang_server: SharedServer) -> None:
+async def test_supports_outlive_a_pause_in_which_the_engine_keeps_the_request(
+    mode: Any, sglang_server: SharedServer
+) -> None:
     sample = Sample.from_prompt(0, 0, PROMPTS[1])
 
-    async def work() -> None:
-        async with sglang_server.client() as client:
-            running = asyncio.create_task(_continue(client, sample, f"paused-{mode}", 200, NUCLEUS))
-            while await load(client, "used_tokens") < 60:
-                await asyncio.sleep(0.02)
-            await client.pause(mode)
-            assert not running.done()
-            await client.resume()
-            await running
-
-    asyncio.run(asyncio.wait_for(work(), 120))
+    async with sglang_server.client() as client:
+        running = asyncio.create_task(_continue(client, sample, f"paused-{mode}", 200, NUCLEUS))
+        while await load(client, "used_tokens") < 60:
+            await asyncio.sleep(0.02)
+        await client.pause(mode)
+        assert not running.done()
+        await client.resume()
+        await running
     assert sample.response_length == 200
     check_against(double_model(sglang_server.checkpoint), sample)
 
 
-def test_a_top_k_beyond_the_server_s_limit_is_refused_in_its_own_words(sglang_server: SharedServer) -> None:
-    async def work() -> None:
+async def test_a_top_k_beyond_the_server_s_limit_is_refused_in_its_own_words(sglang_server: SharedServer) -> None:
+    with pytest.raises(EngineError, match=r"(?s)4096.*--sampling-mask-max-tokens"):
         async with sglang_server.client() as client:
             await client.generate(GenerateRequest("wide", [1, 2], 2, top_p=0.9, top_k=4097))
-
-    with pytest.raises(EngineError, match=r"(?s)4096.*--sampling-mask-max-tokens"):
-        asyncio.run(asyncio.wait_for(work(), 60))
 
 
 @dataclass(frozen=True)

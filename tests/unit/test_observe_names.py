@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,8 @@ def test_every_name_that_the_code_spells_is_listed() -> None:
     assert [name for name in whole if not is_known(name)] == []
 
 
-def templates_of(names: Iterator[str] | dict[str, float]) -> set[str]:
+def templates_of(names: dict[str, float]) -> set[str]:
+    assert [name for name in names if not is_known(name)] == []
     return {template for name in names for template in METRICS if open_parts(template, name) is not None}
 
 
@@ -81,18 +81,9 @@ def test_losses_and_advantages_report_exactly_what_is_listed_for_them() -> None:
     x = torch.linspace(-3, -1, 4)
     mask, zeros = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     inputs = PolicyLossInputs(
-        x,
-        x - 0.1,
-        x,
-        mask,
-        x.abs(),
-        zeros,
-        1,
-        reference_log_probs=x - 0.2,
-        entropy=x.abs(),
-        ages=zeros,
+        x, x - 0.1, x, mask, x.abs(), zeros, 1, reference_log_probs=x - 0.2, entropy=x.abs(), ages=zeros,
         positions=zeros,
-    )
+    )  # fmt: skip
     outputs = policy_loss(inputs, AlgorithmConfig()), sft_loss(x, x.abs(), mask), value_loss(x, x, x, x, mask, 0.2)
     reported = templates_of({name: 0.0 for output in outputs for name in finalise(output.statistics)})
     reported |= templates_of(advantage_metrics([np.ones(2)], [np.ones(2, np.bool_)]))

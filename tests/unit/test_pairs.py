@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from mslime.data.probe import NEW_TOKENS
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
-T = TypeVar("T")
 MODEL = model_facts(vocab_size=VOCABULARY, num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), num_experts=8,
                     top_k=TOP_K)  # fmt: skip
 BOOTSTRAP_PORT = 4711
@@ -116,26 +116,20 @@ class StandInHalf(FakeEngine):
         return made
 
 
-Pair = tuple[EngineClient, StandInHalf, StandInHalf]
-
-
-def with_pair(work: Callable[[EngineClient, StandInHalf, StandInHalf], Awaitable[T]]) -> T:
-    """`work` with a client of a pair, the half that prefills and the one that decodes."""
-
-    async def main() -> T:
-        async with StandInHalf("prefill") as prefill, StandInHalf("decode") as decode:
-            other = EngineAddress("engine0_prefill", prefill.url, bootstrap_port=BOOTSTRAP_PORT)
-            async with client_of(EngineAddress("engine0", decode.url, prefill=other), model=MODEL) as client:
-                return await work(client, prefill, decode)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[EngineClient, StandInHalf, StandInHalf]]:
+    """A client of a pair, the half that prefills and the one that decodes."""
+    async with StandInHalf("prefill") as prefill, StandInHalf("decode") as decode:
+        other = EngineAddress("engine0_prefill", prefill.url, bootstrap_port=BOOTSTRAP_PORT)
+        async with client_of(EngineAddress("engine0", decode.url, prefill=other), model=MODEL) as client:
+            yield client, prefill, decode
 
 
 REQUEST = GenerateRequest("r", [7, 8, 9, 10], 3, want_routes=True, routes_start=1)
 
 
-def test_the_prompts_routes_are_of_the_half_that_prefills_and_the_rest_is_the_others() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_the_prompts_routes_are_of_the_half_that_prefills_and_the_rest_is_the_others() -> None:
+    async with pair() as (client, prefill, decode):
         result = await client.generate(REQUEST)
         assert result.output_ids.tolist() == [1, 2, 3] and result.versions == ((5, 0, 3),)
         assert result.engine == "engine0" and result.cached_tokens == 3 and result.routes is not None
@@ -147,28 +141,22 @@ def test_the_prompts_routes_are_of_the_half_that_prefills_and_the_rest_is_the_ot
         await client.generate(replace(REQUEST, rid="other"))
         assert prefill.seen[-1][1]["bootstrap_room"] != of_first["bootstrap_room"]
 
-    with_pair(work)
 
-
-def test_a_response_that_its_first_token_ends_has_the_prompts_routes_alone() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_a_response_that_its_first_token_ends_has_the_prompts_routes_alone() -> None:
+    async with pair() as (client, _, _):
         result = await client.generate(replace(REQUEST, max_new_tokens=1))
         assert result.output_ids.tolist() == [1] and result.routes is not None
         assert result.routes[:, 0, 0].tolist() == [1, 1, 1]
 
-    with_pair(work)
 
-
-def test_supports_and_log_probs_are_of_the_half_that_decodes() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_supports_and_log_probs_are_of_the_half_that_decodes() -> None:
+    async with pair() as (client, _, _):
         result = await client.generate(GenerateRequest("r", [7, 8], 3, top_k=4))
         assert result.routes is None and result.supports is not None and len(result.supports.sizes) == 3
 
-    with_pair(work)
 
-
-def test_halves_that_do_not_agree_on_the_first_token_are_no_answer() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_halves_that_do_not_agree_on_the_first_token_are_no_answer() -> None:
+    async with pair() as (client, prefill, _):
         prefill.first_token = 2
         with pytest.raises(EngineError, match="do not agree on the first token"):
             await client.generate(REQUEST)
@@ -176,11 +164,9 @@ def test_halves_that_do_not_agree_on_the_first_token_are_no_answer() -> None:
         with pytest.raises(EngineError, match="do not agree on the first token and its version"):
             await client.generate(REQUEST)
 
-    with_pair(work)
 
-
-def test_of_a_request_that_is_aborted_between_the_halves_nothing_is_used() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_of_a_request_that_is_aborted_between_the_halves_nothing_is_used() -> None:
+    async with pair() as (client, prefill, decode):
         prefill.aborted = decode.aborted = True
         result = await client.generate(REQUEST)
         assert result.finish == "abort" and not len(result.output_ids) and result.routes is None
@@ -188,14 +174,11 @@ def test_of_a_request_that_is_aborted_between_the_halves_nothing_is_used() -> No
         with pytest.raises(EngineError, match="no token"):
             await client.generate(REQUEST)
 
-    with_pair(work)
-
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
-def test_an_abort_while_the_cache_is_on_its_way_is_no_failure_and_a_lost_half_is_a_death(half: str) -> None:
+async def test_an_abort_while_the_cache_is_on_its_way_is_no_failure_and_a_lost_half_is_a_death(half: str) -> None:
     """The texts are SGLang's, of a real pair."""
-
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+    async with pair() as (client, prefill, decode):
         fails = prefill if half == "prefill" else decode
         fails.fails = "Decode transfer failed for request rank=0 with exception KVTransferError: Aborted by AbortReq."
         result = await client.generate(REQUEST)
@@ -208,21 +191,17 @@ def test_an_abort_while_the_cache_is_on_its_way_is_no_failure_and_a_lost_half_is
             await client.generate(REQUEST)
         assert not isinstance(refused.value, EngineDied)
 
-    with_pair(work)
 
-
-def test_tokens_that_were_decoded_before_an_abort_are_kept() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_tokens_that_were_decoded_before_an_abort_are_kept() -> None:
+    async with pair() as (client, _, decode):
         decode.aborted = True
         result = await client.generate(GenerateRequest("r", [7, 8], 3))
         assert result.finish == "abort" and result.output_ids.tolist() == [1, 2]
 
-    with_pair(work)
-
 
 @pytest.mark.parametrize("dead", ["prefill", "decode"])
-def test_a_pair_dies_with_either_half_and_nobody_waits_for_the_other(dead: str) -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_a_pair_dies_with_either_half_and_nobody_waits_for_the_other(dead: str) -> None:
+    async with pair() as (client, prefill, decode):
         gone, other = (prefill, decode) if dead == "prefill" else (decode, prefill)
         gone.drop_connections, other.delay_s = True, 60.0
         async with asyncio.timeout(20):
@@ -231,22 +210,18 @@ def test_a_pair_dies_with_either_half_and_nobody_waits_for_the_other(dead: str) 
         while other.running:  # its request is given up, too
             await asyncio.sleep(0.01)
 
-    with_pair(work)
-
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
-def test_what_one_half_refuses_is_refused(half: str) -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_what_one_half_refuses_is_refused(half: str) -> None:
+    async with pair() as (client, prefill, decode):
         refusing = prefill if half == "prefill" else decode
         refusing.refused.add("/update_weight_version")
         with pytest.raises(EngineError, match="told to refuse"):
             await client.stamp(6)
 
-    with_pair(work)
 
-
-def test_both_halves_are_told_what_an_engine_is_told() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_both_halves_are_told_what_an_engine_is_told() -> None:
+    async with pair() as (client, prefill, decode):
         for call in (client.abort("r"), client.pause("abort"), client.flush_cache(), client.begin_weight_update(),
                      client.end_weight_update(), client.stamp(6), client.resume()):  # fmt: skip
             await call
@@ -260,11 +235,9 @@ def test_both_halves_are_told_what_an_engine_is_told() -> None:
         with pytest.raises(EngineError, match="told to fail"):
             await client.begin_weight_update()
 
-    with_pair(work)
 
-
-def test_what_both_halves_hold_is_compared() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_what_both_halves_hold_is_compared() -> None:
+    async with pair() as (client, prefill, decode):
         prefill.sums, decode.sums = {"w": "3 9"}, {"w": "3 9"}
         held = await client.held_weights()
         assert held is not None and len(held) == 2 and compare("here", held, {"w": "3 9"}) == 1
@@ -274,22 +247,18 @@ def test_what_both_halves_hold_is_compared() -> None:
         with pytest.raises(WeightSyncError, match="holds something else"):
             compare("here", held, {"w": "3 9"})
 
-    with_pair(work)
 
-
-def test_a_probe_has_the_text_of_one_half_and_the_new_tokens_of_the_other() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_a_probe_has_the_text_of_one_half_and_the_new_tokens_of_the_other() -> None:
+    async with pair() as (client, _, decode):
         found = await client.probe(ProbeRequest("p", [7, 8, 9], 5, want_routes=True))
         assert found.tokens.tolist() == [7, 8, 9, *range(1, NEW_TOKENS + 1)]
         assert found.log_probs.tolist() == [0, -1, -2, *[-1] * NEW_TOKENS]
         assert found.routes is not None and found.routes[:, 0, 0].tolist() == [1] * 3 + [2] * (NEW_TOKENS - 1)
         assert "logprob_start_len" not in decode.seen[-1][1]
 
-    with_pair(work)
 
-
-def test_the_handshake_wants_each_half_in_its_role() -> None:
-    async def work(client: EngineClient, prefill: StandInHalf, decode: StandInHalf) -> None:
+async def test_the_handshake_wants_each_half_in_its_role() -> None:
+    async with pair() as (client, prefill, decode):
         decode.info["max_req_input_len"] = 40
         assert await handshake(client, Needs(routes=True)) == 40
         prefill.model["disaggregation_mode"] = "null"
@@ -302,8 +271,6 @@ def test_the_handshake_wants_each_half_in_its_role() -> None:
         with pytest.raises(EngineError, match="one half of a pair"):
             async with EngineClient(decode.url, "alone", model=MODEL) as alone:
                 await handshake(alone, Needs(routes=False))
-
-    with_pair(work)
 
 
 def test_all_servers_of_a_pair_take_weights() -> None:

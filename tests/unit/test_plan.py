@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +20,19 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
-from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, layer_elements
+from mslime.weights.plan import Bucket
+from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, layer_elements, working_bytes
 from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.engine import static_fraction
 from mslime_plugins.planner.parameters import model_parameters, stage_parameters, work_per_token
 from mslime_plugins.planner.plan import RunPlan, make_plan
 from mslime_plugins.planner.problems import GIB
-from mslime_plugins.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter, sync_bytes
+from mslime_plugins.planner.trainer import (
+    TrainerMemory,
+    offloaded_bytes_per_parameter,
+    optimizer_bytes_per_parameter,
+    sync_bytes,
+)
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.syncs import experts, stacked
 
@@ -199,44 +204,15 @@ def test_what_a_run_writes_to_disks_is_planned_in_bytes_seconds_and_as_a_share_o
     assert saved["seconds"] == 14 * n / 2e9 and saved["at_once"] == 3 and saved["exports"] == [3, 2 * n]
     assert plan["save_share"] == pytest.approx(saved["seconds"] / (10 * plan["seconds"]["step"]))
     assert plan["disk_bytes"] == 3 * 14 * n + 3 * 2 * n
-    told = " ".join(command(capsys, *model)[1].split())
-    size = "a checkpoint 99.3 GiB of all ranks: 14.2 of weights, 28.4 of main weights, 56.7 of moments"
-    assert f"{size} written in 53.3 s at 2 GB/s, all waiting, every 10 steps of some" in told and "% on top" in told
-    assert "GiB of GPU memory free on the fullest trainer GPU" in told and "remark: a checkpoint" not in told
+    assert not any("checkpoint" in said for said in plan["remarks"])
 
-    kept = [
-        "--checkpoint.keep-best",
-        "reward/mean",
-        "--checkpoint.keep-every",
-        "20",
-        "--weights.transport",
-        "delta",
-    ]
+    kept = ["--checkpoint.keep-best", "reward/mean", "--checkpoint.keep-every", "20", "--weights.transport", "delta"]
     halved = ["--megatron.use-precision-aware-optimizer", "--megatron.exp-avg-dtype", "bfloat16"]
     more = json.loads(command(capsys, *model, *kept, *halved, "--deadlines.checkpoint-s", "9", "--json")[1])
     saved = more["saved"]
     assert (saved["main"], saved["moments"]) == (2 * n, 6 * n)  # the 16 bits that bfloat16 lacks; a moment in 16 bits
     assert saved["at_once"] == 4 and saved["for_ever"] == 5 and saved["sync"] == 2 * 2 * n
     assert any("more than deadlines.checkpoint_s" in said for said in more["remarks"])
-
-
-def test_a_shared_gpu_is_full_by_choice_while_engines_generate_and_free_memory_is_said_of_a_phase(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shared = ["--cluster.placement", "colocated", "--sglang.num-engines", "8", "--cluster.device", "cuda"]
-    model = [
-        "--model.path",
-        str(CONFIGS / "qwen2.5-7B"),
-        "--train.replay",
-        "off",
-        "--gpus",
-        "8",
-        "--gpu-memory-gb",
-        "141",
-    ]
-    told = command(capsys, *model, *shared, "--weights.transport", "shm")[1]
-    assert "all, as SGLang's cache takes what is left" in told and "100%" not in told
-    assert "GiB of GPU memory free on the fullest trainer GPU, in phase train" in told
 
 
 @pytest.mark.slow
@@ -291,18 +267,6 @@ def test_expert_groups_over_machines_and_idle_gpus_are_remarked_upon() -> None:
     assert "all-to-all" in remarks(4, 16, gpus_per_node=6), "groups of four do not divide machines of six"
     assert "7 GPUs of the last machines are not used" in remarks(8, 16), "an engine has a machine to itself"
     assert planned("olmoe-1B-7B", cluster={"trainer_ranks": 7}).remarks == ()
-
-
-def test_what_is_nothing_is_not_said_and_one_number_is_no_range(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--cluster.trainer-ranks", "8"]
-    _, out, _ = command(capsys, *model, "--megatron.expert-model-parallel-size", "8")
-    told = out[out.index("Balance") :]
-    assert (
-        "–" not in told
-        and "from other machines" not in told
-        and "layers of a stage       48\n" in " ".join(line.rstrip() + "\n" for line in told.splitlines())
-    )
-    assert not re.search(r"\b([\d.]+) to \1\b", told)
 
 
 def test_a_layer_of_llama_keeps_what_a_count_by_hand_gives() -> None:
@@ -558,15 +522,20 @@ def test_planning_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_experts_that_the_layout_does_not_divide_are_refused_by_name() -> None:
-    megatron, cluster = {"expert_model_parallel_size": 8}, {"trainer_ranks": 8}
-    with pytest.raises(ConfigError, match="must divide the model's 60 experts"):
-        planned("qwen1.5-moe-A2.7B", megatron=megatron, cluster=cluster, train={"replay": "off"})
-
-
-def test_uneven_stages_say_which_size_would_work() -> None:
-    with pytest.raises(ConfigError, match="num_layers_in_last_pipeline_stage: 13"):
-        planned("deepseek-v3", megatron={"pipeline_model_parallel_size": 4}, cluster={"trainer_ranks": 4})
+@pytest.mark.parametrize(
+    ("model", "megatron", "ranks", "field", "named"),
+    [
+        ("qwen1.5-moe-A2.7B", {"expert_model_parallel_size": 8}, 8, "megatron.expert_model_parallel_size", "60"),
+        ("deepseek-v3", {"pipeline_model_parallel_size": 4}, 4, "megatron.pipeline_model_parallel_size", "13"),
+    ],
+)
+def test_what_the_layout_does_not_divide_is_refused_by_name(
+    model: str, megatron: dict[str, int], ranks: int, field: str, named: str
+) -> None:
+    """The number of experts, and the last stage's layers with which uneven stages would work."""
+    with pytest.raises(ConfigError) as caught:
+        planned(model, megatron=megatron, cluster={"trainer_ranks": ranks}, train={"replay": "off"})
+    assert caught.value.field == field and named in str(caught.value)
 
 
 def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them() -> None:
@@ -581,3 +550,56 @@ def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them
     joined = replace(converted, members=(0, 1))
     assert joined.sharing == 2 and sync_bytes([joined], 2) == {0: 200 + 400 + 200, 1: 200}, "joined in their places"
     assert sync_bytes([replace(joined, unmoved=True)], 2) == {0: 400 + 200, 1: 0}, "out of the parameters, in a row"
+
+
+# ------------------------------------------------------- beside the trainer's state, as steps at full size have shown
+
+FULL = Recompute("full", "uniform", 1, frozenset())
+DEEPSEEK = {
+    "num_layers": 4, "hidden_size": 7168, "num_attention_heads": 128, "multi_latent_attention": True,
+    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "ffn_hidden_size": 18432, "num_moe_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("working", "logits", "step"), [(5, 7, 17), (9, 7, 19)])
+def test_logits_are_gone_when_the_backward_pass_comes_to_the_layers(working: int, logits: int, step: int) -> None:
+    assert TrainerMemory(1, 2, 3, activations=10, working=working, logits=logits, sync=0, reserve=0).step == step
+
+
+def test_gradients_of_all_local_experts_are_counted() -> None:
+    """Measured at full size: 3.07 and 1.14 GiB."""
+    widths = read_widths(DEEPSEEK, (0, 1, 2, 3))
+    for layout, measured in ((ParallelLayout(tp=4, dp=2, ep=8), 3.072), (ParallelLayout(tp=8, dp=32, ep=32), 1.142)):
+        found = working_bytes(widths, layout, (0,), FULL, 9216, 2) / GIB
+        assert abs(found / measured - 1) < 0.05, (layout, found)
+
+
+def test_layers_without_experts_hold_as_many_gradients_as_activations() -> None:
+    widths, layout = read_widths(DEEPSEEK, ()), ParallelLayout(tp=4)
+    each = layer_elements(widths, layout, 0)
+    assert working_bytes(widths, layout, (0,), FULL, 10, 2) == int(20 * each + 20 * (each + 2 * 7168))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "neighbours", "shares", "fullest"),
+    [
+        (experts(0, 2000), 2, False, 0),  # a view of parameters
+        (experts(0, 2000), 4, False, 4000),
+        (experts(0, 2000), 0, False, 4000),
+        (experts(0, 2000), 2, True, 2000),
+        (stacked(0, 2000), 0, False, 4000),  # converted from where its shards lie
+        (stacked(0, 2000), 2, False, 4000),
+        (experts(0, 2000, (0, 1)), 0, False, 1000 + 4000),
+    ],
+)
+def test_the_fullest_rank_holds_a_bucket_while_the_one_before_is_on_its_way(
+    bucket: Bucket, neighbours: int, shares: bool, fullest: int
+) -> None:
+    assert max(sync_bytes([bucket, bucket], neighbours, shares).values()) == fullest
+
+
+def test_who_sends_nothing_packs_its_shards_alone() -> None:
+    found = sync_bytes([stacked(0, 2000), experts(1, 2000, (1, 2))] * 2, neighbours=0)
+    assert found == {0: 4000, 1: 5000, 2: 1000}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mslime.cli import main
 from mslime.config.cluster import ClusterConfig, usual_gpu
 from mslime.convert.encoding import encoded_weights, expected_weights
 from mslime.convert.families import get_family
@@ -141,13 +140,6 @@ def test_modules_are_left_plain_by_name_part_or_expression() -> None:
     int4 = left_plain({"text_config": {"quantization_config": {"ignore": ["lm_head", r"re:.*\.self_attn\..*"]}}})
     assert int4("model.layers.0.self_attn.q_proj") and not int4("model.layers.0.mlp.experts.0.up_proj")
     assert not left_plain({})("lm_head")
-
-
-@pytest.mark.slow
-def test_the_command_says_how_weights_are_held(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model.path", str(CONFIGS / "deepseek-v3"), "--cluster.device", "cuda", "--sglang.tp-size", "8"]
-    main(["plan", *flags])
-    assert "in FP8, blocks of [128, 128]; the rest in bfloat16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_search_reckons_with_few_bytes() -> None:

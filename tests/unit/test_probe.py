@@ -49,16 +49,12 @@ def off(places: slice, by: float) -> Probed:
     ("engine", "expected"),
     [
         (probed(), ProbeDifferences(0.0, 1.0)),
-        (
-            probed(routes=ROUTES[:11, :, ::-1]),
-            ProbeDifferences(0.0, 1.0),
-        ),  # sets have no order; an engine's newest has none
+        (probed(routes=ROUTES[:11, :, ::-1]), ProbeDifferences(0.0, 1.0)),  # no order; an engine's newest has none
         (probed(routes=(ROUTES + 1) % 8), ProbeDifferences(0.0, 0.0)),
         (probed(routes=None), ProbeDifferences(0.0, 1.0)),
         (off(slice(1, 4), -0.5), ProbeDifferences(0.5, 1.0)),
         (off(slice(4, 12), 0.25), ProbeDifferences(0.25, 1.0)),  # only those that an engine decodes
         (off(slice(4, 7), 9.0), ProbeDifferences(0.0, 1.0)),  # where rounding chose other experts
-        (off(slice(0, 1), 9.0), ProbeDifferences(0.0, 1.0)),  # nothing predicts the first
     ],
 )
 def test_differences(engine: Probed, expected: ProbeDifferences) -> None:
@@ -259,15 +255,12 @@ def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine
     assert second.calls == [f"pause {mode}", "resume", "probe", f"pause {mode}", *rest]
 
 
-def test_an_engine_with_requests_that_refuses_its_probe_is_left_out_with_what_it_answered() -> None:
-    async def main() -> None:
-        kept = Kept("retract")
-        asked = await kept.probed(EngineError("a", "r", "HTTP 400", ""))
-        with pytest.raises(EngineDied):
-            await asked
-        assert [*kept.pool.dead] == ["a"]
-
-    asyncio.run(main())
+async def test_an_engine_with_requests_that_refuses_its_probe_is_left_out_with_what_it_answered() -> None:
+    kept = Kept("retract")
+    asked = await kept.probed(EngineError("a", "r", "HTTP 400", ""))
+    with pytest.raises(EngineDied):
+        await asked
+    assert [*kept.pool.dead] == ["a"]
 
 
 # ------------------------------------------------------------------------------------------------------- the decision

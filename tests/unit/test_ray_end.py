@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray._private import services
@@ -42,8 +43,7 @@ def test_a_signal_to_the_drivers_group_does_not_reach_rays_processes() -> None:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, list[str]]]:
     """A cluster that has been joined, and what became of it. Nothing of Ray runs."""
-    config = RunConfig.model_validate({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}})
-    cluster, told = Cluster(config, engines=False), list[str]()
+    cluster, told = Cluster(run_on(), engines=False), list[str]()
     cluster._connected = True
     cluster._sweeper.callback(told.append, "swept in order")
     monkeypatch.setattr(cluster_module.ray, "is_initialized", lambda: True)
@@ -108,31 +108,39 @@ def test_the_command_ends_with_its_own_status_when_ray_is_gone(error: str, statu
     assert (done.returncode, done.stdout) == (status, "") and said in done.stderr
 
 
-def without_address() -> RunConfig:
-    values = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": {"ray_address": None}}
-    return RunConfig.model_validate(values)
+def run_on(ray_address: str | None = None, **cluster: Any) -> RunConfig:
+    values = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+    return RunConfig.model_validate({**values, "cluster": {"ray_address": ray_address, **cluster}})
 
 
+def environment_of(config: RunConfig) -> AbstractContextManager[None]:
+    return cluster_module._ray_environment(config.cluster.ray_address, config.deadlines.rescue_s)
+
+
+@pytest.fixture
+def no_ray_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_ray_variables")
 @pytest.mark.parametrize("left_by_ray", [None, "token"])
 def test_each_local_run_draws_a_token_that_stands_in_no_file(
     monkeypatch: pytest.MonkeyPatch, left_by_ray: str | None
 ) -> None:
     """Also in a process in which `ray.init` was called before: it sets the mode and takes the token of its file."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
     if left_by_ray:
         monkeypatch.setenv("RAY_AUTH_MODE", left_by_ray)
     drawn = set[str]()
     for _ in range(2):
-        with cluster_module._ray_environment(
-            without_address().cluster.ray_address, without_address().deadlines.rescue_s
-        ):
+        with environment_of(run_on()):
             assert os.environ["RAY_AUTH_MODE"] == "token"
             drawn.add(os.environ["RAY_AUTH_TOKEN"])
         assert "RAY_AUTH_TOKEN" not in os.environ
     assert len(drawn) == 2 and all(len(token) == 64 for token in drawn)
 
 
+@pytest.mark.usefixtures("no_ray_variables")
 @pytest.mark.parametrize(
     ("given", "address", "mode", "token"),
     [
@@ -145,13 +153,9 @@ def test_each_local_run_draws_a_token_that_stands_in_no_file(
 def test_what_the_environment_says_of_rays_token_holds(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], address: str | None, mode: str | None, token: str | None
 ) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    config = without_address()
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": address})})
-    with cluster_module._ray_environment(config.cluster.ray_address, config.deadlines.rescue_s):
+    with environment_of(run_on(address)):
         assert (os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")) == (mode, token)
 
 
@@ -160,10 +164,8 @@ def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatc
         raise AuthenticationError("RPC error: InvalidAuthToken: Authentication token is missing or incorrect")
 
     monkeypatch.setattr(cluster_module, "_knock", fake_knock)
-    config = without_address()
-    theirs = {"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})}
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN") as caught:
-        Cluster(config.model_copy(update=theirs), engines=False)._connect({})
+        Cluster(run_on("10.0.0.1:6379"), engines=False)._connect({})
     assert caught.value.field == "cluster.ray_address"
 
 
@@ -171,18 +173,17 @@ def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatc
 def test_a_python_whose_path_has_a_blank_is_quoted_for_rays_shell(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     """Ray 2.60 takes its own where it is told none."""
     monkeypatch.setattr(sys, "executable", python)
-    told = cluster_module._runtime_environment(without_address().cluster, {}).get("py_executable")
+    told = cluster_module._runtime_environment(run_on().cluster, {}).get("py_executable")
     assert told is None if " " not in python else shlex.split(str(told)) == [python]
 
 
 def test_variables_of_a_submitted_job_stay_unless_the_run_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"THEIRS": "1", "BOTH": "theirs", "PYTHONPATH": "/job"}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": given}}))
-    config = without_address()
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {"BOTH": "ours"}})})
+    config = run_on(env={"BOTH": "ours"})
     found = cluster_module._runtime_environment(config.cluster, {})["env_vars"]
     assert (found["THEIRS"], found["BOTH"]) == ("1", "ours") and str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
-    with cluster_module._ray_environment(config.cluster.ray_address, config.deadlines.rescue_s):
+    with environment_of(config):
         assert os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1", "else Ray refuses two sources of one variable"
 
 
@@ -196,7 +197,7 @@ def test_a_start_in_which_nothing_comes_up_says_what_ray_says(
     monkeypatch.setattr(cluster_module.ray._private.state, "actors", lambda: actors)
     monkeypatch.setattr(cluster_module.ray._private.worker, "_global_node", node)
     monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: job)
-    why = Cluster(without_address(), engines=False).why_nothing_runs()
+    why = Cluster(run_on(), engines=False).why_nothing_runs()
     assert why.count("No such file or directory") == (5 if state == "PENDING_CREATION" else 0)
     assert (str(tmp_path / "raylet.err") in why) == (state == "PENDING_CREATION")
 
@@ -226,7 +227,7 @@ def test_a_start_that_has_been_silent_for_long_says_why(monkeypatch: pytest.Monk
     monkeypatch.setattr(started, "Cluster", lambda *_, **__: FakeCluster())
     monkeypatch.setattr(started, "RayWatch", lambda address: nullcontext())
     monkeypatch.setattr(started.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
-    run = FakeStarted(SimpleNamespace(config=without_address()), SimpleNamespace(install=None))  # type: ignore[arg-type]
+    run = FakeStarted(SimpleNamespace(config=run_on()), SimpleNamespace(install=None))  # type: ignore[arg-type]
     run.progress = SimpleNamespace(note=said.put)  # type: ignore[assignment]
     run._join_cluster(True)
     assert said.get(timeout=30) == "Ray says so"

@@ -36,13 +36,6 @@ def rehearse(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_script_explains_itself() -> None:
-    done = rehearse("--help")
-    assert done.returncode == 0 and not done.stderr
-    for option in ("--venv", "--cpu-venv", "--out", "--only", "--list", "--fresh"):
-        assert option in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "env", "named"),
     [

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-
-from mslime.rollout.agents.chat.messages import Tools
-from mslime.rollout.agents.chat.renderer import SHORT, Parsed, Rendering
+from mslime.rollout.conversations.chat.messages import Tools
+from mslime.rollout.conversations.chat.renderer import SHORT, Parsed, Rendering
 
 LONG, FEW = list(range(SHORT + 1)), [1, 2, 3]
 
@@ -66,38 +65,32 @@ def test_short_work_is_done_at_once(ids: list[int], text: str, at_once: bool) ->
     rendering.close()
 
 
-def test_short_work_waits_beside_the_loop_while_long_work_is_under_way() -> None:
-    async def work() -> None:
-        fake = FakeRenderer()
-        rendering = Rendering(fake)
-        long = asyncio.create_task(rendering.render([], ()))
-        await asyncio.to_thread(fake.begun.wait, 20)
-        short = asyncio.create_task(rendering.spell(FEW))
-        for _ in range(20):
-            await asyncio.sleep(0)  # the loop is free
-        assert not long.done() and not short.done()
-        fake.go.set()
-        assert len(await long) == len(LONG) and await short == "xxx"
-        assert await rendering.spell(FEW) == "xxx"
-        assert [thread == threading.get_ident() for thread in fake.threads] == [False, False, True]
-        rendering.close()
-
-    asyncio.run(work())
+async def test_short_work_waits_beside_the_loop_while_long_work_is_under_way() -> None:
+    fake = FakeRenderer()
+    rendering = Rendering(fake)
+    long = asyncio.create_task(rendering.render([], ()))
+    await asyncio.to_thread(fake.begun.wait, 20)
+    short = asyncio.create_task(rendering.spell(FEW))
+    for _ in range(20):
+        await asyncio.sleep(0)  # the loop is free
+    assert not long.done() and not short.done()
+    fake.go.set()
+    assert len(await long) == len(LONG) and await short == "xxx"
+    assert await rendering.spell(FEW) == "xxx"
+    assert [thread == threading.get_ident() for thread in fake.threads] == [False, False, True]
+    rendering.close()
 
 
-def test_long_work_whose_caller_gave_up_still_keeps_others_out() -> None:
-    async def work() -> None:
-        fake = FakeRenderer()
-        rendering = Rendering(fake)
-        long = asyncio.create_task(rendering.render([], ()))
-        await asyncio.to_thread(fake.begun.wait, 20)
-        long.cancel()
-        await asyncio.gather(long, return_exceptions=True)
-        short = asyncio.create_task(rendering.spell(FEW))
-        await asyncio.sleep(0)
-        assert fake.at_work == 1 and not short.done()
-        fake.go.set()
-        assert await short == "xxx"
-        rendering.close()
-
-    asyncio.run(work())
+async def test_long_work_whose_caller_gave_up_still_keeps_others_out() -> None:
+    fake = FakeRenderer()
+    rendering = Rendering(fake)
+    long = asyncio.create_task(rendering.render([], ()))
+    await asyncio.to_thread(fake.begun.wait, 20)
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
+    short = asyncio.create_task(rendering.spell(FEW))
+    await asyncio.sleep(0)
+    assert fake.at_work == 1 and not short.done()
+    fake.go.set()
+    assert await short == "xxx"
+    rendering.close()

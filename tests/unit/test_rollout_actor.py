@@ -30,7 +30,7 @@ class FakeService:
         return b""
 
 
-def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answered = threading.Event()
 
     def slow_assemble(*args: Any) -> Assembled:
@@ -44,15 +44,12 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
     of._samples = SampleLog("none", None)  # type: ignore[arg-type]
     monkeypatch.setattr(run_rollouts.samples, "file_of", lambda run_dir, step: tmp_path / "unused")
 
-    async def work() -> None:
-        async def another_response() -> None:
-            await asyncio.sleep(0)
-            answered.set()
+    async def another_response() -> None:
+        await asyncio.sleep(0)
+        answered.set()
 
-        taken, _ = await asyncio.gather(of.take(0), another_response())
-        assert taken.metrics == {}
-
-    asyncio.run(work())
+    taken, _ = await asyncio.gather(of.take(0), another_response())
+    assert taken.metrics == {}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,6 @@ from mslime.rollout.group_tracker import Books
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
-
-DEADLINE_S = 30
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
 @pytest.mark.parametrize(
@@ -67,72 +61,53 @@ async def _steps(service: RolloutService, engine: FakeSlowEngine, steps: int) ->
 
 @pytest.mark.parametrize("pause_mode", ["abort", "in_place"])
 @pytest.mark.parametrize(("on_stale", "whole"), [("auto", True), ("mask", False)])
-def test_a_response_longer_than_the_bound_keeps_its_first_tokens(
+async def test_a_response_longer_than_the_bound_keeps_its_first_tokens(
     tmp_path: Path, on_stale: str, whole: bool, pause_mode: str
 ) -> None:
-    async def work() -> None:
-        engine = FakeSlowEngine(one_long)
-        config = run_config(tmp_path, max_staleness=1, on_stale=on_stale, pause_mode=pause_mode)
-        service = make_service(config, engine)
-        trained, oldest = await _steps(service, engine, 12)
-        assert set(trained) == {0, 1}, "group 1 was trained"
-        assert all((tokens == length == 60) == whole for length, tokens in trained.values())
-        assert (oldest > 1) == whole and (service.ledger.masked["stale"] == 0) == whole
-        await service.close()
-
-    run(work)
+    engine = FakeSlowEngine(one_long)
+    config = run_config(tmp_path, max_staleness=1, on_stale=on_stale, pause_mode=pause_mode)
+    service = make_service(config, engine)
+    trained, oldest = await _steps(service, engine, 12)
+    assert set(trained) == {0, 1}, "group 1 was trained"
+    assert all((tokens == length == 60) == whole for length, tokens in trained.values())
+    assert (oldest > 1) == whole and (service.ledger.masked["stale"] == 0) == whole
+    await service.close()
 
 
-def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_every_finished_group(
+async def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_every_finished_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work() -> None:
-        tested = 0
-        original = Books.passes_age_test
-
-        def counted(self: Books, group: Group) -> bool:
-            nonlocal tested
-            tested += 1
-            return original(self, group)
-
-        monkeypatch.setattr(Books, "passes_age_test", counted)
-        engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
-        service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
-        for step in range(2):
-            await service.take(step)
-            await publish(service, engine, step + 1)
-        assert tested <= service.joined.next_group_id + 2 * 40
-        await service.close()
-
-    run(work)
+    tested, original = list[Group](), Books.passes_age_test
+    monkeypatch.setattr(Books, "passes_age_test", lambda self, group: tested.append(group) or original(self, group))
+    engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
+    service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
+    for step in range(2):
+        await service.take(step)
+        await publish(service, engine, step + 1)
+    assert len(tested) <= service.joined.next_group_id + 2 * 40
+    await service.close()
 
 
 @pytest.mark.parametrize("off", [1, -1, 5])
-def test_tokens_of_weights_that_were_not_served_then_are_refused(tmp_path: Path, off: int) -> None:
+async def test_tokens_of_weights_that_were_not_served_then_are_refused(tmp_path: Path, off: int) -> None:
     class FakeLyingEngine(FakeSlowEngine):
         def _result(self, request: GenerateRequest, versions: list[int], finish: Any) -> GenerateResult:
             return super()._result(request, [v + off for v in versions], finish)
 
-    async def work() -> None:
-        service = make_service(run_config(tmp_path), FakeLyingEngine(one_long), version=3)
-        with pytest.raises(EngineError, match="weight versions"):
-            await service.take(0)
-
-    run(work)
+    service = make_service(run_config(tmp_path), FakeLyingEngine(one_long), version=3)
+    with pytest.raises(EngineError, match="weight versions"):
+        await service.take(0)
 
 
-def test_an_answer_that_does_not_fit_its_sample_is_an_engine_error(tmp_path: Path) -> None:
+async def test_an_answer_that_does_not_fit_its_sample_is_an_engine_error(tmp_path: Path) -> None:
     class FakeForgetfulEngine(FakeSlowEngine):
         def _result(self, request: GenerateRequest, versions: list[int], finish: Any) -> GenerateResult:
             result = super()._result(request, versions, finish)
             return replace(result, routes=None if result.routes is None else result.routes[1:])
 
-    async def work() -> None:
-        service = make_service(run_config(tmp_path), FakeForgetfulEngine(one_long))
-        with pytest.raises(EngineError, match="does not add up"):
-            await service.take(0)
-
-    run(work)
+    service = make_service(run_config(tmp_path), FakeForgetfulEngine(one_long))
+    with pytest.raises(EngineError, match="does not add up"):
+        await service.take(0)
 
 
 class FakeBusyEngine(FakeSlowEngine):
@@ -149,39 +124,23 @@ class FakeBusyEngine(FakeSlowEngine):
         return await super().generate(request)
 
 
-def test_a_busy_engine_is_asked_again(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = FakeBusyEngine(lambda group, index: 3, refusals=5)
-        service = make_service(run_config(tmp_path), engine)
-        batch = await service.take(0)
-        assert not engine.refusals and len(batch.groups) == 4
-
-    run(work)
-
-
-def test_what_waits_for_a_busy_engine_does_not_hold_up_a_weight_update(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = FakeBusyEngine(lambda group, index: 3, refusals=10**6)
-        service = make_service(run_config(tmp_path, max_staleness=1), engine)
-        taking = asyncio.create_task(service.take(0))
-        await ticks(50)
-        await service.pause_for_update()
-        engine.refusals = 0
-        await service.resume_after_update(0)
-        assert len((await taking).groups) == 4
-        await service.close()
-
-    run(work)
+async def test_what_waits_for_a_busy_engine_does_not_hold_up_a_weight_update(tmp_path: Path) -> None:
+    engine = FakeBusyEngine(lambda group, index: 3, refusals=10**6)
+    service = make_service(run_config(tmp_path, max_staleness=1), engine)
+    taking = asyncio.create_task(service.take(0))
+    await ticks(50)
+    await service.pause_for_update()
+    engine.refusals = 0
+    await service.resume_after_update(0)
+    assert len((await taking).groups) == 4
+    await service.close()
 
 
-def test_an_engine_that_stays_busy_ends_the_step_with_its_words(tmp_path: Path) -> None:
-    async def work() -> None:
-        deadlines = {"rollout_step_s": 20, "engine_control_s": 5, "engine_request_s": 0.2}
-        service = make_service(run_config(tmp_path, deadlines=deadlines), FakeBusyEngine(one_long, 10**6))
-        with pytest.raises(EngineBusy, match="queue is full"):
-            await service.take(0)
-
-    run(work)
+async def test_an_engine_that_stays_busy_ends_the_step_with_its_words(tmp_path: Path) -> None:
+    deadlines = {"rollout_step_s": 20, "engine_control_s": 5, "engine_request_s": 0.2}
+    service = make_service(run_config(tmp_path, deadlines=deadlines), FakeBusyEngine(one_long, 10**6))
+    with pytest.raises(EngineBusy, match="queue is full"):
+        await service.take(0)
 
 
 class FakeShortContextEngine(FakeSlowEngine):
@@ -211,29 +170,24 @@ SHORT_CONTEXT = {
 }
 
 
-def test_a_response_that_is_interrupted_at_the_context_s_end_is_cut_and_trained(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = FakeShortContextEngine(lambda group, index: 80)
-        config = run_config(tmp_path, max_response_tokens=70)
-        batch = await make_service(config, engine, **SHORT_CONTEXT).take(0)
-        assert sorted(len(s) for s in batch.samples) == [58, 59, 60, 61, 62, 62, 62, 62]
-        assert all(s.status is SampleStatus.TRUNCATED and s.trainable_tokens for s in batch.samples)
-
-    run(work)
+async def test_a_response_that_is_interrupted_at_the_context_s_end_is_cut_and_trained(tmp_path: Path) -> None:
+    engine = FakeShortContextEngine(lambda group, index: 80)
+    config = run_config(tmp_path, max_response_tokens=70)
+    batch = await make_service(config, engine, **SHORT_CONTEXT).take(0)
+    assert sorted(len(s) for s in batch.samples) == [58, 59, 60, 61, 62, 62, 62, 62]
+    assert all(s.status is SampleStatus.TRUNCATED and s.trainable_tokens for s in batch.samples)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(57, True), (58, False)])
-def test_a_prompt_that_the_engine_would_refuse_is_named_by_its_row(tmp_path: Path, length: int, fits: bool) -> None:
-    async def work() -> None:
-        engine = FakeShortContextEngine(lambda group, index: 2)
-        config = run_config(tmp_path, max_response_tokens=4)
-        Path(config.data.prompts[0]).write_text(f'{{"prompt": "{"P" * length}", "label": ""}}\n' * 4)
-        service = make_service(config, engine, **SHORT_CONTEXT)
-        if fits:
-            assert len((await service.take(0)).groups) == 4
-            return
-        with pytest.raises(DataError, match="fewer than 58 tokens") as caught:
-            await service.take(0)
-        assert caught.value.field.endswith("prompts.jsonl:1")
-
-    run(work)
+async def test_a_prompt_that_the_engine_would_refuse_is_named_by_its_row(
+    tmp_path: Path, length: int, fits: bool
+) -> None:
+    config = run_config(tmp_path, max_response_tokens=4)
+    Path(config.data.prompts[0]).write_text(f'{{"prompt": "{"P" * length}", "label": ""}}\n' * 4)
+    service = make_service(config, FakeShortContextEngine(lambda group, index: 2), **SHORT_CONTEXT)
+    if fits:
+        assert len((await service.take(0)).groups) == 4
+        return
+    with pytest.raises(DataError) as caught:
+        await service.take(0)
+    assert caught.value.field.endswith("prompts.jsonl:1")

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
-from mslime.data.sample import Group, SampleStatus, check_invariants
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
-from mslime.rollout.group_tracker import trainable
+from mslime.rollout.group_tracker import SubmitGate, trainable
+from mslime.rollout.statistics import batch_metrics
 from tests.fixtures.one_books import OneBooks
+from tests.fixtures.supports import supports_of
 from tests.unit.rollout_fakes import run_config
 
 
@@ -221,3 +223,99 @@ def test_groups_and_ledger_that_disagree_are_refused(tmp_path: Path) -> None:
     group.samples[0].extend([5], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
     with pytest.raises(ValueError, match="0 tokens are pending in the books, 1 are held"):
         OneBooks(config).load_state_dict(*books.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------------- the gate
+
+
+def room_of(gate: SubmitGate, accepted: int, running: int, version: int) -> int:
+    """Groups that may be begun beside those that are accepted or running."""
+    return max(0, gate.limit(version) - accepted - running)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "spare", "version", "accepted", "running", "room"),
+    [
+        (0, 0, 0, 0, 0, 8),
+        (0, 0, 0, 3, 5, 0),
+        (0, 4, 0, 0, 8, 4),
+        (0, 0, 2, 16, 0, 8),
+        (1, 0, 0, 8, 0, 8),
+        (1, 0, 0, 8, 8, 0),
+        (3, 0, 5, 40, 10, 22),
+        (0, 0, 0, 12, 0, 0),
+        (0, 1, 0, 0, 0, 9),
+    ],
+)
+def test_room_is_what_the_formula_says(staleness, spare, version, accepted, running, room):
+    assert room_of(SubmitGate(8, staleness, spare), accepted, running, version) == room
+
+
+@pytest.mark.parametrize(
+    ("rollout", "spare"),
+    [
+        ({"over_sampling": 1.5}, 4),
+        ({"over_sampling": 1.5, "max_staleness": 1}, 0),
+        ({"over_sampling": 1.5, "max_staleness": 2, "dynamic_filter": "zero_variance"}, 4),
+        ({"over_sampling": 1.2}, 1),
+    ],
+)
+def test_spare_groups_are_begun_only_where_a_group_can_be_refused_or_left_for_later(tmp_path, rollout, spare):
+    assert run_config(tmp_path, groups_per_step=8, **rollout).spare_groups == spare
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 4), st.integers(0, 2**32))
+def test_without_stragglers_nothing_trained_is_older_than_the_bound(per_step: int, staleness: int, seed: int):
+    """Groups end in the order in which they began; the trainer takes as late as it likes. No age test is needed."""
+    gate, chance = SubmitGate(per_step, staleness), random.Random(seed)
+    version, running, accepted, taken = 0, [], [], 0
+    for _ in range(300):
+        running += [version] * room_of(gate, taken + len(accepted), len(running), version)
+        for _ in range(chance.randint(0, len(running))):
+            accepted.append(running.pop(0))
+        if len(accepted) >= per_step and chance.random() < 0.5:
+            ages = [version - begun for begun in accepted[:per_step]]
+            assert min(ages) >= 0 and max(ages) <= staleness
+            accepted, taken, version = accepted[per_step:], taken + per_step, version + 1
+    assert version > 10, "the gate always leaves enough room for the next step"
+
+
+# ------------------------------------------------------------------------------------------------ the numbers of a step
+
+
+def sample(index: int, reward: float, tokens: int, rollout_id: int | None = None) -> Sample:
+    made = Sample.from_prompt(0, index, [1, 2])
+    made.extend([3] * tokens, log_probs=[-1.0] * tokens, versions=[(1, 0, tokens)], engine="e")
+    made.reward, made.rollout_id = reward, rollout_id
+    return made
+
+
+def test_a_rollout_of_several_samples_has_one_vote_in_the_reward_and_each_of_them_in_the_lengths() -> None:
+    fan_out = [sample(i, 1.0, 4, rollout_id=9) for i in range(3)]
+    alone = sample(9, 0.0, 12)  # its index is not the rollout id of the others
+    metrics = batch_metrics([Group(0, [*fan_out, alone])], 2)
+    assert metrics["reward/mean"] == metrics["reward/std"] == 0.5
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["rollout/responses"] == 4 and metrics["rollout/response_len_mean"] == pytest.approx(6.0)
+    assert metrics["staleness/mean"] == 1.0 and metrics["reward/zero_variance_groups"] == 0
+
+
+def test_rollouts_of_different_groups_are_different() -> None:
+    groups = [Group(g, [sample(0, float(g), 1)]) for g in range(2)]
+    for group in groups:
+        group.samples[0].group_id = group.group_id
+    assert batch_metrics(groups, 1)["reward/mean"] == 0.5
+
+
+def test_sizes_of_supports_count_tokens_that_have_one() -> None:
+    drawn = Sample.from_prompt(0, 0, [1, 2])
+    drawn.extend([3, 4], log_probs=[-1.0, -1.0], versions=[(0, 0, 2)], supports=supports_of([[3, 5, 6], [4]]))
+    free = sample(1, 0.0, 4)
+    drawn.reward = 1.0
+    metrics = batch_metrics([Group(0, [drawn, free])], 0)
+    assert (metrics["rollout/support_tokens"], metrics["rollout/support_mean"]) == (2, 2)
+    assert metrics["rollout/support_max"] == 3
+    drawn.mask_span(2, 3)
+    assert batch_metrics([Group(0, [drawn, free])], 0)["rollout/support_max"] == 1, "of tokens that are trained"
+    assert not any(name.startswith("rollout/support") for name in batch_metrics([Group(0, [free])], 0))

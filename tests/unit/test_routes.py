@@ -30,29 +30,12 @@ def grown(*counts: int) -> Routes:
     return routes
 
 
-def test_what_was_appended_is_there_in_order() -> None:
-    routes = grown(3, 1, 0, 7, 2)
-    assert (routes.experts == rows(0, 13)).all() and routes.mask.all() and len(routes) == 13
-    masked = routes.append(rows(13, 2), np.array([False, True]))
-    assert masked.mask.tolist() == [True] * 13 + [False, True]
-
-
 def test_two_continuations_of_the_same_routes_do_not_see_each_other() -> None:
     before = grown(4, 4)  # with room behind
     one, other = before.append(rows(8, 2)), before.append(rows(30, 3))
     assert (before.experts == rows(0, 8)).all() and len(before) == 8
     assert (one.experts == rows(0, 10)).all()
     assert (other.experts[8:] == rows(30, 3)).all() and (other.experts[:8] == rows(0, 8)).all()
-
-
-def test_a_rollout_of_many_turns_is_copied_a_few_times() -> None:
-    routes, rooms = Routes.empty(LAYERS, 2, 256), set[int]()
-    kept = []
-    for _ in range(500):
-        routes = routes.append(rows(0, 3))
-        rooms.add(id(routes._room))
-        kept.append(routes)  # ids are not given twice
-    assert len(rooms) <= 18, "the memory grows by halves"
 
 
 def test_no_turn_copies_what_came_before_it() -> None:

@@ -186,7 +186,7 @@ def test_the_row_of_the_checkpoint_fills_a_hole_before_a_resume(tmp_path: Path) 
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("row", ['{"lr": 1}', '{"step": "2"}', '{"step": 1.5}', '{"step": null}'])
+@pytest.mark.parametrize("row", ["not json", '{"lr": 1}', '{"step": "2"}', '{"step": 1.5}', '{"step": null}'])
 def test_a_row_without_a_step_is_refused_by_its_line(row: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\n' + row + '\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl:3"):

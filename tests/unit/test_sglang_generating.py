@@ -59,6 +59,8 @@ def _meta(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 SPOILT: dict[str, Spoil] = {
+    "a log-prob too few": lambda a: _meta(a)["output_token_logprobs"].pop(),
+    "a log-prob of another token": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [-1.0, 42, None]),
     "a positive log-prob": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [3.0, 1, None]),
     "an impossible log-prob": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [-1e30, 1, None]),
     "a log-prob as text": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, ["-1.0", 1, None]),
@@ -74,13 +76,17 @@ SPOILT: dict[str, Spoil] = {
     "an end that is a number": lambda a: _meta(a).update(finish_reason=7),
     "no version": lambda a: _meta(a).update(weight_versions=[]),
     "a version as words": lambda a: _meta(a)["weight_versions"][0].update(version="new"),
+    "version spans that end early": lambda a: _spans(a, (0, 2)),
     "version spans with a gap": lambda a: _spans(a, (0, 2), (3, 4)),
     "version spans that overlap": lambda a: _spans(a, (0, 3), (2, 4)),
     "version spans backwards": lambda a: _spans(a, (0, 4), (4, 2), (2, 4)),
+    "no routes": lambda a: _meta(a).pop("routed_experts"),
+    "a row of routes too many": lambda a: _meta(a).update(routed_experts=_routes(0, rows=5)),
     "routes cut short": lambda a: _meta(a).update(routed_experts=_meta(a)["routed_experts"][:-3]),
     "routes that are not base64": lambda a: _meta(a).update(routed_experts="?" * len(_meta(a)["routed_experts"])),
     "routes as a number": lambda a: _meta(a).update(routed_experts=12),
     "an unknown expert": lambda a: _meta(a).update(routed_experts=_routes(64)),
+    "the largest number as an expert": lambda a: _meta(a).update(routed_experts=_routes(2**31 - 1)),
     "a negative expert": lambda a: _meta(a).update(routed_experts=_routes(-1)),
     "no meta_info": lambda a: a.pop("meta_info"),
     "meta_info of another kind": lambda a: a.update(meta_info=[1]),
@@ -100,8 +106,8 @@ def _spans(answer: dict[str, Any], *edges: tuple[int, int]) -> None:
     _meta(answer)["weight_versions"] = [{"version": "0", "start": a, "end": b} for a, b in edges]
 
 
-def _routes(expert: int) -> str:
-    routes = np.zeros((4, LAYERS, TOP_K), np.int32)
+def _routes(expert: int, rows: int = 4) -> str:
+    routes = np.zeros((rows, LAYERS, TOP_K), np.int32)
     routes[2, 1, 1] = expert
     return base64.b64encode(routes.tobytes()).decode()
 
@@ -109,7 +115,9 @@ def _routes(expert: int) -> str:
 def test_an_honest_answer_is_taken_whole() -> None:
     result = answered(json.dumps(honest()).encode())
     assert result.output_ids.tolist() == [1, 2, 3, 4] and result.log_probs.tolist() == [-1.0] * 4
-    assert result.routes is not None and result.routes.dtype == np.uint8
+    assert (result.output_ids.dtype, result.log_probs.dtype) == (np.int32, np.float32)
+    assert (result.versions, result.finish, result.engine) == (((0, 0, 4),), "length", "engine0")
+    assert result.routes is not None and result.routes.dtype == np.uint8 and result.supports is None
     np.testing.assert_array_equal(result.routes.reshape(-1), np.arange(4 * LAYERS * TOP_K))
 
 
@@ -174,6 +182,7 @@ def test_an_honest_sampling_mask_is_taken_whole() -> None:
     result = parse_generation(DRAWN, FakeEngine().answer(DRAWN.payload()), "engine0", MODEL)
     assert result.supports is not None and result.supports.ids.dtype == np.int32
     assert rows_of(result.supports) == [[1, 2], [2, 3], [3, 4], [4, 5]]
+    assert result.log_probs.tolist() == [-0.5] * 4, "renormalised"
 
 
 def test_a_prompt_can_be_scored_and_a_restricted_draw_have_log_probs_of_the_whole_vocabulary() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,6 @@ from mslime.rollout.rewards.scorer import overlong_penalty, repeated_share, shap
 from mslime.rollout.state import pack_groups, unpack_groups
 from mslime.run.assemble import SourceNames, data_source
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, run_config, write_prompts
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_the_overlong_penalty_is_equation_13_of_dapo():
@@ -73,22 +67,19 @@ def test_penalties_are_those_of_the_worst_sequence_and_of_what_the_model_wrote()
     assert shaped([last], 1.0, config, 10) == 1.0
 
 
-def test_penalties_do_not_keep_a_group_that_is_all_right(tmp_path: Path):
-    async def work() -> None:
-        config = run_config(tmp_path, max_response_tokens=10, group_size=3, dynamic_filter="zero_variance")
-        penalties = {"overlong": {"buffer_tokens": 4, "factor": 0.3}, "repetition": {"ngram": 1, "factor": 0.1}}
-        config = config.model_copy(update={"reward": RewardConfig.model_validate(penalties)})
+async def test_penalties_do_not_keep_a_group_that_is_all_right(tmp_path: Path):
+    config = run_config(tmp_path, max_response_tokens=10, group_size=3, dynamic_filter="zero_variance")
+    penalties = {"overlong": {"buffer_tokens": 4, "factor": 0.3}, "repetition": {"ngram": 1, "factor": 0.1}}
+    config = config.model_copy(update={"reward": RewardConfig.model_validate(penalties)})
 
-        def one_wrong(sample: Sample) -> float:
-            return float(sample.group_id % 2 == 0 or sample.index == 0)
+    def one_wrong(sample: Sample) -> float:
+        return float(sample.group_id % 2 == 0 or sample.index == 0)
 
-        service = make_service(config, FakeSlowEngine(lambda group, index: 5 + 2 * index), FakeScorer(one_wrong))
-        batch = await service.take(0)
-        assert len({s.reward for s in batch.groups[0].samples}) == 3
-        assert [g.group_id % 2 for g in batch.groups] == [1] * 4 and service.ledger.dropped["zero_variance"]
-        await service.close()
-
-    run(work)
+    service = make_service(config, FakeSlowEngine(lambda group, index: 5 + 2 * index), FakeScorer(one_wrong))
+    batch = await service.take(0)
+    assert len({s.reward for s in batch.groups[0].samples}) == 3
+    assert [g.group_id % 2 for g in batch.groups] == [1] * 4 and service.ledger.dropped["zero_variance"]
+    await service.close()
 
 
 def test_scores_survive_a_checkpoint_and_end_with_the_response():
@@ -106,55 +97,44 @@ def length_of(group: str, index: int) -> int:
     return 30 if index % 2 or (group[0] == "g" and int(group[1:]) % 4 == 3) else 5
 
 
-def test_truncated_responses_count_in_their_group_and_none_of_their_tokens_is_trained(tmp_path: Path):
-    async def work() -> None:
-        config = run_config(tmp_path, max_response_tokens=10, mask_truncated=True)
-        service = make_service(config, FakeSlowEngine(length_of))
-        batch = await service.take(0)
-        assert len(batch.groups) == 4 and all(g.group_id % 4 != 3 for g in batch.groups)
-        for group in batch.groups:
-            whole, cut = group.samples
-            assert (whole.status, cut.status) == (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-            assert whole.trainable_tokens == 5 and cut.trainable_tokens == 0
-            assert cut.response_length == 10 and cut.reward == 1.0
-        assert batch.metrics["ledger/masked/truncated_tokens"] == service.ledger.masked["truncated"]
-        assert batch.metrics["ledger/masked/truncated_tokens"] >= 4 * 10 + 20  # with a group that was cut whole
-        assert batch.metrics["rollout/truncated_groups"] >= 1
-        await service.close()
-
-    run(work)
+async def test_truncated_responses_count_in_their_group_and_none_of_their_tokens_is_trained(tmp_path: Path):
+    config = run_config(tmp_path, max_response_tokens=10, mask_truncated=True)
+    service = make_service(config, FakeSlowEngine(length_of))
+    batch = await service.take(0)
+    assert len(batch.groups) == 4 and all(g.group_id % 4 != 3 for g in batch.groups)
+    for group in batch.groups:
+        whole, cut = group.samples
+        assert (whole.status, cut.status) == (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+        assert whole.trainable_tokens == 5 and cut.trainable_tokens == 0
+        assert cut.response_length == 10 and cut.reward == 1.0
+    assert batch.metrics["ledger/masked/truncated_tokens"] == service.ledger.masked["truncated"]
+    assert batch.metrics["ledger/masked/truncated_tokens"] >= 4 * 10 + 20  # with a group that was cut whole
+    assert batch.metrics["rollout/truncated_groups"] >= 1
+    await service.close()
 
 
-def test_without_the_switch_truncated_responses_are_trained(tmp_path: Path):
-    async def work() -> None:
-        service = make_service(run_config(tmp_path, max_response_tokens=10), FakeSlowEngine(length_of))
-        batch = await service.take(0)
-        assert sum(s.trainable_tokens for s in batch.samples) == 3 * (5 + 10) + 20
-        assert "rollout/truncated_groups" not in batch.metrics
-        await service.close()
-
-    run(work)
+async def test_without_the_switch_truncated_responses_are_trained(tmp_path: Path):
+    service = make_service(run_config(tmp_path, max_response_tokens=10), FakeSlowEngine(length_of))
+    batch = await service.take(0)
+    assert sum(s.trainable_tokens for s in batch.samples) == 3 * (5 + 10) + 20
+    assert "rollout/truncated_groups" not in batch.metrics
+    await service.close()
 
 
-def test_penalties_shape_training_and_leave_evaluations_alone(tmp_path: Path):
-    async def work() -> None:
-        config = run_config(tmp_path, max_response_tokens=10)
-        reward = RewardConfig.model_validate({"overlong": {"buffer_tokens": 4}})
-        config = config.model_copy(update={"reward": reward})
-        own = FakeScorer(lambda s: 0.25)
-        service = make_service(
-            config, FakeSlowEngine(length_of), FakeScorer(lambda s: 1.0), eval_scorers={"other": own}
-        )
-        batch = await service.take(0)
-        assert {s.reward for s in batch.samples if s.status is SampleStatus.TRUNCATED} == {0.0}
-        assert batch.metrics["reward/overlong/mean"] == pytest.approx(-5 / 8)
-        path = str(write_prompts(tmp_path / "eval.jsonl", 3))
-        plain = await service.evaluate(EvalSetConfig(name="plain", path=path, samples_per_prompt=2, temperature=1))
-        other = await service.evaluate(EvalSetConfig(name="other", path=path))
-        assert plain.metrics()["eval/plain/reward"] == 1.0 and other.metrics()["eval/other/reward"] == 0.25
-        await service.close()
-
-    run(work)
+async def test_penalties_shape_training_and_leave_evaluations_alone(tmp_path: Path):
+    config = run_config(tmp_path, max_response_tokens=10)
+    reward = RewardConfig.model_validate({"overlong": {"buffer_tokens": 4}})
+    config = config.model_copy(update={"reward": reward})
+    own = FakeScorer(lambda s: 0.25)
+    service = make_service(config, FakeSlowEngine(length_of), FakeScorer(lambda s: 1.0), eval_scorers={"other": own})
+    batch = await service.take(0)
+    assert {s.reward for s in batch.samples if s.status is SampleStatus.TRUNCATED} == {0.0}
+    assert batch.metrics["reward/overlong/mean"] == pytest.approx(-5 / 8)
+    path = str(write_prompts(tmp_path / "eval.jsonl", 3))
+    plain = await service.evaluate(EvalSetConfig(name="plain", path=path, samples_per_prompt=2, temperature=1))
+    other = await service.evaluate(EvalSetConfig(name="other", path=path))
+    assert plain.metrics()["eval/plain/reward"] == 1.0 and other.metrics()["eval/other/reward"] == 0.25
+    await service.close()
 
 
 def test_data_sources_have_names_that_can_be_metrics_and_are_bounded():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -47,20 +48,19 @@ class Requests:
         await asyncio.gather(*(task for _, _, task in self._ends), return_exceptions=True)
 
 
-def with_requests(room: Callable[[], SharedRoom], work: Callable[[Requests], object]) -> None:
-    async def run() -> None:
-        requests = Requests(room())
-        try:
-            await work(requests)  # type: ignore[misc]
-        finally:
-            await requests.close()
-        assert requests.inside == [] and set(requests.room._running.values()) == {0}
+@asynccontextmanager
+async def requests_in(room: SharedRoom) -> AsyncIterator[Requests]:
+    """Requests to a room, of which none is left at the end."""
+    requests = Requests(room)
+    try:
+        yield requests
+    finally:
+        await requests.close()
+    assert requests.inside == [] and set(room._running.values()) == {0}
 
-    asyncio.run(run())
 
-
-def test_requests_that_never_end_leave_another_adapter_its_share() -> None:
-    async def work(requests: Requests) -> None:
+async def test_requests_that_never_end_leave_another_adapter_its_share() -> None:
+    async with requests_in(SharedRoom(lambda: 12, {"slow": 1, "fast": 1})) as requests:
         requests.begin("slow", 99)
         await settled()
         share = FairGate(12, {"slow": 1, "fast": 1}).share("fast")
@@ -72,11 +72,9 @@ def test_requests_that_never_end_leave_another_adapter_its_share() -> None:
             requests.finish("fast")
             await settled()
 
-    with_requests(lambda: SharedRoom(lambda: 12, {"slow": 1, "fast": 1}), work)
 
-
-def test_an_adapter_that_is_trained_gives_its_share_to_the_others() -> None:
-    async def work(requests: Requests) -> None:
+async def test_an_adapter_that_is_trained_gives_its_share_to_the_others() -> None:
+    async with requests_in(SharedRoom(lambda: 12, {"a": 1, "b": 1})) as requests:
         requests.begin("a", 99)
         await settled()
         assert requests.inside.count("a") == 12 - 3
@@ -90,13 +88,11 @@ def test_an_adapter_that_is_trained_gives_its_share_to_the_others() -> None:
         await settled()
         assert requests.inside.count("a") == 12, "the last one keeps all"
 
-    with_requests(lambda: SharedRoom(lambda: 12, {"a": 1, "b": 1}), work)
 
-
-def test_room_follows_the_engines_that_live() -> None:
+async def test_room_follows_the_engines_that_live() -> None:
     alive = [1]
 
-    async def work(requests: Requests) -> None:
+    async with requests_in(SharedRoom(lambda: 4 * alive[0], {"a": 1, "b": 1})) as requests:
         requests.begin("a", 99)
         await settled()
         assert len(requests.inside) == 4 - 1
@@ -105,15 +101,13 @@ def test_room_follows_the_engines_that_live() -> None:
         await settled()
         assert len(requests.inside) == 8 - 2
 
-    with_requests(lambda: SharedRoom(lambda: 4 * alive[0], {"a": 1, "b": 1}), work)
-
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_are_given_back_whatever_ends_a_request(seed: int) -> None:
+async def test_places_are_given_back_whatever_ends_a_request(seed: int) -> None:
     """At random: begun, ended, cancelled while waiting, cancelled inside, cancelled just when admitted."""
     chance, weights = random.Random(seed), {"a": 1.0, "b": 2.0, "c": 5.0}
 
-    async def work(requests: Requests) -> None:
+    async with requests_in(SharedRoom(lambda: 9, weights)) as requests:
         for _ in range(200):
             name = chance.choice(list(weights))
             match chance.randrange(4):
@@ -131,5 +125,3 @@ def test_places_are_given_back_whatever_ends_a_request(seed: int) -> None:
         await settled()
         waiting = {n: len(w) for n, w in requests.room._waiting.items()}
         assert all(requests.inside.count(n) >= 1 for n, count in waiting.items() if count), "one always has a place"
-
-    with_requests(lambda: SharedRoom(lambda: 9, weights), work)

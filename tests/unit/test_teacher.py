@@ -224,7 +224,7 @@ def test_only_trained_tokens_are_scored_and_only_what_they_need_is_sent() -> Non
     assert not run(ServedTeacher(engines).score(finished(0))).any() and len(engines.requests) == 1
 
 
-def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() -> None:
+async def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() -> None:
     class FakeSleeper(FakeTeacher):
         held, running = frozenset[str](ENGINE_TAGS), 0
 
@@ -239,25 +239,22 @@ def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() 
             assert not self.running, "requests run"
             self.held = frozenset(tags)
 
-    async def go() -> None:
-        engines = FakeSleeper()
-        teacher = ServedTeacher(engines)
-        first = asyncio.create_task(teacher.score(finished()))
-        await asyncio.sleep(0.01)
-        await teacher.hold_memory([])
-        assert first.done() or len(engines.requests) == 1
-        waiting = [asyncio.create_task(teacher.score(finished())) for _ in range(3)]
-        await asyncio.sleep(0.1)
-        await teacher.hold_memory(("weights",))
-        assert len(engines.requests) == 1 and not any(task.done() for task in waiting)
-        await teacher.hold_memory(ENGINE_TAGS)
-        await teacher.hold_memory([])  # before those that wait have gone on
-        await asyncio.sleep(0.1)
-        assert len(engines.requests) == 1
-        await teacher.hold_memory(ENGINE_TAGS)
-        assert all(scores.any() for scores in await asyncio.gather(first, *waiting)) and len(engines.requests) == 4
-
-    run(go())
+    engines = FakeSleeper()
+    teacher = ServedTeacher(engines)
+    first = asyncio.create_task(teacher.score(finished()))
+    await asyncio.sleep(0.01)
+    await teacher.hold_memory([])
+    assert first.done() or len(engines.requests) == 1
+    waiting = [asyncio.create_task(teacher.score(finished())) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    await teacher.hold_memory(("weights",))
+    assert len(engines.requests) == 1 and not any(task.done() for task in waiting)
+    await teacher.hold_memory(ENGINE_TAGS)
+    await teacher.hold_memory([])  # before those that wait have gone on
+    await asyncio.sleep(0.1)
+    assert len(engines.requests) == 1
+    await teacher.hold_memory(ENGINE_TAGS)
+    assert all(scores.any() for scores in await asyncio.gather(first, *waiting)) and len(engines.requests) == 4
 
 
 def test_refusals_are_tried_again_and_a_death_is_taken_over() -> None:
@@ -271,17 +268,13 @@ def test_refusals_are_tried_again_and_a_death_is_taken_over() -> None:
         assert len(engines.requests) == seen
 
 
-def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
-    async def work() -> list[int]:
-        async with FakeEngine() as left, FakeEngine() as right:
-            clients = [EngineClient(e.url, f"teacher{i}", model=MODEL) for i, e in enumerate((left, right))]
-            pool = EnginePool(clients, 4)
-            left.drop_connections = True
-            await asyncio.gather(*(ServedTeacher(pool).score(finished()) for _ in range(6)))
-            await pool.close()
-            return [len(pool), len(right.seen)]
-
-    assert run(work()) == [1, 6]
+async def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
+    async with FakeEngine() as left, FakeEngine() as right:
+        pool = EnginePool([EngineClient(e.url, f"teacher{i}", model=MODEL) for i, e in enumerate((left, right))], 4)
+        left.drop_connections = True
+        await asyncio.gather(*(ServedTeacher(pool).score(finished()) for _ in range(6)))
+        await pool.close()
+        assert (len(pool), len(right.seen)) == (1, 6)
 
 
 # ----------------------------------------------------------------------------------------------------- the service
@@ -291,28 +284,25 @@ def short(group: str, index: int) -> int:
     return 3 + index
 
 
-def test_every_sample_of_a_step_arrives_with_its_scores_in_the_shards(tmp_path: Path) -> None:
-    async def work() -> None:
-        settings, engine, teacher = run_config(tmp_path, over_sampling=2.0), FakeSlowEngine(short), FakeTeacher()
-        service = make_service(settings, engine, teacher=ServedTeacher(teacher))
-        for step in range(3):
-            batch = await service.take(step)
-            for sample in batch.samples:
-                expected = np.where(sample.loss_mask, -np.arange(len(sample)) / 100, 0)
-                assert sample.teacher_log_probs is not None
-                np.testing.assert_allclose(sample.teacher_log_probs, expected.astype(np.float32))
-            ((shard,),) = assemble(batch.groups, settings, service.version).shards
-            assert shard.teacher_log_probs is not None
-            position = np.concatenate([np.arange(n) for n in shard.lengths])
-            wanted = np.where(shard.loss_mask, -position / 100, 0)
-            np.testing.assert_allclose(shard.teacher_log_probs, wanted.astype(np.float32))
-            await publish(service, engine, step + 1)
-        assert len({(r.session_id, len(r.input_ids)) for r in teacher.requests}) == len(teacher.requests), "once each"
-
-    run(work())
+async def test_every_sample_of_a_step_arrives_with_its_scores_in_the_shards(tmp_path: Path) -> None:
+    settings, engine, teacher = run_config(tmp_path, over_sampling=2.0), FakeSlowEngine(short), FakeTeacher()
+    service = make_service(settings, engine, teacher=ServedTeacher(teacher))
+    for step in range(3):
+        batch = await service.take(step)
+        for sample in batch.samples:
+            expected = np.where(sample.loss_mask, -np.arange(len(sample)) / 100, 0)
+            assert sample.teacher_log_probs is not None
+            np.testing.assert_allclose(sample.teacher_log_probs, expected.astype(np.float32))
+        ((shard,),) = assemble(batch.groups, settings, service.version).shards
+        assert shard.teacher_log_probs is not None
+        position = np.concatenate([np.arange(n) for n in shard.lengths])
+        wanted = np.where(shard.loss_mask, -position / 100, 0)
+        np.testing.assert_allclose(shard.teacher_log_probs, wanted.astype(np.float32))
+        await publish(service, engine, step + 1)
+    assert len({(r.session_id, len(r.input_ids)) for r in teacher.requests}) == len(teacher.requests), "once each"
 
 
-def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tmp_path: Path) -> None:
+async def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tmp_path: Path) -> None:
     class FakeMeeting:
         """Scores when its counterpart works too, and never otherwise."""
 
@@ -336,57 +326,48 @@ def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tmp_path
             await self.meet()
             return np.zeros(len(sample), np.float32)
 
-    async def work() -> None:
-        scorer, teacher = FakeMeetingScorer(), FakeMeetingTeacher()
-        scorer.other, teacher.other = teacher, scorer
-        service = make_service(run_config(tmp_path), FakeSlowEngine(short), scorer, teacher=teacher)
-        await service.take(0)
-
-    run(work())
+    scorer, teacher = FakeMeetingScorer(), FakeMeetingTeacher()
+    scorer.other, teacher.other = teacher, scorer
+    service = make_service(run_config(tmp_path), FakeSlowEngine(short), scorer, teacher=teacher)
+    await service.take(0)
 
 
-def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tmp_path: Path) -> None:
-    async def work() -> None:
-        settings, engine = run_config(tmp_path), FakeSlowEngine(short)
-        failing = make_service(settings, engine, teacher=ServedTeacher(FakeTeacher([death()])))
-        with pytest.raises(EngineDied, match="teacher0"):
-            await failing.take(0)
-        await failing.drain()
-        await failing.save(tmp_path / "state.npz")
-        await failing.close()
-        held = [s for g in failing.books.held() for s in g.samples]
-        scored = sum(s.teacher_log_probs is not None for s in held)
-        assert scored and all(s.response_length for s in held)
-        asked, teacher = len(engine.requests), FakeTeacher()
-        service = make_service(settings, engine, teacher=ServedTeacher(teacher))
-        await service.load(tmp_path / "state.npz")
-        batch = await service.take(0)
-        assert all(s.teacher_log_probs is not None for s in batch.samples)
-        unfinished = sum(not s.status.finished for s in held)
-        assert len(engine.requests) - asked == unfinished, "a finished response was generated again"
-        assert len(teacher.requests) == len(held) - scored, "a scored response was scored again"
-
-    run(work())
+async def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tmp_path: Path) -> None:
+    settings, engine = run_config(tmp_path), FakeSlowEngine(short)
+    failing = make_service(settings, engine, teacher=ServedTeacher(FakeTeacher([death()])))
+    with pytest.raises(EngineDied, match="teacher0"):
+        await failing.take(0)
+    await failing.drain()
+    await failing.save(tmp_path / "state.npz")
+    await failing.close()
+    held = [s for g in failing.books.held() for s in g.samples]
+    scored = sum(s.teacher_log_probs is not None for s in held)
+    assert scored and all(s.response_length for s in held)
+    asked, teacher = len(engine.requests), FakeTeacher()
+    service = make_service(settings, engine, teacher=ServedTeacher(teacher))
+    await service.load(tmp_path / "state.npz")
+    batch = await service.take(0)
+    assert all(s.teacher_log_probs is not None for s in batch.samples)
+    unfinished = sum(not s.status.finished for s in held)
+    assert len(engine.requests) - asked == unfinished, "a finished response was generated again"
+    assert len(teacher.requests) == len(held) - scored, "a scored response was scored again"
 
 
-def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tmp_path: Path) -> None:
-    async def work() -> None:
-        settings, engine = run_config(tmp_path, max_staleness=1), FakeSlowEngine(short)
-        before = make_service(settings, engine)
-        await before.take(0)
-        while len(before.books.accepted) < 4:
-            await asyncio.sleep(0)
-        await before.save(tmp_path / "state.npz")
-        await before.close()
-        asked, teacher = len(engine.requests), FakeTeacher()
-        after = make_service(settings, engine, teacher=ServedTeacher(teacher))
-        await after.load(tmp_path / "state.npz")
-        batch = await after.take(1)
-        assert all(s.teacher_log_probs is not None for s in batch.samples) and len(teacher.requests) >= 8
-        assert {r.session_id for r in engine.requests[asked:]}.isdisjoint({f"g{g.group_id}" for g in batch.groups})
-        await after.close()
-
-    run(work())
+async def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tmp_path: Path) -> None:
+    settings, engine = run_config(tmp_path, max_staleness=1), FakeSlowEngine(short)
+    before = make_service(settings, engine)
+    await before.take(0)
+    while len(before.books.accepted) < 4:
+        await asyncio.sleep(0)
+    await before.save(tmp_path / "state.npz")
+    await before.close()
+    asked, teacher = len(engine.requests), FakeTeacher()
+    after = make_service(settings, engine, teacher=ServedTeacher(teacher))
+    await after.load(tmp_path / "state.npz")
+    batch = await after.take(1)
+    assert all(s.teacher_log_probs is not None for s in batch.samples) and len(teacher.requests) >= 8
+    assert {r.session_id for r in engine.requests[asked:]}.isdisjoint({f"g{g.group_id}" for g in batch.groups})
+    await after.close()
 
 
 # ------------------------------------------------------------------------------------------------------- the sample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -90,25 +89,21 @@ def test_a_run_does_not_continue_with_prompts_of_another_kind(tmp_path: Path) ->
         files.load_state_dict(source().state_dict())
 
 
-def test_the_service_draws_from_the_source_and_resumes_it(tmp_path: Path) -> None:
+async def test_the_service_draws_from_the_source_and_resumes_it(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config = build({**config.given(), "data": {"source": LETTERS}})
 
-    async def some_steps() -> tuple[list[object], list[object]]:
-        engines = FakeSlowEngine(lambda *_: 4)
-        service = make_service(config, engines)
-        await publish(service, engines, 0)
-        first = [sample.label for sample in (await service.take(0)).samples]
-        await service.save(tmp_path / "state.npz", 1)
-        await service.close()
-        service = make_service(config, engines)
-        await service.load(tmp_path / "state.npz")
-        await publish(service, engines, 1)
-        second = [sample.label for sample in (await service.take(1)).samples]
-        await service.close()
-        return first, second
-
-    first, second = asyncio.run(some_steps())
+    engines = FakeSlowEngine(lambda *_: 4)
+    service = make_service(config, engines)
+    await publish(service, engines, 0)
+    first = [sample.label for sample in (await service.take(0)).samples]
+    await service.save(tmp_path / "state.npz", 1)
+    await service.close()
+    service = make_service(config, engines)
+    await service.load(tmp_path / "state.npz")
+    await publish(service, engines, 1)
+    second = [sample.label for sample in (await service.take(1)).samples]
+    await service.close()
     assert sorted(first + second) == sorted([*range(8)] * 2), "every prompt once, with two responses"
 
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from aiohttp import web
+from mslime.rollout.conversations.server.app import ModelServer
+from mslime.rollout.conversations.server.sessions import ModelEndpoint
 
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
-from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.run.endpoint import FILE_NAME, ControlEndpoint, Orders
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.server import AtroposServer
@@ -74,41 +74,31 @@ async def status(connection: Connection, key: bytes) -> int:
     return int(head.split()[1])
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 30))
-
-
-def test_of_connections_without_a_key_the_oldest_are_closed_and_one_with_the_key_stays() -> None:
-    async def work() -> None:
-        async with served(most=5) as connect:
-            known = await connect()
-            assert await status(known, b"k") == 200
-            crowd = [await connect() for _ in range(4)]
-            for _, writer in crowd:
-                writer.write(b"GET / HTTP/1.1\r\nX: ")
-            late = [await connect() for _ in range(5)]
-            assert [await reader.read() for reader, _ in crowd] == [b""] * 4, "closed"
-            assert await status(late[-1], b"wrong") == 401 and await status(known, b"k") == 200
-            more = await connect()
-            assert await status(more, b"k") == 200
-
-    run(work)
+async def test_of_connections_without_a_key_the_oldest_are_closed_and_one_with_the_key_stays() -> None:
+    async with served(most=5) as connect:
+        known = await connect()
+        assert await status(known, b"k") == 200
+        crowd = [await connect() for _ in range(4)]
+        for _, writer in crowd:
+            writer.write(b"GET / HTTP/1.1\r\nX: ")
+        late = [await connect() for _ in range(5)]
+        assert [await reader.read() for reader, _ in crowd] == [b""] * 4, "closed"
+        assert await status(late[-1], b"wrong") == 401 and await status(known, b"k") == 200
+        more = await connect()
+        assert await status(more, b"k") == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-Slow: ", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_a_connection_that_shows_no_key_for_long_is_closed(sent: bytes) -> None:
-    async def work() -> None:
-        impatient = asyncio.Event()
-        async with served(impatient=impatient) as connect:
-            known = await connect()
-            assert await status(known, b"k") == 200
-            impatient.set()
-            reader, writer = await connect()
-            writer.write(sent)
-            assert b"200" not in await reader.read(), "which ends when it is closed"
-            assert await status(known, b"k") == 200, "with the key it may stay"
-
-    run(work)
+async def test_a_connection_that_shows_no_key_for_long_is_closed(sent: bytes) -> None:
+    impatient = asyncio.Event()
+    async with served(impatient=impatient) as connect:
+        known = await connect()
+        assert await status(known, b"k") == 200
+        impatient.set()
+        reader, writer = await connect()
+        writer.write(sent)
+        assert b"200" not in await reader.read(), "which ends when it is closed"
+        assert await status(known, b"k") == 200, "with the key it may stay"
 
 
 Asked = tuple[str, str, dict[str, str]]
@@ -162,7 +152,7 @@ async def relay_of_nemo_gym(directory: Path) -> AsyncIterator[tuple[Asked, Asked
     [model_server, control_endpoint, tinker_server, atropos_server, relay_of_nemo_gym],
     ids=lambda s: s.__name__,
 )
-def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no_other(
+async def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no_other(
     opened: Callable[[Path], AbstractAsyncContextManager[tuple[Asked, Asked]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,34 +160,25 @@ def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no_other
     trusted = list[str]()
     monkeypatch.setattr(web_server.Listening, "trust", lambda self, http: trusted.append(http.path))
 
-    async def work() -> None:
-        async with opened(tmp_path) as (right, wrong), aiohttp.ClientSession() as http:
-            for (method, url, headers), counted in ((wrong, 0), (right, 1)):
-                async with http.request(method, url, headers=headers):
-                    assert len(trusted) == counted
-
-    run(work)
+    async with opened(tmp_path) as (right, wrong), aiohttp.ClientSession() as http:
+        for (method, url, headers), counted in ((wrong, 0), (right, 1)):
+            async with http.request(method, url, headers=headers):
+                assert len(trusted) == counted
 
 
-def test_a_key_of_any_bytes_is_only_wrong() -> None:
-    async def work() -> None:
-        async with served() as connect:
-            assert await status(await connect(), b"\xff\xfe") == 401
-
-    run(work)
+async def test_a_key_of_any_bytes_is_only_wrong() -> None:
+    async with served() as connect:
+        assert await status(await connect(), b"\xff\xfe") == 401
 
 
-def test_strangers_have_half_a_minute_and_take_a_quarter_of_the_descriptors_at_most(
+async def test_strangers_have_half_a_minute_and_take_a_quarter_of_the_descriptors_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def work() -> None:
-        for files, most in ((400, 100), (1 << 20, web_server.MOST_STRANGERS), (8, 16)):
-            monkeypatch.setattr(web_server, "raise_file_limit", lambda files=files: files)
-            server = await serve(web.Application(), network.listen())
-            assert (server._most, server._patience_s) == (most, 30.0)
-            await server.close()
-
-    run(work)
+    for files, most in ((400, 100), (1 << 20, web_server.MOST_STRANGERS), (8, 16)):
+        monkeypatch.setattr(web_server, "raise_file_limit", lambda files=files: files)
+        server = await serve(web.Application(), network.listen())
+        assert (server._most, server._patience_s) == (most, 30.0)
+        await server.close()
 
 
 def test_a_server_has_as_many_descriptors_as_it_may_have() -> None:

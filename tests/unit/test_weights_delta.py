@@ -15,19 +15,17 @@ from hypothesis import strategies as st
 
 from mslime.config.base import version_name
 from mslime.config.errors import WeightSyncError
-from mslime.config.keys import EngineInfo
 from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
 from mslime.engine_plugin.copy_plan import RecordedBucket as EngineBucket
 from mslime.engine_plugin.delta import changed as changed_by
 from mslime.engine_plugin.delta import hold, put, read_delta, take_back
 from mslime.tensor_sums import word_sum
 from mslime.weights import delta as weights_delta
-from mslime.weights.contract import check_transport
 from mslime.weights.delta import DeltaTransport, find_changes
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, Moved, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
-from tests.fixtures.weight_engines import engines, link, obedient
+from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
 
 __all__ = ["engines", "link", "obedient"]
 
@@ -58,7 +56,7 @@ def over(link: Link, carrier: str) -> Link:
 @pytest.fixture
 def transport(carried: Link, engines: list[StandInEngine]) -> Iterator[DeltaTransport]:
     made = DeltaTransport(carried)
-    made.connect([EngineInfo(engine.url) for engine in engines])
+    made.connect(infos(engines))
     yield made
     made.disconnect()
 
@@ -151,10 +149,7 @@ WHOLE = ["bucket_00000.safetensors", "bucket_00001.safetensors"]
 
 
 def test_changes_keep_the_contract_of_a_transport(engines: list[StandInEngine], carried: Link) -> None:
-    make = find_transport("delta")
-    infos = [EngineInfo(engine.url) for engine in engines]
-    said = check_transport(make, carried, infos, lambda: [engine.held() for engine in engines])
-    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+    check_contract(find_transport("delta"), carried, engines)
 
 
 def test_fifty_updates_are_exact_and_move_what_changed(
@@ -215,7 +210,7 @@ def test_the_same_version_again_and_another_connection_are_exact(
     deliver(transport, 2, weights)
     assert_held(engines, weights)
     transport.disconnect()
-    transport.connect([EngineInfo(engine.url) for engine in engines])
+    transport.connect(infos(engines))
     change(weights, 0.01, 3)
     assert deliver(transport, 3, weights).elements == 0, "nobody knows what they hold"
     assert_held(engines, weights)
@@ -275,7 +270,7 @@ def test_a_failure_that_is_no_refusal_is_raised_and_nothing_is_sent_again(
     engines: list[StandInEngine], link: Link
 ) -> None:
     transport = DeltaTransport(link := over(link, "disk"))
-    transport.connect([EngineInfo(engine.url) for engine in engines])
+    transport.connect(infos(engines))
     weights = new_weights()
     deliver(transport, 1, weights)
     change(weights, 0.01, 1)

@@ -20,26 +20,22 @@ from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from mslime.config.errors import WeightSyncError
-from mslime.config.keys import EngineInfo
 from mslime.convert.hf import INDEX_NAME
 from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.engine_plugin.wire import Answer, ReadDirectory, take_handle, write_handle
 from mslime.weights import contract, memory
 from mslime.weights.buckets import named_tensors
-from mslime.weights.contract import check_transport
 from mslime.weights.files import DiskTransport
 from mslime.weights.memory import MemoryTransport, device_memory, handle_of
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
-from tests.fixtures.weight_engines import engines, link, obedient
+from tests.fixtures.weight_engines import BUCKETS, check_contract, deliver, engines, expect, infos, link, obedient
 
 __all__ = ["engines", "link", "obedient"]
 
 pytestmark = pytest.mark.timeout(120)
-
-BUCKETS = contract._buckets()
 
 
 @pytest.fixture
@@ -53,27 +49,11 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     place.rmdir()
 
 
-def infos(engines: list[StandInEngine]) -> list[EngineInfo]:
-    return [EngineInfo(engine.url) for engine in engines]
-
-
-def deliver(transport: Any, version: int, buckets: list[Bucket] = BUCKETS) -> None:
-    transport.begin(version, buckets)
-    for bucket in buckets:
-        transport.start(bucket, contract._filled(bucket, version)).wait()
-
-
-def expect(engines: list[StandInEngine], version: int) -> None:
-    contract._compare(BUCKETS, version, [engine.held() for engine in engines])
-
-
 @pytest.mark.parametrize("name", ["shm", "handles", "disk"])
 def test_buckets_in_files_keep_the_contract(
     name: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
-    make = find_transport(name)
-    said = check_transport(make, link, infos(engines), lambda: [engine.held() for engine in engines])
-    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+    check_contract(find_transport(name), link, engines)
 
 
 # ------------------------------------------------------------------------------------------------- shared memory

@@ -24,16 +24,14 @@ from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import contract
-from mslime.weights.contract import check_transport
 from mslime.weights.transport import Link
 from mslime_plugins.transports import mooncake
 from mslime_plugins.transports.mooncake import MooncakeTransport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
-from tests.fixtures.weight_engines import engines, link, obedient
+from tests.fixtures.weight_engines import BUCKETS, check_contract, engines, expect, infos, link, obedient
 
 __all__ = ["engines", "link", "obedient"]
 
-BUCKETS = contract._buckets()
 with_package = pytest.mark.skipif(
     importlib.util.find_spec("mooncake") is None, reason="needs mooncake-transfer-engine-non-cuda and libibverbs1"
 )
@@ -46,17 +44,15 @@ def over_tcp(link: Link) -> MooncakeTransport:
 
 @with_package
 def test_buckets_in_a_senders_memory_keep_the_contract(engines: list[StandInEngine], link: Link) -> None:
-    infos = [EngineInfo(engine.url) for engine in engines]
-    said = check_transport(over_tcp, link, infos, lambda: [engine.held() for engine in engines])
-    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+    check_contract(over_tcp, link, engines)
 
 
 @with_package
 def test_one_piece_of_memory_serves_all_syncs_and_grows_with_the_buckets(
     engines: list[StandInEngine], link: Link
 ) -> None:
-    transport, infos = over_tcp(link), [EngineInfo(engine.url) for engine in engines]
-    transport.connect(infos)
+    transport = over_tcp(link)
+    transport.connect(infos(engines))
     smallest = min(BUCKETS, key=lambda bucket: bucket.hf_bytes)
     for version, buckets in ((1, [smallest]), (2, BUCKETS), (3, BUCKETS)):
         transport.begin(version, buckets)
@@ -66,7 +62,7 @@ def test_one_piece_of_memory_serves_all_syncs_and_grows_with_the_buckets(
             places.add(transport._place)
         transport.complete()
         assert len(places) == 1 and transport._room.numel() == max(bucket.hf_bytes for bucket in buckets)
-        contract._compare(buckets, version, [engine.held() for engine in engines])
+        expect(engines, version, buckets)
     transport.disconnect()
     transport.disconnect()
 
@@ -74,16 +70,15 @@ def test_one_piece_of_memory_serves_all_syncs_and_grows_with_the_buckets(
 @with_package
 def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEngine], link: Link) -> None:
     first, second = over_tcp(link), over_tcp(link)
-    infos = [EngineInfo(engine.url) for engine in engines]
     for transport in (first, second):
-        transport.connect(infos)
+        transport.connect(infos(engines))
         transport.begin(1, BUCKETS)
         transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
     place = first._place
     first.disconnect()
     late = wire.update_request([BUCKETS[0]], load=wire.FromFile("remote", place))
     with pytest.raises(WeightSyncError, match="cannot read .* bytes"):
-        link.engine_port.load(infos[0], late).result()
+        link.engine_port.load(infos(engines)[0], late).result()
     second.start(BUCKETS[1], contract._filled(BUCKETS[1], 1)).wait()
     second.disconnect()
 
@@ -91,14 +86,13 @@ def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEn
 @with_package
 def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_bucket(link: Link) -> None:
     with two_engines() as started:
-        infos = [EngineInfo(engine.url) for engine in started]
         started[1].set_mode("no plug-in")
         with pytest.raises(WeightSyncError, match="started without mslime's plug-in") as caught:
-            over_tcp(link).connect(infos)
+            over_tcp(link).connect(infos(started))
         assert started[1].url in str(caught.value)
         started[1].set_mode("obey")
         transport = over_tcp(link)
-        transport.connect(infos)
+        transport.connect(infos(started))
         os.kill(started[0].pid, signal.SIGKILL)
         transport.begin(1, BUCKETS)
         with pytest.raises(WeightSyncError, match="dead or unreachable") as caught:
@@ -169,28 +163,29 @@ class Recording(EngineRankGroup):
         return [said]
 
 
+@pytest.fixture
+def end(monkeypatch: pytest.MonkeyPatch) -> FakeEnd:
+    """The end that a reader in this process gets."""
+    made = FakeEnd()
+    monkeypatch.setattr(rdma, "End", lambda host, over: made)
+    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+    return made
+
+
 @pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (13, 4), (3, 4), (1, 2), (0, 2)])
-def test_ranks_read_a_part_each_and_give_it_to_the_others(
-    size: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_read_a_part_each_and_give_it_to_the_others(size: int, count: int, end: FakeEnd) -> None:
     source = torch.arange(1, size + 1, dtype=torch.uint8)
     place = RemoteMemory("tcp", "somewhere:1", source.data_ptr()).as_path()
-    read = 0
     for rank in range(count):
-        end, flat, near = FakeEnd(), torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
-        monkeypatch.setattr(rdma, "End", lambda host, over, end=end: end)
-        monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+        flat, near = torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
         RdmaReader().read(place, flat, near)
-        assert flat.tolist() == source.tolist()
-        read += sum(call[2] for call in end.calls if call[0] == "read")
-        assert sum(passed for _, passed in near.passed) == size
+        assert flat.tolist() == source.tolist() and sum(passed for _, passed in near.passed) == size
+    read = sum(call[2] for call in end.calls if call[0] == "read")
     assert read == size, "every byte crosses the network once for an engine"
 
 
-def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    end, source, buffer = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    monkeypatch.setattr(rdma, "End", lambda host, over: end)
-    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(end: FakeEnd) -> None:
+    source, buffer = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), RdmaReader()
     for size in (8, 4, 6):
         reader.read(place, buffer[:size], EngineRankGroup())
@@ -203,21 +198,20 @@ def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch:
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
 
 
-def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(
+    end: FakeEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It writes past all streams, into a buffer out of which copies may still run."""
-    end, source, flat = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    source, flat = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     fake_stream = SimpleNamespace(synchronize=lambda: end.calls.append(("synchronize",)))
-    monkeypatch.setattr(rdma, "End", lambda host, over: end)
-    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
     RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, EngineRankGroup())
     assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
-def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma, "End", lambda host, over: FakeEnd("the cable is cut"))
-    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+def test_all_ranks_hear_of_the_one_that_could_not_read(end: FakeEnd) -> None:
+    end.refuses = "the cable is cut"
     flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
     with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
         RdmaReader().read(place, flat, Recording(1, 2, flat))

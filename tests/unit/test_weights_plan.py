@@ -284,11 +284,6 @@ def test_nobody_waits_in_a_circle_on_1024_ranks_when_their_parts_go_side_by_side
         TopologicalSorter(relaying(plan, (1, 1), lambda bucket: (bucket.sender, bucket.index), sent_by)).prepare()
 
 
-def test_bytes_count_the_wire_dtype() -> None:
-    layout = LAYOUTS["one rank"]
-    assert plan_of(layout, dtype="float32").total_bytes == 2 * plan_of(layout, dtype="bfloat16").total_bytes
-
-
 def test_a_tied_output_layer_is_not_sent() -> None:
     table = moe_table(tie_word_embeddings=True)
     plan = build_plan(table, Senders(LAYOUTS["one rank"]), stages(LAYOUTS["one rank"]), "float32", 1 << 30)

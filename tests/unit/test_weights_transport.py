@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,12 +31,14 @@ from mslime.engine_plugin import wire
 from mslime.network import ephemeral_ports
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
-from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Carrier, Link, MakeTransport, find_transport, make_transport
-from tests.fixtures.stand_in_engine import StandInEngine, two_engines
+from mslime.weights.transport import Carrier, Link, find_transport, make_transport, transport_for
+from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
+
+__all__ = ["engines", "link", "obedient"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,20 +72,12 @@ def transport_within(deadline_s: float, name: str) -> BroadcastTransport:
     return BroadcastTransport(Link(name, "gloo", deadline_s, port_within(deadline_s)))
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[list[StandInEngine]]:
-    with two_engines() as started:
-        yield started
-
-
 @pytest.fixture
 def transport(engines: list[StandInEngine]) -> Iterator[BroadcastTransport]:
     """Connected to both engines, with a short deadline."""
-    for engine in engines:
-        engine.set_mode("obey")
     # A group whose broadcast was never met stays in torch's books, with its name.
     transport = transport_within(20, f"within-{next(NUMBERS)}")
-    transport.connect([EngineInfo(engine.url) for engine in engines])
+    transport.connect(infos(engines))
     yield transport
     transport.disconnect()
 
@@ -120,10 +115,8 @@ def test_a_refusal_ends_the_wait_also_while_the_communicator_is_still_being_made
 
 
 def test_a_silent_engine_is_given_up_at_the_deadline(engines: list[StandInEngine]) -> None:
-    for engine in engines:
-        engine.set_mode("obey")
     transport = transport_within(2, "silent")
-    transport.connect([EngineInfo(engine.url) for engine in engines])
+    transport.connect(infos(engines))
     engines[0].set_mode("silent")
     with pytest.raises(WeightSyncError, match=r"bucket 1.*within 2 s"):
         transport.start(PLAN.buckets[1], filled(PLAN.buckets[1])).wait()
@@ -132,11 +125,10 @@ def test_a_silent_engine_is_given_up_at_the_deadline(engines: list[StandInEngine
 
 @pytest.mark.parametrize(("mode", "says"), [("refuse", "no joining today"), ("silent", "within 2 s")])
 def test_an_engine_that_does_not_join_is_named(engines: list[StandInEngine], mode: str, says: str) -> None:
-    engines[0].set_mode("obey")
     engines[1].set_mode(mode)
     transport = transport_within(2, f"join-{mode}")
     with pytest.raises(WeightSyncError, match=rf"(?s)weights\.connect.*{says}"):
-        transport.connect([EngineInfo(engine.url) for engine in engines])
+        transport.connect(infos(engines))
     transport.disconnect()
 
 
@@ -265,26 +257,20 @@ def test_a_carried_tensor_that_cannot_be_written_fails_the_export_on_every_rank(
     assert isinstance(sender._write_stage(writer, plan, {}, carried), CheckpointError)
 
 
-def link_within(deadline_s: float, name: str) -> Link:
-    return Link(name, "gloo", deadline_s, port_within(deadline_s))
+@pytest.fixture
+def hurried(link: Link) -> Link:
+    """With the deadline of what is to fail."""
+    return replace(link, deadline_s=5, engine_port=port_within(5))
 
 
-def check(engines: list[StandInEngine], make: MakeTransport, name: str) -> list[str]:
-    for engine in engines:
-        engine.set_mode("obey")
-    infos = [EngineInfo(engine.url) for engine in engines]
-    return check_transport(make, link_within(5, name), infos, lambda: [engine.held() for engine in engines])
-
-
-def test_the_broadcast_keeps_the_contract(engines: list[StandInEngine]) -> None:
-    said = check(engines, find_transport("broadcast"), "contract")
-    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+def test_the_broadcast_keeps_the_contract(engines: list[StandInEngine], hurried: Link) -> None:
+    check_contract(find_transport("broadcast"), hurried, engines)
 
 
 def test_the_example_of_the_docs_keeps_the_contract_and_logs_every_bucket(
-    engines: list[StandInEngine], capsys: pytest.CaptureFixture[str]
+    engines: list[StandInEngine], hurried: Link, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(engines, find_transport("examples.extending.transport:timed"), "example")
+    check_contract(find_transport("examples.extending.transport:timed"), hurried, engines)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9 and "bucket 1 (stage 0, rank 0, 1 tensors" in lines[1] and ": 18 bytes in 0." in lines[1]
 
@@ -315,10 +301,11 @@ class Broken(BroadcastTransport):
     ("promise", "says"),
     [("bits", "received another a.weight"), ("buffer", "wrote to the buffer"), ("errors", "is not there")],
 )
-def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine], promise: str, says: str) -> None:
-    kind = type("Mine", (Broken,), {"promise": promise})
+def test_a_transport_that_breaks_a_promise_is_found(
+    engines: list[StandInEngine], hurried: Link, promise: str, says: str
+) -> None:
     with pytest.raises(AssertionError, match=says):
-        check(engines, kind, f"breaks-{promise}")
+        check_contract(type("Mine", (Broken,), {"promise": promise}), hurried, engines)
 
 
 def test_every_transport_that_the_settings_offer_is_there() -> None:
@@ -351,3 +338,36 @@ def test_the_table_of_transports_names_settings_and_carriers_that_are_there() ->
     for name in get_args(DeltaOver):
         made: Any = find_transport(name)
         assert issubclass(made, Carrier) and not transports()[name].sends_changes
+
+
+# ---------------------------------------------------------------------------------------------- weights.transport: auto
+
+
+@pytest.mark.parametrize(
+    ("modes", "more", "chosen"),
+    [
+        (("obey", "obey"), {}, "relay"),
+        (("obey", "no plug-in"), {}, "broadcast"),  # one that somebody else has started
+        (("obey", "obey"), {"ranks": 2}, "broadcast"),
+        (("obey", "obey"), {"drafts": True}, "broadcast"),
+    ],
+)
+def test_auto_is_relay_into_engines_of_one_rank_that_have_the_plug_in(
+    modes: tuple[str, ...], more: dict[str, Any], chosen: str, engines: list[StandInEngine], link: Link
+) -> None:
+    for engine, mode in zip(engines, modes, strict=True):
+        engine.set_mode(mode)
+    first, second = (EngineInfo(engine.url) for engine in engines)
+    assert transport_for([first, replace(second, **more)], link.engine_port, link.deadline_s) == chosen
+
+
+def test_auto_asks_engines_what_they_are_and_takes_no_silence_for_an_answer(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    (told,) = {link.engine_port.describe(Endpoint(engine.url)).drafts for engine in engines}
+    assert told is False
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        gone = EngineInfo(f"http://127.0.0.1:{probe.getsockname()[1]}")
+    with pytest.raises(WeightSyncError, match=r"weights\.connect.*unreachable"):
+        transport_for([EngineInfo(engines[0].url), gone], link.engine_port, link.deadline_s)
