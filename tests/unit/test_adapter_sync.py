@@ -37,9 +37,19 @@ from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 from tests.unit.test_plan import LAYOUT, planned
-from tests.unit.test_sglang_pool import with_pool
+from tests.unit.test_sglang_pool import pool_of
 
 LORA: dict[str, Any] = {"rank": 4, "sync": "adapter"}
+
+
+def with_pool(work: Callable[[EnginePool, list[FakeEngine]], Awaitable[None]], engines: int = 2) -> None:
+    """Run `work` with a pool over fake engines."""
+
+    async def main() -> None:
+        async with pool_of(engines) as (pool, fakes):
+            await work(pool, fakes)
+
+    asyncio.run(main())
 
 
 def config(**sections: Any) -> RunConfig:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mslime.rollout.conversations.chat.session import REASONS
 
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
+from mslime.rollout.agents.chat.session import REASONS
 from mslime.rollout.contract import check_rollout
 from tests.fixtures.least import least, refused
 

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from mslime.rollout.conversations.chat.template import TemplateRenderer
 
 from examples.calculator import make_task
 from examples.calculator.agent import multiply
 from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
 from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
+from mslime.rollout.agents.chat.template import TemplateRenderer
 from mslime.rollout.contract import check_rollout
 from tests.fixtures.pages import ROOT
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mslime.rollout.conversations.chat.call_forms import FORMS, short_id, typed
-from mslime.rollout.conversations.chat.messages import ChatError
-from mslime.rollout.conversations.chat.package import _call as of_package
-from mslime.rollout.conversations.chat.parsing import TaggedParser
-from mslime.rollout.conversations.chat.renderer import Parsed, ParsedCall
-from mslime.rollout.conversations.chat.template import USUAL, TemplateRenderer
 
+from mslime.rollout.agents.chat.call_forms import FORMS, short_id, typed
+from mslime.rollout.agents.chat.messages import ChatError
+from mslime.rollout.agents.chat.package import _call as of_package
+from mslime.rollout.agents.chat.parsing import TaggedParser
+from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates, family_templates
 from tests.fixtures.family_templates import FAMILIES, Family
 from tests.fixtures.made_tokenizer import respelled

@@ -10,7 +10,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import pytest
-from mslime.rollout.conversations.chat.messages import (
+
+from mslime.config.rollout import AgentLimits
+from mslime.data.tokenizer import HFTokenizer, special_texts
+from mslime.observe.names import is_known
+from mslime.rollout.agents.chat.messages import (
     ChatError,
     ContextFull,
     LimitReached,
@@ -19,13 +23,9 @@ from mslime.rollout.conversations.chat.messages import (
     from_chat,
     to_chat,
 )
-from mslime.rollout.conversations.chat.package import PackageRenderer
-from mslime.rollout.conversations.chat.renderer import Rendering
-from mslime.rollout.conversations.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
-
-from mslime.config.rollout import AgentLimits
-from mslime.data.tokenizer import HFTokenizer, special_texts
-from mslime.observe.names import is_known
+from mslime.rollout.agents.chat.package import PackageRenderer
+from mslime.rollout.agents.chat.renderer import Rendering
+from mslime.rollout.agents.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
 from tests.fixtures.made_tokenizer import tokenizer_for
 from tests.fixtures.scripted_engine import ScriptedEngine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from mslime.rollout.conversations.chat.messages import ChatError
-from mslime.rollout.conversations.chat.template import USUAL, TemplateRenderer
 
 from mslime.config.errors import ConfigError
+from mslime.rollout.agents.chat.messages import ChatError
+from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates
 from tests.fixtures.made_tokenizer import make_tokenizer, respelled
 

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from mslime.rollout.conversations.server.sessions import ModelEndpoint
 
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
+from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.rollout.contract import check_rollout
 from mslime.rollout.conversations import Agents
 from mslime.rollout.workflow import Engine, Episode, Task

@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noq
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
+from mslime.backends.megatron import checkpoint_files  # noqa: E402
 from mslime.backends.megatron.checkpoint_files import _parts, rectangles  # noqa: E402
 from mslime.backends.megatron.step import optimizer as optimizer_module  # noqa: E402
-from mslime.backends.megatron.step import own_state  # noqa: E402
 from mslime.backends.megatron.step.optimizer import load_states, states_of, without_classes  # noqa: E402
 from mslime.config.loader import build  # noqa: E402
 
@@ -88,8 +88,8 @@ def test_a_distributed_optimizer_stores_its_own_part_and_no_whole_buffers(monkey
     monkeypatch.setattr(optimizer_module, "OptimizerParamScheduler", lambda *_, **__: None)
     train = build({"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}}).train
     optimizer_module.build_optimizer([], cast("Any", None), train, 4)
-    assert part.sharded_param_state_fully_reshardable.__func__ is own_state._own_state
-    assert part.load_parameter_state_from_fully_reshardable.__func__ is own_state._take_state
+    assert part.sharded_param_state_fully_reshardable.__func__ is checkpoint_files._own_state
+    assert part.load_parameter_state_from_fully_reshardable.__func__ is checkpoint_files._take_state
 
 
 class FakeOffloaded:

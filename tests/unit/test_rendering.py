@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from mslime.rollout.conversations.chat.messages import Tools
-from mslime.rollout.conversations.chat.renderer import SHORT, Parsed, Rendering
+
+from mslime.rollout.agents.chat.messages import Tools
+from mslime.rollout.agents.chat.renderer import SHORT, Parsed, Rendering
 
 LONG, FEW = list(range(SHORT + 1)), [1, 2, 3]
 

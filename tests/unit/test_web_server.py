@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from aiohttp import web
-from mslime.rollout.conversations.server.app import ModelServer
-from mslime.rollout.conversations.server.sessions import ModelEndpoint
 
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
+from mslime.rollout.agents.server.app import ModelServer
+from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.run.endpoint import FILE_NAME, ControlEndpoint, Orders
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.server import AtroposServer
