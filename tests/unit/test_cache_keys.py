@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, publish, run_config, ticks
 
 
@@ -49,44 +48,37 @@ def test_the_body_of_a_request_has_its_key_and_none_without() -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_what_began_on_a_prefix_of_older_weights_is_asked_again(tmp_path: Path, mode: Any) -> None:
+async def test_what_began_on_a_prefix_of_older_weights_is_asked_again(tmp_path: Path, mode: Any) -> None:
     """Requests wait at the engine while the weights change: `in_place` keeps the cache, `retract` has flushed it."""
-
-    async def work() -> None:
-        engine = EngineWithCache(lambda group, index: 6)
-        service = make_service(run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2), engine)
-        taking = asyncio.create_task(service.take(0))
-        await until_asked(engine, 8)
-        await publish(service, engine, 1)
-        await taking
-        batch = await service.take(1)
-        for sample in batch.samples:
-            assert [s.version for s in sample.segments] == [None, 1]
-        waited = [request for request in engine.requests if request.cache_key.endswith("-0")]
-        again = [request for request in engine.requests[len(waited) :] if request.rid in {w.rid for w in waited}]
-        assert len(waited) == 8 and len(again) == (8 if mode == "in_place" else 0)
-        assert {request.cache_key.rsplit("-")[-1] for request in again} <= {"1"}
-        await service.close()
-
-    asyncio.run(asyncio.wait_for(work(), 60))
+    engine = EngineWithCache(lambda group, index: 6)
+    service = make_service(run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2), engine)
+    taking = asyncio.create_task(service.take(0))
+    await until_asked(engine, 8)
+    await publish(service, engine, 1)
+    await taking
+    batch = await service.take(1)
+    for sample in batch.samples:
+        assert [s.version for s in sample.segments] == [None, 1]
+    waited = [request for request in engine.requests if request.cache_key.endswith("-0")]
+    again = [request for request in engine.requests[len(waited) :] if request.rid in {w.rid for w in waited}]
+    assert len(waited) == 8 and len(again) == (8 if mode == "in_place" else 0)
+    assert {request.cache_key.rsplit("-")[-1] for request in again} <= {"1"}
+    await service.close()
 
 
-def test_a_response_that_crosses_an_update_in_place_is_kept(tmp_path: Path) -> None:
-    async def work() -> RolloutService:
-        engine = EngineWithCache(lambda group, index: 40)
-        service = make_service(run_config(tmp_path, max_staleness=1, pause_mode="in_place", groups_per_step=2), engine)
-        taking = asyncio.create_task(service.take(0))
-        await until_asked(engine, 8)
-        await ticks(10)
-        await publish(service, engine, 1)
-        batch = await taking
-        for sample in batch.samples:
-            assert [s.version for s in sample.segments] == [None, 0, 1]
-        assert len({request.rid for request in engine.requests}) == len(engine.requests), "nothing was asked twice"
-        await service.close()
-        return service
-
-    asyncio.run(asyncio.wait_for(work(), 60))
+async def test_a_response_that_crosses_an_update_in_place_is_kept(tmp_path: Path) -> None:
+    engine = EngineWithCache(lambda group, index: 40)
+    service = make_service(run_config(tmp_path, max_staleness=1, pause_mode="in_place", groups_per_step=2), engine)
+    taking = asyncio.create_task(service.take(0))
+    await until_asked(engine, 8)
+    await ticks(10)
+    await publish(service, engine, 1)
+    batch = await taking
+    for sample in batch.samples:
+        assert [s.version for s in sample.segments] == [None, 0, 1]
+    assert len({request.rid for request in engine.requests}) == len(engine.requests), "nothing was asked twice"
+    await service.close()
+    return service
 
 
 async def until_asked(engine: FakeSlowEngine, count: int) -> None:

@@ -37,21 +37,12 @@ def test_flags_win_over_the_file_and_lists_are_replaced_whole(tmp_path: Path) ->
     assert (config.train.lr, config.train.num_steps, config.data.prompts) == (1e-4, 9, ["c.jsonl"])
 
 
-def test_scientific_notation_without_a_dot_is_a_number() -> None:
-    assert load("--train.lr", "5e-5").train.lr == 5e-5
-
-
-def test_off_is_a_word_and_true_is_a_boolean() -> None:
-    config = load("--train.replay", "off", "--train.packed", "false", "--observe.progress", "on")
-    assert (config.train.replay, config.train.packed, config.observe.progress) == ("off", False, "on")
-
-
-def test_flags_parse_booleans_lists_and_equals_signs() -> None:
+def test_flags_parse_words_numbers_booleans_lists_and_equals_signs() -> None:
     parsed = parse_flags(["--a.b-c=1", "--d.flag", "--d.no-other", "--e.list", "x", "2"])
     assert parsed == {"a": {"b_c": 1}, "d": {"flag": True, "other": False}, "e": {"list": ["x", 2]}}
-
-
-def test_merge_keeps_what_the_other_does_not_name() -> None:
+    config = load("--train.replay", "off", "--train.packed", "false", "--observe.progress", "on", "--train.lr", "5e-5")
+    assert (config.train.replay, config.train.packed, config.observe.progress) == ("off", False, "on")
+    assert config.train.lr == 5e-5, "scientific notation without a dot is a number"
     assert merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}) == {"a": {"x": 1, "y": 3}}
 
 
@@ -84,6 +75,11 @@ print(json.dumps(sorted({f.name for c in (D, O, M) for f in dataclasses.fields(c
         [sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120, capture_output=True, text=True
     )
     assert json.loads(done.stdout.splitlines()[-1]) == sorted(passthrough.megatron_fields())
+
+
+def test_importing_the_configuration_needs_no_torch() -> None:
+    code = "import sys, mslime, mslime.config.loader; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_broken_yaml_names_the_line(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,10 +74,16 @@ def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
         HFCheckpoint(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [4, 20, -1], ids=["in the length", "in the header", "in the data"])
-def test_a_truncated_shard_is_named(sharded: Path, keep: int) -> None:
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: content[:4], lambda content: content[:20], lambda content: content[:-1], lambda _: LFS_POINTER,
+    lambda _: (16).to_bytes(8, "little") + b"\xff" * 16,
+], ids=["in the length", "in the header", "in the data", "a pointer of git-lfs", "no safetensors"])  # fmt: skip
+def test_a_damaged_shard_is_named(sharded: Path, damage: Callable[[bytes], bytes]) -> None:
     shard = sharded / "model-0-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:keep])
+    shard.write_bytes(damage(shard.read_bytes()))
     with pytest.raises(CheckpointError, match=r"model-0-00002\.safetensors"):
         HFCheckpoint(sharded)
 

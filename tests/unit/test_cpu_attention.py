@@ -171,13 +171,6 @@ def test_one_call_is_made_for_all_sequences_of_about_the_same_length(monkeypatch
     assert calls == [(1, 4, sum(lengths), 8)]
 
 
-def test_unpacked_input_is_sequence_first() -> None:
-    q, k, v = tensors(6, 6, 4, 2, 8, 8)
-    out = attention()(q[:, None], k[:, None], v[:, None], None, AttnMaskType.causal)
-    assert out.shape == (6, 1, 32)
-    np.testing.assert_allclose(out[:, 0].numpy(), by_hand(q, k, v, 8**-0.5).reshape(6, -1), rtol=0, atol=2e-6)
-
-
 def test_memory_does_not_grow_with_the_square_of_the_packed_batch() -> None:
     """64 sequences of 64 tokens: one mask over all of them would have 16.8 million entries."""
     q, k, v = tensors(4096, 4096, 4, 2, 8, 8)

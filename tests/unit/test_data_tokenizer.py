@@ -33,6 +33,7 @@ def test_text_survives_the_round_trip_without_special_tokens(tokenizer: HFTokeni
     ids = tokenizer.encode(text, special_tokens=False)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id or 0]) == text
     assert tokenizer.decode(np.asarray(ids, np.int32)) == text and tokenizer.decode([]) == ""
+    assert not begins_with_blank(tokenizer)
 
 
 def test_chat_messages_end_where_the_assistant_begins(tokenizer: HFTokenizer):
@@ -49,15 +50,12 @@ def test_a_tokenizer_that_fits_the_model_is_accepted(tokenizer: HFTokenizer, tmp
     check_vocabulary(tokenizer, checkpoint(tmp_path, eos_token_id=None))
 
 
-def test_ids_without_an_embedding_are_refused(tokenizer: HFTokenizer, tmp_path: Path):
+@pytest.mark.parametrize("sees", [False, True], ids=["a language model", "one that also sees"])
+def test_ids_without_an_embedding_are_refused(tokenizer: HFTokenizer, tmp_path: Path, sees: bool):
+    sizes = {"vocab_size": 200, "eos_token_id": 2}
+    described = {"text_config": sizes, "vision_config": {}} if sees else sizes
+    (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(DataError, match=r"ids up to 260, but the model embeds 200"):
-        check_vocabulary(tokenizer, checkpoint(tmp_path, vocab_size=200, eos_token_id=2))
-
-
-def test_the_vocabulary_of_a_model_that_also_sees_is_its_language_model_s(tokenizer: HFTokenizer, tmp_path: Path):
-    nested = {"text_config": {"vocab_size": 200, "eos_token_id": 2}}
-    (tmp_path / "config.json").write_text(json.dumps({**nested, "vision_config": {}}))
-    with pytest.raises(DataError, match=r"the model embeds 200"):
         check_vocabulary(tokenizer, tmp_path)
 
 
@@ -147,7 +145,3 @@ def test_a_text_after_others_has_the_tokens_of_one_text(scheme: str) -> None:
             head = tokenizer.encode(before, special_tokens=False)
             whole = tokenizer.encode(before + text, special_tokens=False)
             assert [*head, *encode_after(tokenizer, head[-1], text)] == whole, (before, text)
-
-
-def test_a_text_after_others_is_as_it_is_where_no_blank_comes_before_it(tokenizer: HFTokenizer) -> None:
-    assert not begins_with_blank(tokenizer)

@@ -328,25 +328,27 @@ def test_a_failure_twice_that_names_nobody_or_all_ends_it_in_its_own_words(error
     assert caught.value is error and fakes.calls[-3:] == ANEW
 
 
-def test_when_all_engines_refuse_to_begin_again_the_first_failure_is_told() -> None:
-    fakes = Fakes(["abc", EngineError("engines", "c", "none is left", "read c.log")], [BROKEN])
-    with pytest.raises(WeightSyncError, match="the connection broke"):
+NONE_LEFT = EngineError("engines", "c", "none is left", "read c.log")
+DIED = EngineDied("engines", "c", "none is left", "read c.log")
+FAILED = TrainerError("send", "rank 1", "died", "read its log")
+
+
+@pytest.mark.parametrize(
+    ("there", "first", "raised", "last"),
+    [
+        (["abc", NONE_LEFT], BROKEN, BROKEN, ANEW),
+        (["abc", DIED], BROKEN, DIED, ANEW),
+        (["abc"], FAILED, FAILED, ["send 0"]),
+    ],
+    ids=["all refuse to begin again", "the last one died: the run may go on when one is back", "a trainer failed"],
+)
+def test_a_sync_ends_with_its_first_failure_or_with_what_the_last_engine_died_of(
+    there: list[str | Exception], first: Exception, raised: Exception, last: list[str]
+) -> None:
+    fakes = Fakes(there, [first])
+    with pytest.raises(type(raised)) as caught:
         deliver(fakes)
-    assert fakes.calls[-3:] == ANEW
-
-
-def test_a_trainer_that_failed_is_not_asked_again() -> None:
-    fakes = Fakes(["abc"], [TrainerError("send", "rank 1", "died", "read its log")])
-    with pytest.raises(TrainerError):
-        deliver(fakes)
-    assert fakes.calls[-1] == "send 0"
-
-
-def test_what_the_last_engine_died_of_ends_a_sync() -> None:
-    """Not the broken bucket: the run may go on when an engine comes back."""
-    fakes = Fakes(["abc", EngineDied("engines", "c", "none is left", "read c.log")], [BROKEN])
-    with pytest.raises(EngineDied, match="none is left"):
-        deliver(fakes)
+    assert caught.value is raised and fakes.calls[-len(last) :] == last
 
 
 def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> None:
@@ -384,10 +386,6 @@ def state_of(fakes: Fakes, name: str) -> str:
 def state_in(fleet: Fleet, name: str) -> str:
     (found,) = (e for e in fleet.orders.standing()["engines"] if e["name"] == name)
     return found["state"]
-
-
-def states(fleet: Fleet) -> dict[str, str]:
-    return {name: state.state for name, state in fleet._states.items()}
 
 
 def test_an_engine_of_which_one_connection_broke_gets_requests_again() -> None:

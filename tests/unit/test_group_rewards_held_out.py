@@ -45,22 +45,28 @@ def rewards_of(known: dict[int, float], failed: Sequence[int] = ()) -> tuple[lis
     return [sample.reward for sample in group.samples], scorer.asked
 
 
-def test_a_group_is_scored_when_all_its_rollouts_have_ended() -> None:
-    assert rewards_of({}) == ([0, 1, 2, 3], [[0, 1, 2, 3]])
-
-
-def test_a_group_whose_rewards_the_function_knew_is_not_scored() -> None:
-    assert rewards_of({0: 0.5, 1: 0.25, 2: 1.0, 3: 0.0}) == ([0.5, 0.25, 1.0, 0.0], [])
-
-
-def test_a_group_of_which_one_reward_is_missing_is_scored_whole() -> None:
+@pytest.mark.parametrize(
+    ("known", "failed", "rewards", "asked"),
+    [
+        ({}, [], [0, 1, 2, 3], [[0, 1, 2, 3]]),
+        ({0: 0.5, 1: 0.25, 2: 1.0, 3: 0.0}, [], [0.5, 0.25, 1.0, 0.0], []),
+        ({0: 0.5, 2: 1.0, 3: 0.0}, [], [0, 1, 2, 3], [[0, 1, 2, 3]]),
+        ({}, [1], [0, None, 1, 2], [[0, 2, 3]]),
+        ({0: 0.5, 2: 1.0, 3: 0.0}, [1], [0.5, None, 1.0, 0.0], []),
+    ],
+    ids=[
+        "none is known",
+        "all are known",
+        "one is missing",
+        "a rollout has failed",
+        "the missing one is of one that failed",
+    ],
+)
+def test_a_group_is_scored_whole_when_all_its_rollouts_have_ended(
+    known: dict[int, float], failed: list[int], rewards: list[float | None], asked: list[list[int]]
+) -> None:
     """Rewards of a group are relative: one of the function's among those of the scorer would be of another scale."""
-    assert rewards_of({0: 0.5, 2: 1.0, 3: 0.0}) == ([0, 1, 2, 3], [[0, 1, 2, 3]])
-
-
-def test_a_rollout_that_failed_has_no_part_in_it() -> None:
-    assert rewards_of({}, failed=[1]) == ([0, None, 1, 2], [[0, 2, 3]])
-    assert rewards_of({0: 0.5, 2: 1.0, 3: 0.0}, failed=[1]) == ([0.5, None, 1.0, 0.0], [])
+    assert rewards_of(known, failed) == (rewards, asked)
 
 
 def test_a_response_that_is_cancelled_is_no_wrong_answer() -> None:

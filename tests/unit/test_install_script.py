@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INPUTS = (
     "pyproject.toml", "requirements/cpu-constraints.txt", "requirements/test-clients.txt", "scripts/install.sh",
     "scripts/lib/common.sh", "scripts/lib/gpu.sh", "scripts/lib/imports.py",
@@ -58,13 +60,12 @@ def fake_program(directory: Path, name: str, script: str) -> Path:
     return path
 
 
-def test_a_wrong_python_is_named(project: Path, tmp_path: Path) -> None:
-    old = fake_program(tmp_path / "bin", "python3.9", "echo 3.9.2")
-    assert_one_clear_sentence(install(project, "--cpu", PYTHON=str(old)), r"3\.11 or 3\.12.*python3\.9 is 3\.9\.2")
-
-
-def test_no_python_at_all_is_said(project: Path) -> None:
-    assert_one_clear_sentence(install(project, "--cpu", PYTHON="/nowhere/python"), "no Python was found")
+@pytest.mark.parametrize(("python", "says"), [
+    ("python3.9", r"3\.11 or 3\.12.*python3\.9 is 3\.9\.2"), ("nowhere/python", "no Python was found"),
+])  # fmt: skip
+def test_a_wrong_python_is_named(project: Path, tmp_path: Path, python: str, says: str) -> None:
+    fake_program(tmp_path / "bin", "python3.9", "echo 3.9.2")
+    assert_one_clear_sentence(install(project, "--cpu", PYTHON=str(tmp_path / "bin" / python)), says)
 
 
 def test_too_little_disk_is_refused_before_anything_is_written(project: Path) -> None:
@@ -314,9 +315,7 @@ def test_apex_is_built_only_when_asked_for() -> None:
 
 def test_the_gpu_extra_has_what_every_family_asks_for() -> None:
     """`model/specs.py` refuses a layer without these packages; and pip before 23.3 drops an extra spelt with `_`."""
-    import tomllib
-
-    gpu = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    gpu = PROJECT["optional-dependencies"]["gpu"]
     names = {re.split(r"[\[=<> ;]", requirement)[0] for requirement in gpu}
     specs = (ROOT / "mslime/backends/megatron/model/specs.py").read_text()
     packages = {"transformer_engine": "transformer-engine", "fla": "flash-linear-attention"}
@@ -335,10 +334,7 @@ def test_unknown_options_are_refused(project: Path) -> None:
 
 def test_apex_and_torchvision_are_no_dependency() -> None:
     """`apex` on PyPI is an unrelated project; torchvision's wheel breaks transformers beside a CPU torch."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
+    wanted = [*PROJECT["dependencies"], *(d for group in PROJECT["optional-dependencies"].values() for d in group)]
     names = {re.split(r"[\[=<> ;]", d)[0].lower() for d in wanted}
     assert not names & {"apex", "torchvision"}
     constrained = (ROOT / "requirements/cpu-constraints.txt").read_text().lower()
@@ -346,13 +342,10 @@ def test_apex_and_torchvision_are_no_dependency() -> None:
 
 
 def test_every_cpu_pin_is_also_the_constrained_version() -> None:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "requirements/cpu-constraints.txt").read_text().lower().splitlines()
     constrained = dict(line.split("==") for line in lines if "==" in line)
-    extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["cpu"], *extras["dev"]]:
+    extras = PROJECT["optional-dependencies"]
+    for requirement in [*PROJECT["dependencies"], *extras["cpu"], *extras["dev"]]:
         name, _, version = re.sub(r"\[.*?\]", "", requirement).lower().partition("==")
         known = constrained.get(name, constrained.get(name.replace("-", "_")))
         assert not version or known in (None, version), f"{requirement} against {known}"
