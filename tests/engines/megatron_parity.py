@@ -60,12 +60,7 @@ UNPACKED_PLANS = {
 
 def run_config(checkpoint: Path, case: Case) -> RunConfig:
     """A run with every term of the loss switched on, so that a layout can get each of them wrong."""
-    algorithm = {
-        "kl_coef": 0.1,
-        "entropy_coef": 0.01,
-        "correction": {"preset": "seq_tis"},
-        **case.algorithm,
-    }
+    algorithm = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction": {"preset": "seq_tis"}, **case.algorithm}
     train = {
         "lr": 1e-3,
         "min_lr": 1e-4,

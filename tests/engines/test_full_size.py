@@ -50,11 +50,7 @@ _GLM = (
     {"ranks": 64, "tp": 4, "pp": 2, "vpp": 2, "ep": 16, "etp": 2},
     {"ranks": 32, "tp": 2, "pp": 1, "ep": 32},
 )
-_DENSE = (
-    {"ranks": 64, "tp": 4, "pp": 4, "cp": 2},
-    {"ranks": 8, "tp": 2, "pp": 2, "vpp": 2},
-    {"ranks": 1},
-)
+_DENSE = ({"ranks": 64, "tp": 4, "pp": 4, "cp": 2}, {"ranks": 8, "tp": 2, "pp": 2, "vpp": 2}, {"ranks": 1})
 LAYOUTS: dict[str, tuple[dict[str, int], ...]] = {
     "deepseek-r1": _DEEPSEEK,
     "deepseek-v2": (
@@ -222,11 +218,7 @@ def buildable(model: str) -> bool:
     return not get_family(hf_config(model)).support.not_trained
 
 
-@pytest.mark.parametrize(
-    ("model", "index"),
-    CASES,
-    ids=[f"{model} {LAYOUTS[model][i]}" for model, i in CASES],
-)
+@pytest.mark.parametrize(("model", "index"), CASES, ids=[f"{model} {LAYOUTS[model][i]}" for model, i in CASES])
 def test_every_parameter_of_every_rank_is_made_by_one_rule(model: str, index: int) -> None:
     if not buildable(model):
         pytest.skip(get_family(hf_config(model)).support.not_trained)

@@ -28,10 +28,7 @@ from tests.fixtures.families import CASES
 pytestmark = pytest.mark.timeout(180)
 
 SFT = {"task": "sft"}
-LAYOUTS = {
-    "gpt-oss": {"tp": 2, "cp": 2, "ep": 2},
-    "qwen3-next": {"tp": 2, "pp": 2, "ep": 2},
-}
+LAYOUTS = {"gpt-oss": {"tp": 2, "cp": 2, "ep": 2}, "qwen3-next": {"tp": 2, "pp": 2, "ep": 2}}
 
 
 @pytest.fixture(scope="module")

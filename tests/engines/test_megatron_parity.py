@@ -59,12 +59,38 @@ BLOCKED = {
 }
 
 
+Recorded = tuple[Path, Path]
+"""A checkpoint, and the single process's record on it."""
+
+
+def recorded_by_one(checkpoint: Path, directory: Path, case: Case) -> Recorded:
+    run_ranks(record, 1, checkpoint, case, directory / "record.pt")
+    return checkpoint, directory / "record.pt"
+
+
 @pytest.fixture(scope="module")
-def moe(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The checkpoint and the single process's record on it."""
-    path = tmp_path_factory.mktemp("parity") / "moe.pt"
-    run_ranks(record, 1, tiny_qwen3_moe, Case(), path)
-    return tiny_qwen3_moe, path
+def moe(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return recorded_by_one(tiny_qwen3_moe, tmp_path_factory.mktemp("moe"), Case())
+
+
+@pytest.fixture(scope="module")
+def forced(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """With forced routes."""
+    return recorded_by_one(tiny_qwen3_moe, tmp_path_factory.mktemp("forced"), Case(**FORCED))
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """With routes of its own old-log-prob pass."""
+    return recorded_by_one(tiny_qwen3_moe, tmp_path_factory.mktemp("recorded"), Case(train={"replay": "r2"}))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Of a dense checkpoint with tied embeddings, whose vocabulary needs padding."""
+    directory = tmp_path_factory.mktemp("tied")
+    model = make_tiny_qwen3_dense(directory / "model", tie_word_embeddings=True, vocab_size=321)
+    return recorded_by_one(model, directory, Case())
 
 
 def check(checkpoint: Path, path: Path, case: Case) -> None:
@@ -84,12 +110,12 @@ def check(checkpoint: Path, path: Path, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_trains_like_one_process(name: str, moe: tuple[Path, Path]) -> None:
+def test_a_layout_trains_like_one_process(name: str, moe: Recorded) -> None:
     check(*moe, LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_log_probs_from_hidden_states_train_like_those_of_logits(name: str, moe: tuple[Path, Path]) -> None:
+def test_log_probs_from_hidden_states_train_like_those_of_logits(name: str, moe: Recorded) -> None:
     check(*moe, BLOCKED[name])
 
 
@@ -97,43 +123,17 @@ def test_log_probs_from_hidden_states_train_like_those_of_logits(name: str, moe:
 def test_interleaved_stages_do_not_mix_up_micro_batches_of_equal_length(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """The silent form of the batched point-to-point trap: with equal shapes nothing crashes, gradients are wrong."""
     equal = {"lengths": (17,) * 8, "packed": False}
-    run_ranks(record, 1, tiny_qwen3_moe, Case(**equal), tmp_path / "record.pt")
-    check(tiny_qwen3_moe, tmp_path / "record.pt", Case(2, {PP: 2, VPP: 2}, **equal))
-
-
-@pytest.fixture(scope="module")
-def forced(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The single process's record with forced routes."""
-    path = tmp_path_factory.mktemp("parity") / "forced.pt"
-    run_ranks(record, 1, tiny_qwen3_moe, Case(**FORCED), path)
-    return tiny_qwen3_moe, path
+    check(*recorded_by_one(tiny_qwen3_moe, tmp_path, Case(**equal)), Case(2, {PP: 2, VPP: 2}, **equal))
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_forced_random_routes_train_like_one_process(name: str, forced: tuple[Path, Path]) -> None:
+def test_forced_random_routes_train_like_one_process(name: str, forced: Recorded) -> None:
     check(*forced, REPLAYED[name])
 
 
-@pytest.fixture(scope="module")
-def recorded(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The single process's record with routes of its own old-log-prob pass."""
-    path = tmp_path_factory.mktemp("parity") / "recorded.pt"
-    run_ranks(record, 1, tiny_qwen3_moe, Case(train={"replay": "r2"}), path)
-    return tiny_qwen3_moe, path
-
-
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_routes_train_like_one_process(name: str, recorded: tuple[Path, Path]) -> None:
+def test_recorded_routes_train_like_one_process(name: str, recorded: Recorded) -> None:
     check(*recorded, RECORDED[name])
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A dense checkpoint with tied embeddings, whose vocabulary needs padding, and the single process's record."""
-    directory = tmp_path_factory.mktemp("tied")
-    checkpoint = make_tiny_qwen3_dense(directory / "model", tie_word_embeddings=True, vocab_size=321)
-    run_ranks(record, 1, checkpoint, Case(), directory / "record.pt")
-    return checkpoint, directory / "record.pt"
 
 
 TIED = {
@@ -145,7 +145,7 @@ TIED = {
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_tied_embeddings_of_a_dense_model_train_like_one_process(name: str, tied: tuple[Path, Path]) -> None:
+def test_tied_embeddings_of_a_dense_model_train_like_one_process(name: str, tied: Recorded) -> None:
     check(*tied, TIED[name])
 
 

@@ -302,11 +302,7 @@ def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> li
 
 @pytest.mark.parametrize(
     ("over", "sizes"),
-    [
-        ("disk", {"tp": 2, "ep": 1}),
-        ("broadcast", {"dp": 2, "ep": 2}),
-        ("disk", {"dp": 2, "ep": 2}),
-    ],
+    [("disk", {"tp": 2, "ep": 1}), ("broadcast", {"dp": 2, "ep": 2}), ("disk", {"dp": 2, "ep": 2})],
     ids=["disk tp2", "broadcast dp2 ep2", "disk dp2 ep2"],
 )
 def test_changes_alone_bring_an_engine_to_the_trainers_weights_and_are_refused_by_one_that_has_others(

@@ -102,9 +102,7 @@ def test_a_gyms_own_failure_is_a_failure_of_the_rollout_with_its_words() -> None
         check_rollout(f"{__name__}:play", ["5"], metadata=row("2 + 3?", None))
 
 
-def test_an_agent_that_is_refused_for_want_of_room_ends_as_truncated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_agent_that_is_refused_for_want_of_room_ends_as_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
     one_turn(monkeypatch)
     (sample,) = check_rollout(f"{__name__}:play", [CALL, "5"], metadata=row("2 + 3?", "5"))
     assert sample.status is SampleStatus.TRUNCATED and sample.reward is None

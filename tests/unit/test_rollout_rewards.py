@@ -102,20 +102,15 @@ def test_what_is_no_number_is_said_at_once(what: str, said: str):
     assert score("odd_values", sample(what), timeout_s=50, on_error="drop") == [None]
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
+async def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
     """Of a frame: the parent would wait for it until the process's time is up."""
-
-    async def work() -> str:
-        worker = await Worker.start("tests.unit.user_frames", RewardJob("x:y", "reward.function", 50.0))
-        try:
-            with pytest.raises(WorkerLostError) as error:
-                await worker.ask("lambda", 50.0)
-            assert await worker.ask("plain", 50.0) == "plain"
-            return str(error.value)
-        finally:
-            await worker.kill()
-
-    assert "its answer cannot be sent" in asyncio.run(asyncio.wait_for(work(), 60))
+    worker = await Worker.start("tests.unit.user_frames", RewardJob("x:y", "reward.function", 50.0))
+    try:
+        with pytest.raises(WorkerLostError, match="its answer cannot be sent"):
+            await worker.ask("lambda", 50.0)
+        assert await worker.ask("plain", 50.0) == "plain"
+    finally:
+        await worker.kill()
 
 
 @pytest.mark.parametrize("level", ["INFO", "WARNING"])
@@ -261,23 +256,20 @@ def test_only_the_sample_that_hangs_is_blamed_when_its_process_is_killed_while_o
     assert {s.index for s in asked if s.error} == hanging
 
 
-def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
-    async def work() -> list[Any]:
-        scorer = RewardScorer(RewardConfig(kind="custom", function=f"{USER}:own_pid", workers=2, timeout_s=20))
-        try:
-            await scorer.start()
-            pids = {int(await scorer.score(sample("")) or 0) for _ in range(20)}
-            slow = [asyncio.create_task(scorer.score(sample("", wait=1.0))) for _ in range(2)]
-            await asyncio.sleep(0.3)
-            assert all(pid > 1 and pid != os.getpid() for pid in pids)
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            return await asyncio.gather(*slow, *(scorer.score(sample("")) for _ in range(4)), return_exceptions=True)
-        finally:
-            await scorer.close()
-
-    rewards = asyncio.run(asyncio.wait_for(work(), 60))
-    assert len(rewards) == 6 and all(isinstance(r, float) and r > 1 for r in rewards)
+async def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
+    scorer = RewardScorer(RewardConfig(kind="custom", function=f"{USER}:own_pid", workers=2, timeout_s=20))
+    try:
+        await scorer.start()
+        pids = {int(await scorer.score(sample("")) or 0) for _ in range(20)}
+        slow = [asyncio.create_task(scorer.score(sample("", wait=1.0))) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        assert all(pid > 1 and pid != os.getpid() for pid in pids)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        rewards = await asyncio.gather(*slow, *(scorer.score(sample("")) for _ in range(4)), return_exceptions=True)
+        assert len(rewards) == 6 and all(isinstance(r, float) and r > 1 for r in rewards)
+    finally:
+        await scorer.close()
 
 
 async def test_a_dead_worker_answers_at_once_that_it_is_dead(capfd: pytest.CaptureFixture[str]):

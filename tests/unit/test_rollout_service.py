@@ -488,9 +488,22 @@ async def test_a_resumed_service_continues_with_every_group_and_the_same_prompts
     await other.close()
 
 
-async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_moment_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_state_holds_groups_in_flight(tmp_path: Path):
+    config = run_config(tmp_path, max_staleness=2)
+    service = make_service(config, FakeSlowEngine(uneven))
+    taken = {g.group_id for g in (await service.take(0)).groups}
+    assert service.books.running
+    everything = sorted(g.group_id for g in service.books.held())
+    await service.save(tmp_path / "rollouts.npz")
+    other = make_service(config, FakeSlowEngine(uneven))
+    await other.load(tmp_path / "rollouts.npz")
+    assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
+    await service.close()
+
+
+@pytest.fixture
+def held_archive(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """(begun, may): a checkpoint's file is written when it may."""
     begun, may, write = threading.Event(), threading.Event(), state._write_archive
 
     def hold(*args: Any) -> None:
@@ -498,11 +511,18 @@ async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_mo
         assert may.wait(20)
         write(*args)
 
+    monkeypatch.setattr(state, "_write_archive", hold)
+    return begun, may
+
+
+async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_moment_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_archive: tuple[threading.Event, threading.Event]
+):
+    begun, may = held_archive
     config, engine = run_config(tmp_path, max_staleness=2), FakeSlowEngine(uneven)
     service = make_service(config, engine)
     await service.take(0)
     await ticks(10)
-    monkeypatch.setattr(state, "_write_archive", hold)
     keep, kept = service.books.kept, list[tuple[set[int], int]]()
 
     def note(next_step: int | None) -> Any:
@@ -564,19 +584,12 @@ async def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_
 
 
 async def test_new_prompts_are_handed_out_while_a_checkpoint_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held_archive: tuple[threading.Event, threading.Event]
 ):
-    begun, may, write = threading.Event(), threading.Event(), state._write_archive
-
-    def hold(*args: Any) -> None:
-        begun.set()
-        assert may.wait(20)
-        write(*args)
-
+    begun, may = held_archive
     engine = FakeSlowEngine(short)
     service = make_service(run_config(tmp_path, max_staleness=1), engine)
     await service.take(0)
-    monkeypatch.setattr(state, "_write_archive", hold)
     checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
     while not begun.is_set():
         await asyncio.sleep(0)

@@ -69,9 +69,7 @@ def test_help_fits_a_screen_and_names_every_section(command: str, capsys: pytest
     assert {name for name in sections() if name and "." not in name} <= named
 
 
-def test_help_of_a_section_lists_its_settings_and_a_wrong_name_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_of_a_section_lists_its_settings_and_a_wrong_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help", "algorithm"])
     told = capsys.readouterr().out

@@ -15,12 +15,7 @@ import pytest
 
 from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.client import EngineBusy, EngineClient
-from mslime.backends.sglang.generating import (
-    GenerateRequest,
-    GenerateResult,
-    answer_limit,
-    parse_generation,
-)
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, answer_limit, parse_generation
 from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import DeadlineConfig
 from tests.fixtures.model_facts import model_facts

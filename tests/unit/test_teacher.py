@@ -32,7 +32,15 @@ from mslime.rollout.teacher import TRIES, ServedTeacher
 from mslime.run.assemble import assemble
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.rollout_fakes import FakeSlowEngine, FakeTeacher, FakeTokenizer, make_service, publish, run_config
+from tests.unit.rollout_fakes import (
+    FakeSlowEngine,
+    FakeTeacher,
+    FakeTokenizer,
+    make_service,
+    publish,
+    run_config,
+    short,
+)
 
 MODEL = model_facts(300)
 
@@ -278,10 +286,6 @@ async def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- the service
-
-
-def short(group: str, index: int) -> int:
-    return 3 + index
 
 
 async def test_every_sample_of_a_step_arrives_with_its_scores_in_the_shards(tmp_path: Path) -> None:
