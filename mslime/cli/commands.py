@@ -161,6 +161,7 @@ def _add_check(parser: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="with --fields: as the page docs/settings.md")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of RUN.yaml, for editors")
+    parser.add_argument("--run-dir", action="store_true", help="print only the directory into which the run writes")
     parser.add_argument(
         "--try", action="store_true", dest="try_functions",
         help="also call the functions of yours that the settings name, on made-up input (docs/extending.md)",
@@ -194,8 +195,6 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     if args.schema:
         from mslime.config.settings import as_json_schema
 
@@ -203,6 +202,11 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     if args.fields is not None:
         return _print_fields(args.fields, args.markdown)
+    if args.run_dir:
+        print(config_of(args).run_dir)
+        return 0
+    from rich.console import Console
+
     from mslime.checks.describe import describe
     from mslime.checks.resolve import resolve
 

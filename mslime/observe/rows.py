@@ -1,9 +1,8 @@
-"""Rows of `metrics.jsonl` put together: optimizer steps of a rollout, rows of a step, many steps for a picture."""
+"""Rows of `metrics.jsonl` put together: optimizer steps of a rollout, and rows of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from mslime.observe.names import metric_of
@@ -66,28 +65,6 @@ def by_step(rows: Sequence[Row]) -> list[Row]:
     return [{**joined[step], **_rest(joined[step])} for step in sorted(joined)]
 
 
-def irregular(rows: Sequence[Row]) -> str:
-    """What no run writes: steps without a row between others, steps whose numbers stand there twice; empty: neither.
-
-    Args:
-        rows: as they stand in the file, before `by_step`.
-    """
-    names: dict[int, set[str]] = {}
-    twice: set[int] = set()
-    for row in rows:
-        known, own = names.setdefault(row["step"], set()), row.keys() - EVERY_ROW
-        if known & own:
-            twice.add(row["step"])
-        known |= own
-    gaps = [(a, b) for a, b in pairwise(sorted(names)) if b > a + 1]
-    missing = sum(b - a - 1 for a, b in gaps)
-    told = [f"steps without a row: {missing}, the first is {gaps[0][0] + 1}"] if gaps else []
-    told += (
-        [f"steps with two rows, of which the later counts: {len(twice)}, the first is {min(twice)}"] if twice else []
-    )
-    return "; ".join(told)
-
-
 def _rest(row: Row) -> dict[str, float]:
     if row.get(WHOLE) is None:
         return {}
@@ -99,27 +76,3 @@ def total(rows: Sequence[Row], name: str) -> float | None:
     """Sum of a metric over rows; None when none has it."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return sum(values) if values else None
-
-
-def with_any(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows that have one of the metrics."""
-    return [row for row in rows if any(row.get(name) is not None for name in names)]
-
-
-def thin(rows: Sequence[Row], names: Sequence[str], limit: int) -> tuple[list[Row], int]:
-    """At most `limit` rows, and how many rows each of them stands for, at the last of their steps."""
-    size = -(-len(rows) // limit)
-    if size <= 1:
-        return list(rows), 1
-    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [{"step": chunk[-1]["step"], **{name: _together(chunk, name) for name in names}} for chunk in chunks], size
-
-
-def _together(rows: Sequence[Row], name: str) -> float | None:
-    """Mean of a metric over rows; of an extreme, the extreme."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    if not values:
-        return None
-    if name.endswith(("max", "min")):
-        return max(values) if name.endswith("max") else min(values)
-    return sum(values) / len(values)

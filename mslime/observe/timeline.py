@@ -11,14 +11,11 @@ import json
 import os
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from mslime.config.errors import UserError
 from mslime.observe.metrics import read_rows
@@ -151,25 +148,6 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def idle_by_step(spans: Sequence[Span]) -> dict[int, dict[str, float]]:
-    """Mean idle share of the engines and of the trainers in each step, as `idle/engines` and `idle/trainers`.
-
-    Args:
-        spans: sorted by start, as `read_spans` returns them.
-    """
-    starts = [s.start for s in spans]
-    longest = max((s.end - s.start for s in spans), default=0.0)
-    out: dict[int, dict[str, float]] = {}
-    for bound in (s for s in spans if s.name == STEP):
-        near = spans[bisect_left(starts, bound.start - longest) : bisect_left(starts, bound.end)]
-        shares = idle_shares((s for s in near if s.end > bound.start), (bound.start, bound.end))
-        for kind in ("engine", "trainer"):
-            own = [share for lane, share in shares.items() if lane.startswith(kind)]
-            if own:
-                out.setdefault(bound.step, {})[f"idle/{kind}s"] = sum(own) / len(own)
-    return out
-
-
 def step_window(spans: Iterable[Span], step: int) -> tuple[float, float] | None:
     """(start, end) of a step: the driver's `step` span, else the extent of the step's spans; None without any."""
     own = [s for s in spans if s.step == step]
@@ -194,67 +172,3 @@ def _covered(parts: Iterable[tuple[float, float]]) -> float:
         total += max(end - max(start, reached), 0.0)
         reached = max(reached, end)
     return total
-
-
-MAX_TIMELINE_STEPS = 60
-MAX_LANES = 12
-
-
-def timeline_data(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The last steps, each with its lanes; times in seconds from the step's start."""
-    steps = sorted({span.step for span in spans if span.step > 0 or span.name == STEP})[-MAX_TIMELINE_STEPS:]
-    windows = {step: window for step in steps if (window := step_window(spans, step))}
-    return [
-        _step_data(step, [s for s in spans if s.end > start and s.start < end], (start, end))
-        for step, (start, end) in windows.items()
-        if end > start
-    ]
-
-
-def _step_data(step: int, spans: Sequence[Span], window: tuple[float, float]) -> dict[str, Any]:
-    shown = [s for s in spans if s.name != STEP]
-    idle = idle_shares(shown, window)
-    lanes, hidden = _shown_lanes({s.lane for s in shown})
-    return {
-        "step": step,
-        "seconds": round(window[1] - window[0], 3),
-        "hidden": hidden,
-        "lanes": [
-            {"name": lane, "idle": idle.get(lane) if _works(lane) else None, "spans": _lane_spans(shown, lane, window)}
-            for lane in lanes
-        ],
-    }
-
-
-def _shown_lanes(lanes: set[str]) -> tuple[list[str], int]:
-    """Lanes in drawing order, at most MAX_LANES of a kind, and how many were left out."""
-    kept: list[str] = []
-    of_kind: Counter[str] = Counter()
-    for lane in sorted(lanes, key=_lane_order):
-        of_kind[_kind(lane)] += 1
-        if of_kind[_kind(lane)] <= MAX_LANES:
-            kept.append(lane)
-    return kept, len(lanes) - len(kept)
-
-
-def _kind(lane: str) -> str:
-    return lane.rstrip("0123456789 -_")
-
-
-def _works(lane: str) -> bool:
-    """Whether being idle is a loss: engines and trainers, not the lanes that only say what was going on."""
-    return _kind(lane) in ("engine", "trainer")
-
-
-def _lane_order(lane: str) -> tuple[int, int, str]:
-    """The driver's view first, then engines and trainers by number."""
-    order = {"driver": 0, "rollout": 1, "engine": 2, "trainer": 3, "sender": 4}
-    number = lane.removeprefix(_kind(lane)).strip(" -_")
-    return order.get(_kind(lane), 5), int(number) if number else 0, lane
-
-
-def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -> list[list[Any]]:
-    """[name, start, end, step] of a lane, cut to the window and counted from its start."""
-    start, end = window
-    own = merge_spans(s for s in spans if s.lane == lane)
-    return [[s.name, round(max(s.start, start) - start, 4), round(min(s.end, end) - start, 4), s.step] for s in own]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mslime.observe.names import open_parts
-from mslime.observe.rows import Row, thin, with_any
+from mslime.observe.rows import Row
 
 MAX_POINTS = 400
 MAX_HEAT_COLUMNS = 120
@@ -167,3 +167,27 @@ def spans_decades(values: Sequence[float | None]) -> bool:
     """Whether values call for a logarithmic axis."""
     known = [v for v in values if v is not None]
     return bool(known) and min(known) > 0 and max(known) / min(known) > 30
+
+
+def with_any(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The rows that have one of the metrics."""
+    return [row for row in rows if any(row.get(name) is not None for name in names)]
+
+
+def thin(rows: Sequence[Row], names: Sequence[str], limit: int) -> tuple[list[Row], int]:
+    """At most `limit` rows, and how many rows each of them stands for, at the last of their steps."""
+    size = -(-len(rows) // limit)
+    if size <= 1:
+        return list(rows), 1
+    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return [{"step": chunk[-1]["step"], **{name: _together(chunk, name) for name in names}} for chunk in chunks], size
+
+
+def _together(rows: Sequence[Row], name: str) -> float | None:
+    """Mean of a metric over rows; of an extreme, the extreme."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
+        return None
+    if name.endswith(("max", "min")):
+        return max(values) if name.endswith("max") else min(values)
+    return sum(values) / len(values)

@@ -20,14 +20,15 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
-from mslime.observe.rows import Row, by_step, irregular
-from mslime.observe.timeline import Span, timeline_data
+from mslime.observe.rows import Row, by_step
+from mslime.observe.timeline import Span
 from mslime_plugins.report.alive import progress_of
 from mslime_plugins.report.charts import Chart, chart_data
 from mslime_plugins.report.drawn import Drawn, choose_charts
 from mslime_plugins.report.headline import BETWEEN, headline_tiles, run_facts
+from mslime_plugins.report.lanes import idle_by_step, timeline_data
 from mslime_plugins.report.samples_page import samples_data, samples_section
-from mslime_plugins.report.verdict import judge_run
+from mslime_plugins.report.verdict import irregular, judge_run
 
 FILE_NAME = "report.html"
 Cards = Sequence[tuple[Chart, dict[str, Any]]]
@@ -78,7 +79,7 @@ def read_run(run_dir: Path) -> Sequence[Row]:
 
 def with_idle(rows: Sequence[Row], spans: Sequence[Span]) -> list[Row]:
     """The rows with the idle shares of their steps."""
-    idle = timeline.idle_by_step(spans)
+    idle = idle_by_step(spans)
     return [{**row, **idle.get(row["step"], {})} for row in rows]
 
 

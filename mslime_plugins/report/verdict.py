@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean, median, pvariance
 from typing import Literal
 
 from mslime.config.algorithm import LossTraits, loss_traits
-from mslime.observe.rows import Row, total
+from mslime.observe.rows import EVERY_ROW, Row, total
 from mslime_plugins.report.charts import filled
 from mslime_plugins.report.headline import short
 
@@ -400,3 +400,25 @@ def markdown() -> str:
 
 if __name__ == "__main__":
     print(markdown(), end="")
+
+
+def irregular(rows: Sequence[Row]) -> str:
+    """What no run writes: steps without a row between others, steps whose numbers stand there twice; empty: neither.
+
+    Args:
+        rows: as they stand in the file, before `by_step`.
+    """
+    names: dict[int, set[str]] = {}
+    twice: set[int] = set()
+    for row in rows:
+        known, own = names.setdefault(row["step"], set()), row.keys() - EVERY_ROW
+        if known & own:
+            twice.add(row["step"])
+        known |= own
+    gaps = [(a, b) for a, b in pairwise(sorted(names)) if b > a + 1]
+    missing = sum(b - a - 1 for a, b in gaps)
+    told = [f"steps without a row: {missing}, the first is {gaps[0][0] + 1}"] if gaps else []
+    told += (
+        [f"steps with two rows, of which the later counts: {len(twice)}, the first is {min(twice)}"] if twice else []
+    )
+    return "; ".join(told)

@@ -17,21 +17,6 @@ find_mslime() {
   export PATH="$PWD/.venv/bin:$PATH"
 }
 
-# run_directory FLAGS...: where `mslime train` with these flags writes.
-run_directory() {
-  local output=outputs name=
-  while [ $# -gt 0 ]; do
-    case "$1" in
-      --output-dir | --output_dir) output="${2:-}" ;;
-      --output-dir=* | --output_dir=*) output="${1#*=}" ;;
-      --name) name="${2:-}" ;;
-      --name=*) name="${1#*=}" ;;
-    esac
-    shift
-  done
-  printf '%s\n' "$output/$name"
-}
-
 # run_model MODEL FLAGS...: checks the run, plans it (a run that does not fit is not begun) and starts it. The layout comes
 # from scripts/models/MODEL.sh; of flags given twice the later one wins, so those of the command line come last.
 run_model() {
@@ -69,5 +54,7 @@ run_model() {
   if [ "${CHECK_ONLY:-0}" = 1 ]; then return; fi
   mslime plan "${settings[@]}" "$@" || [ $? = 3 ]  # 3: it fits, tightly
   if [ "${PLAN_ONLY:-0}" = 1 ]; then return; fi
-  exec bash scripts/train_again.sh "$(run_directory "${settings[@]}" "$@")" mslime train "${settings[@]}" "$@"
+  local directory
+  directory="$(mslime check --run-dir "${settings[@]}" "$@")"
+  exec bash scripts/train_again.sh "$directory" mslime train "${settings[@]}" "$@"
 }

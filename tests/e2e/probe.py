@@ -10,6 +10,7 @@ from pathlib import Path
 
 VARIABLE = "MSLIME_PROBE"
 """Names the directory into which every process writes what it enters."""
+VERBS = "run/session.py:TrainingRun."
 _PROBE = '''
 import os, sys, time
 _directory = os.environ.get("MSLIME_PROBE", "")
@@ -98,9 +99,74 @@ def read(directory: Path) -> list[Entered]:
     return sorted(rows, key=lambda row: row.at)
 
 
+def mentions(package: Path) -> dict[str, set[str]]:
+    """By function, what its code could hand to another process or thread: `.method`, `Class.method`, `function`, and
+    `.text` of a string. A class is its `Class.__init__`."""
+    found: dict[str, set[str]] = {}
+
+    def visit(node: ast.AST, where: str, within: str, function: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if function:
+                found.setdefault(f"{where}:{within}", set()).update(_words(child))
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not function:
+                name = f"{within}.{child.name}".lstrip(".")
+                visit(child, where, name, not isinstance(child, ast.ClassDef))
+            else:
+                visit(child, where, within, function)
+
+    for path in sorted(package.rglob("*.py")):
+        visit(ast.parse(path.read_text()), str(path.relative_to(package)), "", False)
+    return found
+
+
+def _words(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Name):
+        return {node.id, f"{node.id}.__init__"}
+    if isinstance(node, ast.Attribute):
+        return {f".{node.attr}", *([f"{node.value.id}.{node.attr}"] if isinstance(node.value, ast.Name) else [])}
+    return {f".{node.value}"} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+
+
+RELAYS = ("run/ray_calls.py:Host.ask", "rollout/protocols.py:Local.ask")
+"""They call the method that they are given as `Class.method`."""
+RECORDS = ("config/", "logs.py", "observe/", "data/sample_log.py")
+"""Settings, logs and records: no part of a way, also where a verb calls them."""
+THREADS = ("", "threads.py:in_thread")
+"""What is entered from these, another function has handed to a process, a thread or the event loop."""
+
+
+def reached(root: str, rows: list[Entered], mentioned: dict[str, set[str]]) -> frozenset[str]:
+    """What `root` reaches by a chain of calls, in these rows.
+
+    A link of the chain is a call in one process, as recorded. Where a relay, another process, a thread or the event
+    loop enters a function, the link is from each function of the chain that mentions it by name: of two methods of the
+    same name both count if both were entered so. What runs beside the chain (health checks, the guard) does not count.
+    """
+    callees: dict[str, set[str]] = {}
+    for row in rows:
+        callees.setdefault(row.caller, set()).add(row.name)
+    handed = {name for caller in (*RELAYS, *THREADS) for name in callees.get(caller, ())}
+    handed |= callees.keys() - {row.name for row in rows}  # tasks that were begun earlier
+    relayed = {name for relay in RELAYS for name in callees.get(relay, ())}
+    chain, left = set[str](), [root]
+    while left:
+        name = left.pop()
+        if not name or name in chain:
+            continue
+        chain.add(name)
+        if name not in RELAYS + THREADS:
+            left += callees.get(name, ())
+        words = mentioned.get(name, set())
+        for other in handed - chain:
+            inner = other.partition(":")[2]
+            if inner in words or (other not in relayed and "." in inner and f".{inner.rpartition('.')[2]}" in words):
+                left.append(other)
+    return frozenset(chain)
+
+
 @dataclass(frozen=True)
 class Way:
-    """A stretch of a run, and everything that was entered in it outside settings, logs and records."""
+    """A stretch of a run, and what its verbs reached in it outside settings, logs and records."""
 
     name: str
     functions: frozenset[str]
@@ -110,17 +176,19 @@ class Way:
         return f"{self.name}: {len(self.functions)} functions in {len(files)} files"
 
 
-def ways(rows: list[Entered]) -> list[Way]:
-    """The stretches of a synchronous run's last step."""
+def ways(rows: list[Entered], mentioned: dict[str, set[str]]) -> list[Way]:
+    """The stretches of a synchronous run's last step; see `reached`."""
 
-    def last(name: str) -> int:
-        return max(row.at for row in rows if row.name == f"run/session.py:TrainingRun.{name}")
+    def at(verb: str) -> int:
+        return max(row.at for row in rows if row.name == VERBS + verb)
 
-    def between(name: str, begin: int, end: int) -> Way:
-        inside = {row.name for row in rows if begin <= row.at < end}
-        return Way(name, frozenset(x for x in inside if not x.startswith(("config/", "logs.py", "observe/"))))
+    def way(name: str, end: int, *verbs: str) -> Way:
+        begin = at(verbs[0])
+        inside = [row for row in rows if begin <= row.at < end]
+        found = frozenset[str]().union(*(reached(VERBS + verb, inside, mentioned) for verb in verbs))
+        return Way(name, frozenset(x for x in found if not x.startswith(RECORDS)))
 
-    take, train, publish = last("take"), last("train"), last("publish_weights")
-    end = min(row.at for row in rows if row.at > publish and row.name == "run/session.py:TrainingRun.save")
-    return [between("take to shards", take, train), between("prompt to loss", take, publish),
-            between("weight to engine", publish, end)]  # fmt: skip
+    trained, published = at("train"), at("publish_weights")
+    saved = min(row.at for row in rows if row.at > published and row.name == VERBS + "save")
+    return [way("take to shards", trained, "take"), way("prompt to loss", published, "take", "train"),
+            way("weight to engine", saved, "publish_weights")]  # fmt: skip

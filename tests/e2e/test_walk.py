@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import ROOT, Run, start_run
-from tests.e2e.probe import VARIABLE, Entered, probed_copy, read, ways
+from tests.e2e.probe import VARIABLE, Entered, mentions, probed_copy, read, ways
 from tests.unit.test_walk import Stop, all_stops
 
 
@@ -40,12 +40,14 @@ def rows(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.timeout(900)
 def test_what_a_step_enters_is_counted(rows: list[Entered]) -> None:
-    take, loss, weight = ways(rows)
+    take, loss, weight = ways(rows, mentions(ROOT / "mslime"))
     print(f"\n{take}\n{loss}\n{weight}")
     assert take.functions < loss.functions
     assert "rollout/group_tracker.py:Books.take" in take.functions
     assert "algorithms/losses.py:policy_loss" in loss.functions - take.functions
     assert "backends/sglang/client.py:EngineClient.held_weights" in weight.functions
+    outside = {str(stop) for stop in all_stops()} - loss.functions - weight.functions
+    assert outside == {"run/loop.py:train_rl"}, "the walk has a stop that no verb reaches"
 
 
 def test_the_walk_leaves_nothing_out(rows: list[Entered]) -> None:

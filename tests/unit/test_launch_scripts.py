@@ -113,10 +113,14 @@ def test_a_run_is_checked_then_planned_then_started(tmp_path: Path) -> None:
     assert check[1:] == plan[1:] == train[1:] and check[-2:] == ["--train.lr", "2e-6"]
 
 
-@pytest.mark.parametrize(("restarts", "starts"), [("1", 2), ("0", 1)])
-def test_a_run_that_fails_after_a_step_is_started_again(tmp_path: Path, restarts: str, starts: int) -> None:
-    """The run's directory is found in flags of either form."""
-    flags = ("--output-dir=elsewhere", "--name", "a", "--output_dir", str(tmp_path))
+@pytest.mark.parametrize(("restarts", "starts", "in_file"), [("1", 2, True), ("0", 1, False)])
+def test_a_run_that_fails_after_a_step_is_started_again(
+    tmp_path: Path, restarts: str, starts: int, in_file: bool
+) -> None:
+    """The run's directory comes from RUN.yaml, or from the later one of two flags."""
+    run = tmp_path / "run.yaml"
+    run.write_text(f"output_dir: {tmp_path}\n")
+    flags = (str(run), "--name=a") if in_file else ("--output-dir=there", "--name", "a", "--output_dir", str(tmp_path))
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_METRICS": str(tmp_path / "a" / "metrics.jsonl")}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), *flags, **variables, RESTARTS=restarts)
     assert done.returncode == 2 and [call[0] for call in calls(done)] == ["check", "plan", *["train"] * starts]

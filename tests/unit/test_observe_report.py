@@ -26,9 +26,11 @@ from mslime.data.sample_log import KINDS
 from mslime.observe.names import METRICS, is_known
 from mslime.observe.run_lock import own_description
 from mslime.observe.samples import file_of
-from mslime_plugins.report.charts import MAX_HEAT_COLUMNS, MAX_POINTS
+from mslime.observe.timeline import Span
+from mslime_plugins.report.charts import MAX_HEAT_COLUMNS, MAX_POINTS, thin
 from mslime_plugins.report.compare import write_comparison
 from mslime_plugins.report.headline import model_name
+from mslime_plugins.report.lanes import idle_by_step
 from mslime_plugins.report.page import write_report
 from mslime_plugins.report.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
@@ -507,3 +509,21 @@ def test_a_damaged_file_of_a_run_is_a_users_error(
     assert main(["report", str(own_run)]) == 2
     told = capsys.readouterr().err
     assert "way out" in told and "Traceback" not in told
+
+
+def test_idle_by_step_sees_spans_of_other_steps_and_means_over_lanes() -> None:
+    spans = [
+        Span("engine 0", "generate", 0, 30, 1),
+        Span("driver", "step", 0, 10, 1),
+        Span("engine 1", "generate", 5, 10, 1),
+        Span("driver", "step", 10, 20, 2),
+        Span("trainer 0", "train", 12, 14, 2),
+    ]
+    assert idle_by_step(spans) == {1: {"idle/engines": 0.25}, 2: {"idle/engines": 0.0, "idle/trainers": 0.8}}
+
+
+def test_thinning_keeps_extremes() -> None:
+    rows = [{"step": i, "reward/min": float(i != 3), "reward/max": float(i == 4), "lr": float(i)} for i in range(8)]
+    found, every = thin(rows, ("reward/min", "reward/max", "lr"), 2)
+    assert every == 4 and [row["step"] for row in found] == [3, 7]
+    assert [(row["reward/min"], row["reward/max"], row["lr"]) for row in found] == [(0, 0, 1.5), (1, 1, 5.5)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.observe.names import METRICS, metric_of
-from mslime.observe.rows import REST, by_step, over_optimizer_steps, thin
+from mslime.observe.rows import REST, by_step, over_optimizer_steps
 
 
 def test_counts_and_seconds_are_added_extremes_kept_and_means_weighted_by_their_denominators() -> None:
@@ -66,10 +66,3 @@ def test_what_no_part_of_a_step_explains_is_the_rest_and_a_checkpoint_is_no_part
     row = {"step": 1, "perf/step_seconds": 10.0, "perf/train_seconds": 4.0, "weights/seconds": 1.0}
     found = by_step([row | {"perf/checkpoint_seconds": 3.0}, {"step": 0}, {"step": 1, "perf/eval_seconds": 2.0}])
     assert found[0] == {"step": 0} and found[1][REST] == 3.0
-
-
-def test_thinning_keeps_extremes() -> None:
-    rows = [{"step": i, "reward/min": float(i != 3), "reward/max": float(i == 4), "lr": float(i)} for i in range(8)]
-    found, every = thin(rows, ("reward/min", "reward/max", "lr"), 2)
-    assert every == 4 and [row["step"] for row in found] == [3, 7]
-    assert [(row["reward/min"], row["reward/max"], row["lr"]) for row in found] == [(0, 0, 1.5), (1, 1, 5.5)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.observe.timeline import Span, Timeline, idle_by_step, idle_shares, read_spans, step_window
+from mslime.observe.timeline import Span, Timeline, idle_shares, read_spans, step_window
 
 
 def test_spans_recorded_by_many_threads_all_read_back(tmp_path: Path) -> None:
@@ -67,17 +67,6 @@ def test_idle_is_the_share_of_moments_that_no_span_covers(parts: list[tuple[int,
     free = sum(not any(s.start <= t < s.end for s in spans) for t in range(20))
     expected = {"engine 0": pytest.approx(free / 20)} if spans else {}
     assert idle_shares(spans, (0, 20)) == expected
-
-
-def test_idle_by_step_sees_spans_of_other_steps_and_means_over_lanes() -> None:
-    spans = [
-        Span("engine 0", "generate", 0, 30, 1),
-        Span("driver", "step", 0, 10, 1),
-        Span("engine 1", "generate", 5, 10, 1),
-        Span("driver", "step", 10, 20, 2),
-        Span("trainer 0", "train", 12, 14, 2),
-    ]
-    assert idle_by_step(spans) == {1: {"idle/engines": 0.25}, 2: {"idle/engines": 0.0, "idle/trainers": 0.8}}
 
 
 def test_a_step_is_bounded_by_the_drivers_span_or_else_by_its_own() -> None:

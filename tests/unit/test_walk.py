@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.probe import Entered, mentions, reached
+
 ROOT = Path(__file__).parents[2]
 _STOP = re.compile(r"^( *)- `mslime/([\w/]+\.py):([\w.]+)`", re.MULTILINE)
 
@@ -58,3 +60,25 @@ def test_the_walk_has_both_ways() -> None:
 @pytest.mark.parametrize("stop", dict.fromkeys(all_stops()), ids=str)
 def test_a_stop_exists(stop: Stop) -> None:
     assert stop.name in functions_of(stop.path)
+
+
+def test_only_a_chain_of_calls_counts(tmp_path: Path) -> None:
+    """A call, a relayed verb and a thread are links; what the event loop or a relay enters beside them is none."""
+    (tmp_path / "a.py").write_text(
+        "class Run:\n    def take(self):\n        actor.ask.remote(There.groups)\n        plain()\n"
+        "def plain():\n    in_thread(self.work)\n"
+    )
+    links = [("", "a.py:Run.take"), ("a.py:Run.take", "a.py:plain"), ("", "run/ray_calls.py:Host.ask"),
+             ("run/ray_calls.py:Host.ask", "b.py:There.groups"), ("run/ray_calls.py:Host.ask", "b.py:There.report"),
+             ("b.py:There.report", "b.py:Count.of"), ("threads.py:in_thread", "b.py:Way.work"),
+             ("", "b.py:Health.beat")]  # fmt: skip
+    rows = [Entered(at, caller, name) for at, (caller, name) in enumerate(links)]
+    found = reached("a.py:Run.take", rows, mentions(tmp_path))
+    assert found == {
+        "a.py:Run.take",
+        "run/ray_calls.py:Host.ask",
+        "a.py:plain",
+        "b.py:There.groups",
+        "threads.py:in_thread",
+        "b.py:Way.work",
+    }
