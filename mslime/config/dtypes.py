@@ -7,11 +7,10 @@ trainer of ours computes in, so that every sync would round (and overflow beyond
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from mslime.config.base import Device, Fp8Recipe
 from mslime.config.errors import ConfigError
 from mslime.config.model_facts import checkpoint_dtype, language_model
 
@@ -102,123 +101,3 @@ def declared_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     text = language_model(hf_config)
     inner = [key for key in ("dtype", "torch_dtype") if text is not hf_config and text.get(key)]
     return changes | ({"text_config": {**text, **dict.fromkeys(inner, dtype)}} if inner else {})
-
-
-# Setting `train.fp8`: the trainer's linear layers multiply in FP8 by Transformer Engine; parameters stay bfloat16.
-#
-# Sources: megatron-core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.20 (`utils.py`:
-# `assert_dim_for_fp8_exec`; `tensor/float8_blockwise_tensor.py`: `is_quantizable`; `common/recipe`).
-
-FORMATS: Mapping[Fp8Recipe, str] = {"blockwise": "e4m3", "tensorwise": "hybrid"}
-"""Transformer Engine's default of each recipe; hybrid: gradients are e5m2."""
-ROWS: Mapping[Fp8Recipe, int] = {"blockwise": 128, "tensorwise": 16}
-"""What the rows of a micro-batch that a rank's layers see must be a multiple of: they are summed over in a weight's
-gradient, and sequence-parallel ranks gather them in FP8 only when blocks do not cross ranks."""
-WIDTH = 16
-"""What both dimensions of a rank's share of a matrix must be a multiple of, in every recipe."""
-COPY_BYTES = 2
-"""Of a weight: Transformer Engine keeps it in FP8 as it is and transposed, from one micro-batch to the next."""
-_REMOVE = "remove train.fp8"
-
-
-def fp8_rows(recipe: Fp8Recipe | None) -> int:
-    """What the rows that a rank's layers see of a micro-batch are a multiple of."""
-    return 1 if recipe is None else ROWS[recipe]
-
-
-def fp8_fields(recipe: Fp8Recipe | None, *, cpu: bool) -> dict[str, str]:
-    """As `TransformerConfig` takes them.
-
-    Raises:
-        ConfigError: on a CPU.
-    """
-    if recipe is None:
-        return {}
-    if cpu:
-        raise _on_cpu(recipe)
-    return {"fp8": FORMATS[recipe], "fp8_recipe": recipe}
-
-
-def check_fp8(
-    recipe: Fp8Recipe | None, device: Device, params_dtype: str | None, *, adapters: bool, colocated: bool
-) -> None:
-    """Refuse what FP8 layers cannot be combined with.
-
-    Args:
-        recipe: `train.fp8`.
-        params_dtype: `megatron.params_dtype`.
-        adapters: these are trained, and not the model.
-        colocated: engines and trainer take turns on the same GPUs.
-
-    Raises:
-        ConfigError: the first broken rule.
-    """
-    if recipe is None:
-        return
-    if device == "cpu":
-        raise _on_cpu(recipe)
-    if params_dtype == "float32":
-        raise ConfigError(
-            "train.fp8", recipe, "FP8 layers are made of bfloat16 parameters, and megatron.params_dtype is float32",
-            f"set megatron.params_dtype: bfloat16, or {_REMOVE}",
-        )  # fmt: skip
-    if adapters:
-        raise ConfigError(
-            "train.fp8", recipe, "adapters are not built for layers that compute so", f"{_REMOVE}, or lora.rank"
-        )
-    if colocated:
-        raise ConfigError(
-            "train.fp8", recipe, "Transformer Engine's FP8 copies of the weights stay on the GPU while engines have it",
-            f"set cluster.placement: separate, or {_REMOVE}",
-        )  # fmt: skip
-
-
-def _on_cpu(recipe: Fp8Recipe) -> ConfigError:
-    return ConfigError("train.fp8", recipe, "needs CUDA kernels, and the trainer is on the CPU", _REMOVE)
-
-
-def check_fp8_model(recipe: Fp8Recipe | None, tp: int, etp: int, derived: Mapping[str, object]) -> None:
-    """Raise ConfigError when a rank's share of a linear layer has a size that FP8 products do not take.
-
-    Args:
-        tp, etp: tensor-parallel and expert-tensor-parallel sizes.
-        derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
-    """
-    if recipe is None:
-        return
-    if derived.get("experimental_attention_variant"):
-        raise ConfigError(
-            "train.fp8", recipe, "delta-nets project to a few numbers a head, which FP8 products do not take", _REMOVE
-        )
-    for name, size, ranks in _widths(tp, etp, derived):
-        if size % (ranks * WIDTH):
-            raise ConfigError(
-                "train.fp8", recipe,
-                f"each rank's share of {name} must be a multiple of {WIDTH}, and {size} on {ranks} ranks is not",
-                f"lower the parallel size, or {_REMOVE}" if size % WIDTH == 0 else _REMOVE,
-            )  # fmt: skip
-
-
-def _widths(tp: int, etp: int, derived: Mapping[str, object]) -> Iterator[tuple[str, int, int]]:
-    """(what, features, ranks that share them) of the linear layers of decoder layers."""
-
-    def size(name: str) -> int:
-        return cast("int", derived.get(name) or 0)
-
-    heads = size("num_attention_heads")
-    yield "hidden_size", size("hidden_size"), 1
-    yield "ffn_hidden_size", size("ffn_hidden_size"), tp
-    yield "moe_ffn_hidden_size", size("moe_ffn_hidden_size"), etp
-    yield "moe_shared_expert_intermediate_size", size("moe_shared_expert_intermediate_size"), tp
-    if derived.get("multi_latent_attention"):
-        yield "q_lora_rank", size("q_lora_rank"), 1
-        yield "kv_lora_rank", size("kv_lora_rank"), 1
-        yield "kv_lora_rank + qk_pos_emb_head_dim", size("kv_lora_rank") + size("qk_pos_emb_head_dim"), 1
-        yield "the queries", heads * (size("qk_head_dim") + size("qk_pos_emb_head_dim")), tp
-        yield "keys and values", heads * (size("qk_head_dim") + size("v_head_dim")), tp
-        yield "attention's output", heads * size("v_head_dim"), tp
-        return
-    each = size("kv_channels") or size("hidden_size") // heads
-    groups = max(size("num_query_groups") or heads, tp)
-    yield "queries, keys and values", (heads + 2 * groups) * each, tp
-    yield "attention's output", heads * each, tp

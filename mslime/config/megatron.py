@@ -15,8 +15,8 @@ from pydantic import Field
 
 from mslime.config.base import Device, EngineSection, Fp8Recipe, ReplayMode
 from mslime.config.cluster import ClusterConfig
-from mslime.config.dtypes import check_fp8_model
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import check_fp8_model
 from mslime.config.layout import ParallelLayout, stage_layers
 
 DEFAULT_MODULES = frozenset({"core_attn"})

@@ -27,9 +27,9 @@ from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorit
 from mslime.config.base import Seconds, Section, Task, check_choice
 from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
 from mslime.config.data import DataConfig, check_data
-from mslime.config.dtypes import check_fp8
 from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
 from mslime.config.errors import ConfigError, UserError
+from mslime.config.fp8 import check_fp8
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import (
     DIRECTORY,

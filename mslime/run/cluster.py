@@ -46,7 +46,7 @@ from mslime.run.placement import (
     refuse_small_cluster,
     spots_of,
 )
-from mslime.run.ray_calls import leave_without_ray
+from mslime.run.ray_watch import leave_without_ray
 from mslime.run.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from mslime.config.schema import RunConfig
 from mslime.run.attached import groups_of, made_clean
 from mslime.run.cluster import Cluster
 from mslime.run.engines import EngineGroup
-from mslime.run.ray_calls import RayWatch
+from mslime.run.ray_watch import RayWatch
 
 CLEAN_S = 30.0
 """For an engine's answers while it is made clean; who takes longer is started anew."""

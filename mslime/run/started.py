@@ -21,7 +21,7 @@ from mslime.observe.progress import Progress
 from mslime.run.attached import AttachedEngines, new_group
 from mslime.run.cluster import Cluster
 from mslime.run.engines import EngineGroup, Role
-from mslime.run.ray_calls import RayWatch
+from mslime.run.ray_watch import RayWatch
 from mslime.run.resources import Resources
 from mslime.run.stop import StopSignals
 

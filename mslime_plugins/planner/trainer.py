@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from mslime.config.dtypes import COPY_BYTES, fp8_rows, trainer_dtype
+from mslime.config.dtypes import trainer_dtype
+from mslime.config.fp8 import COPY_BYTES, fp8_rows
 from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import ModelSpec, PolicySpec, TrainingSpec
 from mslime.config.schema import RunConfig

@@ -72,7 +72,7 @@ FACTS = {
         r'"quant_method"', {"convert/quantised.py", "offline/requantise.py"},  # the one reads it, the other writes it
     ),
     "blocks of FP8 weights": (r"\(128, 128\)", {"convert/codecs.py"}),
-    "rows that FP8 needs": (r'"blockwise": \d', {"config/dtypes.py"}),
+    "rows that FP8 needs": (r'"blockwise": \d', {"config/fp8.py"}),
     "whether a package is installed": (r"PackageNotFoundError", {"config/passthrough.py"}),
     "the sizes of a model": (r"\n    (num_experts|moe_layer_ids): ", {"config/model_facts.py"}),
     "routed or not": (r'"n_routed_experts", "num_local_experts"', set[str]()),

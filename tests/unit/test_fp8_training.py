@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from mslime.backends.megatron.model.megatron_config import transformer_config
 from mslime.backends.megatron.model.moe import share_empty_states
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
-from mslime.config.dtypes import WIDTH, check_fp8_model, fp8_fields, fp8_rows
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields, fp8_rows
 from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig

@@ -21,8 +21,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mslime.config.base import Device
-from mslime.config.dtypes import fp8_fields, trainer_dtype
+from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import fp8_fields
 from mslime.config.megatron import MegatronConfig, check_model
 from mslime.config.resolved import ModelSpec
 from mslime.config.train import TrainConfig

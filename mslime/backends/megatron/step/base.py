@@ -19,7 +19,7 @@ from mslime.backends.megatron.parallel import ParallelState, start_process_group
 from mslime.backends.megatron.replay.routing import Routing
 from mslime.backends.megatron.replay.routing_replay import RoutingReplay
 from mslime.backends.megatron.step.reference import ReferencePolicy
-from mslime.config.dtypes import fp8_rows
+from mslime.config.fp8 import fp8_rows
 from mslime.config.resolved import PolicySpec
 from mslime.convert.families import ModelFields, get_family, read_hf_config
 from mslime.logs import phase

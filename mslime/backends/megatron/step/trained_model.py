@@ -24,8 +24,8 @@ from mslime.backends.megatron.step.offload import DeviceState, gradient_buffers
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate, rates_of
 from mslime.backends.megatron.step.reductions import over_all_ranks, refuse_not_finite
 from mslime.config.base import TrainerPart
-from mslime.config.dtypes import fp8_rows
 from mslime.config.errors import TrainerError
+from mslime.config.fp8 import fp8_rows
 from mslime.config.resolved import TrainingSpec
 from mslime.data.checkpoints import FileSum
 
