@@ -52,7 +52,7 @@ def drawn(what: str) -> dict[str, Any]:
 
 def test_the_pictures_are_drawn_from_imports_samples_and_a_plan() -> None:
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert drawn("rooms")["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert drawn("packages")["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
     masks = {event: int(sample.loss_mask.sum()) for event, _, sample in drawn("lifecycle")["rows"]()}
     assert (masks["completed"], masks["branched at the tool call"], masks["on_stale: mask"]) == (13, 3, 7)
     assert [bucket.sender for bucket in drawn("weight_sync")["plan"]().buckets] == [0, 1, 2, 3] * 3
