@@ -46,7 +46,7 @@ from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
 from mslime.rollout.agents.chat.package import PackageRenderer
 from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
@@ -142,9 +142,9 @@ class Sessions:
             await over.wait()
 
         group = new_group(self._begun, Prompt([0] * 8, None, {}, ""), 1)
-        door = Door(Traffic(open=True), admitted=True)
+        gate = GroupGate(Traffic(open=True), admitted=True)
         rollout = Rollout(
-            group, 0, f"g{self._begun}", "benchmark", self._generator, self._sampling, door, self._agents,
+            group, 0, f"g{self._begun}", "benchmark", self._generator, self._sampling, gate, self._agents,
             limit_s=self._limit_s,
         )  # fmt: skip
         self._begun += 1

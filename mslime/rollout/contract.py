@@ -29,7 +29,7 @@ from mslime.rollout.agents.chat.call_forms import object_call
 from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Parsed
 from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
@@ -179,12 +179,12 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
     )
     group = new_group(0, asked, 1)
-    door, sampling = (
-        Door(Traffic(open=True), admitted=True),
+    group_gate, sampling = (
+        GroupGate(Traffic(open=True), admitted=True),
         Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits()),
     )
     agents = Agents(config.rollout, _Plain)
-    rollout = Rollout(group, 0, "g0", function, generator, sampling, door, agents)
+    rollout = Rollout(group, 0, "g0", function, generator, sampling, group_gate, agents)
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)
     try:

@@ -320,11 +320,11 @@ def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:
     return slice(span.start, span.stop) if list(layers) == list(span) else np.asarray(layers, np.intp)
 
 
-# A group's rollouts reach the engines through its door. It is open while the group runs and the traffic flows; whoever
+# A group's rollouts reach the engines through its gate. It is open while the group runs and the traffic flows; whoever
 # finds it closed waits inside `generate` until the group is continued.
 
 
-class Door:
+class GroupGate:
     """Whether the rollouts of a group may ask the engines.
 
     Attributes:

@@ -19,8 +19,8 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.conversations import Agents
 from mslime.rollout.filters import load_sample_hook
-from mslime.rollout.generation import Door, Generator, Sampling, Traffic
-from mslime.rollout.group_tracker import Books
+from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.group_tracker import GroupTracker
 from mslime.rollout.rewards.scorer import Scoring
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Workflow, single_turn
@@ -35,7 +35,7 @@ class _LiveGroup:
     """
 
     group: Group
-    door: Door
+    group_gate: GroupGate
     rollouts: dict[int, tuple[Rollout, asyncio.Task[None]]] = field(
         default_factory=dict[int, tuple[Rollout, asyncio.Task[None]]]
     )
@@ -49,7 +49,7 @@ class _LiveGroup:
             return False
         if any(r.waiting for r in going):
             return True
-        return not any(r.busy for r in going) and (not going or not self.door.traffic.open or bool(self.errors()))
+        return not any(r.busy for r in going) and (not going or not self.group_gate.traffic.open or bool(self.errors()))
 
     @property
     def ended(self) -> bool:
@@ -60,11 +60,11 @@ class _LiveGroup:
         """Let those who wait go on."""
         for rollout, _ in self.rollouts.values():
             rollout.admit()
-        self.door.admit()
+        self.group_gate.admit()
 
     def rest(self) -> None:
         """Keep the rollouts that can go on."""
-        self.door.admitted = False
+        self.group_gate.admitted = False
         self.rollouts = {i: (r, task) for i, (r, task) in self.rollouts.items() if not task.done()}
 
     def errors(self) -> list[BaseException]:
@@ -94,7 +94,7 @@ class GroupRunner:
         self,
         config: RunConfig,
         workflow: Workflow,
-        books: Books,
+        tracker: GroupTracker,
         generator: Generator,
         sampling: Sampling,
         scoring: Scoring,
@@ -106,7 +106,7 @@ class GroupRunner:
         self._agents = agents
         self._on_error: OnError = config.rollout.on_error
         self._limit_s = config.deadlines.rollout_function_s
-        self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
+        self._tracker, self._generator, self._sampling, self._scoring = tracker, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
         self._hook = load_sample_hook(config.hooks.sample)
         self._live: dict[int, _LiveGroup] = {}
@@ -114,11 +114,11 @@ class GroupRunner:
         self.traffic, self.moved = Traffic(), asyncio.Event()
         self.failure: BaseException | None = None
         self._forgiven: set[int] = set()  # groups in flight when a failure was raised: theirs is the same one
-        books.on_discard = self._end_rollout
+        tracker.on_discard = self._end_rollout
 
     def start(self, group: Group) -> None:
-        """Run a group that the books call running: begin its rollouts, or let them go on."""
-        live = self._live.setdefault(group.group_id, _LiveGroup(group, Door(self.traffic)))
+        """Run a group that the tracker calls running: begin its rollouts, or let them go on."""
+        live = self._live.setdefault(group.group_id, _LiveGroup(group, GroupGate(self.traffic)))
         for number in group.numbers:
             if number not in live.rollouts:
                 self._begin_rollout(live, number)
@@ -131,7 +131,7 @@ class GroupRunner:
         """Send nothing more. Groups that are not at an engine rest at once."""
         self.traffic.open = False
         for group_id in self._tasks:
-            self._live[group_id].door.moved.set()
+            self._live[group_id].group_gate.moved.set()
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure, and wake who waits for groups."""
@@ -152,7 +152,7 @@ class GroupRunner:
 
     async def settle(self, seconds: float) -> None:
         """Wait until interrupted groups rest, but not for those of which only the scoring is left."""
-        settling = [task for group_id, task in self._tasks.items() if not self._books.running[group_id].finished]
+        settling = [task for group_id, task in self._tasks.items() if not self._tracker.running[group_id].finished]
         if settling:
             await asyncio.wait(settling, timeout=seconds)
 
@@ -177,24 +177,24 @@ class GroupRunner:
         first, *others = group.parts(number)
         if not first.status.finished and self._workflow is not single_turn:
             if others or first.response_length:
-                self._books.begin_again(group, number)
+                self._tracker.begin_again(group, number)
             (first,) = group.parts(number)
             first.metadata = copy.deepcopy(group.metadata)  # an earlier try may have noted something
         session = f"g{group.group_id}"
         rollout = Rollout(
-            group, number, session, self._spec, self._generator, self._sampling, live.door, self._agents,
-            self._books, self._limit_s,
+            group, number, session, self._spec, self._generator, self._sampling, live.group_gate, self._agents,
+            self._tracker, self._limit_s,
         )  # fmt: skip
         task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{number}")
-        task.add_done_callback(lambda _: live.door.moved.set())
+        task.add_done_callback(lambda _: live.group_gate.moved.set())
         live.rollouts[number] = rollout, task
 
     async def _roll(self, rollout: Rollout) -> None:
         """Bring a rollout to its end and score it."""
         if not rollout.samples[0].status.finished:
             counts = await rollout.play(self._workflow, rollout.task(self._seed, evaluation=False), self._on_error)
-            self._books.counters.add("failed_rollouts", not counts)
-            self._books.counters.add("done")
+            self._tracker.counters.add("failed_rollouts", not counts)
+            self._tracker.counters.add("done")
             self._on_response()
         if rollout.samples[0].status is not SampleStatus.FAILED:
             await rollout.scoring()
@@ -227,20 +227,20 @@ class GroupRunner:
         group = live.group
         try:
             while not live.at_rest:
-                live.door.moved.clear()
-                await live.door.moved.wait()
+                live.group_gate.moved.clear()
+                await live.group_gate.moved.wait()
             errors = live.errors()
             if group.finished and live.ended and not errors:
                 errors += await self._score_group(group)
         except asyncio.CancelledError:
-            self._ended(live, self._books.put_back)
+            self._ended(live, self._tracker.put_back)
             raise
         if errors:
             self._ended(live, lambda group: self._failed(group, errors))
         elif group.finished and live.ended:
             self._ended(live, self._complete)
         else:
-            self._ended(live, self._books.interrupted)
+            self._ended(live, self._tracker.interrupted)
         self._on_end()
 
     async def _score_group(self, group: Group) -> list[BaseException]:
@@ -262,17 +262,17 @@ class GroupRunner:
         """Tell the hook of a scored group, and accept it, or drop it."""
         try:
             self._hook(group)
-            self._books.complete(group)
+            self._tracker.complete(group)
         except UserError as error:  # of the hook, or of the dynamic filter
-            if not self._books.blame(group, str(error)):
-                self._books.put_back(group)
+            if not self._tracker.blame(group, str(error)):
+                self._tracker.put_back(group)
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
         """Drop a group that failed for the second time by its own fault; else it rests, and the failure is told."""
-        if self._is_culprit(group, errors) and self._books.blame(group, str(errors[0])):
+        if self._is_culprit(group, errors) and self._tracker.blame(group, str(errors[0])):
             return
-        self._books.put_back(group)
+        self._tracker.put_back(group)
         if group.group_id not in self._forgiven:
             self.fail(errors[0])
 

@@ -31,14 +31,14 @@ from mslime.rollout.filters import load_filter
 from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 from mslime.rollout.statistics import StepCounters
 
-# What books leave behind for a later service: the groups and the ledger of a state, and of an outline.
+# What a tracker leaves behind for a later service: the groups and the ledger of a state, and of an outline.
 
 State = tuple[dict[str, Any], Columns]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a state holds of books.
+    """What a state holds of a tracker.
 
     Attributes:
         accepted, resting: groups; those that were running rest.
@@ -55,7 +55,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an outline holds of books.
+    """What an outline holds of a tracker.
 
     Attributes:
         groups: as they were before anything was generated. ledger: without pending tokens.
@@ -69,7 +69,7 @@ class Begun:
 def state_of(
     parts: Sequence[Kept], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
 ) -> State:
-    """(JSON-able header, columns) from which books continue without losing a token.
+    """(JSON-able header, columns) from which a tracker continues without losing a token.
 
     Args:
         parts: of all managers. ledger, counters: of the run.
@@ -125,7 +125,7 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
         accepted = [group for group in accepted if not _untaught(group)]
     ledger = Ledger.from_state(header["ledger"])
     if (alive := trainable([*accepted, *resting])) != ledger.pending:
-        raise ValueError(f"{ledger.pending} tokens are pending in the books, {alive} are held")
+        raise ValueError(f"{ledger.pending} tokens are pending in the tracker, {alive} are held")
     numbers = (int(header["version"]), int(header["next_group_id"]))
     return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
 
@@ -225,7 +225,7 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
     )  # fmt: skip
 
 
-class Books:
+class GroupTracker:
     """Every group and every token of a run's rollouts.
 
     Args:
@@ -236,7 +236,7 @@ class Books:
         running, partial, accepted: see the module. The most urgent one of `partial` is the last.
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
-        allowance: groups that may be taken, accepted or running since the gate opened (`JoinedBooks.allow`).
+        allowance: groups that may be taken, accepted or running since the gate opened (`JoinedTrackers.allow`).
         on_discard: told (group, number) of every rollout that is thrown away.
     """
 
@@ -448,7 +448,7 @@ class Books:
         return [*self.accepted, *self.partial, *self.running.values()]
 
     def take(self, step: int, ids: Collection[int] | None = None) -> tuple[list[Group], dict[str, float]]:
-        """Hand a step's groups to the trainer, those with the oldest tokens first, and close the step's books.
+        """Hand a step's groups to the trainer, those with the oldest tokens first, and close the step's counts.
 
         Args:
             ids: which of the accepted groups; None for the first `groups_per_step`.
@@ -526,14 +526,14 @@ def _urgency(group: Group) -> tuple[int, int, int]:
     return (0 if oldest is None else 1, -(oldest or 0), -group.group_id)
 
 
-# The books of several managers as one: what is begun, what a step takes, what became of every token.
+# The trackers of several managers as one: what is begun, what a step takes, what became of every token.
 #
-# Each manager keeps books of its own groups. Here is what there is one of: the division of the gate, the choice of a
-# step's groups, the ledger since the start of the run. Pure arithmetic over what managers tell, as `books` is, so that
-# the two can be compared event by event.
+# Each manager tracks its own groups. Here is what there is one of: the division of the gate, the choice of a
+# step's groups, the ledger since the start of the run. Pure arithmetic over what managers report, as `GroupTracker`
+# is, so that the two can be compared event by event.
 
 Due = tuple[int, int]
-"""Of an accepted group: when it is trained (`books.due`); the second number is its id."""
+"""Of an accepted group: when it is trained (`tracker.due`); the second number is its id."""
 
 
 @dataclass(frozen=True)
@@ -570,8 +570,8 @@ def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> lis
     return given
 
 
-class JoinedBooks:
-    """Several managers' books.
+class JoinedTrackers:
+    """Several managers' trackers.
 
     Args:
         config: `rollout` is read, and what follows from it.
@@ -614,8 +614,8 @@ class JoinedBooks:
     # -------------------------------------------------------------------------------------------------------- a step
 
     def choose(self, accepted: Iterable[Iterable[Due]]) -> list[set[int]]:
-        """The ids that a step takes from each manager: as `Books.take`, those with the oldest tokens first, whoever has
-        them."""
+        """The ids that a step takes from each manager: as `GroupTracker.take`, those with the oldest tokens first,
+        whoever has them."""
         every = sorted((due, manager) for manager, of_one in enumerate(accepted) for due in of_one)
         chosen = [set[int]() for _ in self.allowances]
         for (_, group_id), manager in every[: self._groups_per_step]:
@@ -623,7 +623,7 @@ class JoinedBooks:
         return chosen
 
     def taken(self, ledgers: Sequence[Ledger], alive: int) -> dict[str, float]:
-        """Close a step's books; returns `ledger/*`.
+        """Close a step's counts; returns `ledger/*`.
 
         Args:
             ledgers: of all managers, after they have handed the step's groups over.

@@ -18,7 +18,7 @@ class HostedRollouts(ABC):
         config: of the run.
 
     Attributes:
-        counted: names of what it counts in `guests.books.counters`; each is the metric `rollout/NAME` of every step.
+        counted: names of what it counts in `guests.tracker.counters`; each is the metric `rollout/NAME` of every step.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()

@@ -30,9 +30,19 @@ from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.conversations import Agents
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
-from mslime.rollout.generation import Door, Generator, Sampling, Traffic
+from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_runner import GroupRunner
-from mslime.rollout.group_tracker import Begun, Books, Due, Kept, ManagerShare, SubmitGate, due, new_group, trainable
+from mslime.rollout.group_tracker import (
+    Begun,
+    Due,
+    GroupTracker,
+    Kept,
+    ManagerShare,
+    SubmitGate,
+    due,
+    new_group,
+    trainable,
+)
 from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
 from mslime.rollout.rewards.scorer import Scoring
@@ -122,7 +132,7 @@ class Manager:
         report_every_s: at least, between two answers of `moved`.
 
     Attributes:
-        books: where every group is, and the fate of every generated token.
+        tracker: where every group is, and the fate of every generated token.
     """
 
     def __init__(
@@ -144,7 +154,7 @@ class Manager:
         self._eval_scorers = eval_scorers or {}
         self._workflow = open_workflow(config, tokenizer)
         hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
-        self.books = Books(config, hosted.counted if hosted is not None else ())
+        self.tracker = GroupTracker(config, hosted.counted if hosted is not None else ())
         self._generator = Generator(
             config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
         )
@@ -156,7 +166,7 @@ class Manager:
         self._runner = GroupRunner(
             config,
             self._workflow,
-            self.books,
+            self.tracker,
             self._generator,
             self._sampling,
             scoring,
@@ -168,7 +178,7 @@ class Manager:
         if hosted is not None:
             self._guests = Guests(
                 config.rollout.function, self._generator, self._sampling, self._runner.traffic, self._agents,
-                self.books, self._runner.fail,
+                self.tracker, self._runner.fail,
             )  # fmt: skip
             hosted.attach(self._guests)
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
@@ -180,16 +190,16 @@ class Manager:
     @property
     def version(self) -> int:
         """Weight version that the engines serve and the trainer holds."""
-        return self.books.version
+        return self.tracker.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self.books.version = version
+        self.tracker.version = version
 
     @property
     def ledger(self) -> Ledger:
         """The fate of every generated token."""
-        return self.books.ledger
+        return self.tracker.ledger
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
@@ -199,7 +209,7 @@ class Manager:
         mode = self._pause_mode
         if mode == "abort":
             await self.drain()
-            mode = "retract"  # nothing runs any more, so this only closes the door
+            mode = "retract"  # nothing runs any more, so this only closes the gate
         self._generator.ready.clear()
         await self._everywhere(lambda: self._engines.pause(mode))
 
@@ -207,7 +217,7 @@ class Manager:
         """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
         `in_place`, which keeps the caches of running responses by its nature; new requests do not find them
         (`Generator`)."""
-        self.books.published(version)
+        self.tracker.published(version)
         if self._config.syncs_adapters:
             await self._switch(version)
             return
@@ -269,12 +279,12 @@ class Manager:
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
         sampling = Sampling.for_evaluation(self._config.rollout, self._model, self._limits, eval_set)
         groups = [new_group(i, rows.at(i), eval_set.samples_per_prompt) for i in range(first, len(rows), every)]
-        door = Door(Traffic(open=True), admitted=True)
+        group_gate = GroupGate(Traffic(open=True), admitted=True)
 
         async def roll(group: Group, number: int) -> None:
             rollout = Rollout(
                 group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
-                sampling, door, self._agents, limit_s=self._config.deadlines.rollout_function_s,
+                sampling, group_gate, self._agents, limit_s=self._config.deadlines.rollout_function_s,
             )  # fmt: skip
             asked = rollout.task(self._config.seed, evaluation=True)
             await rollout.play(self._workflow, asked, self._config.rollout.on_error)
@@ -298,7 +308,7 @@ class Manager:
 
     async def go_on(self, step: int, allowance: int) -> Report:
         """Work on `step`: at most `allowance` groups may be taken, accepted or running since the gate opened."""
-        self._step, self.books.allowance = step, allowance
+        self._step, self.tracker.allowance = step, allowance
         self._go_on()
         self._runner.moved.set()
         return await self.report()
@@ -313,17 +323,17 @@ class Manager:
 
     async def report(self) -> Report:
         """Where this manager stands now."""
-        books, runner = self.books, self._runner
+        tracker, runner = self.tracker, self._runner
         self._serial += 1
         going = runner.traffic.open and runner.failure is None
         return Report(
             self._serial,
-            len(books.accepted),
-            len(books.running),
-            books.counters.since_mark("done"),
-            books.counters.since_mark("aborted"),
-            max(0, books.room() - len(books.partial)) if going else 0,
-            ManagerShare(books.ready, living(self._engines)),
+            len(tracker.accepted),
+            len(tracker.running),
+            tracker.counters.since_mark("done"),
+            tracker.counters.since_mark("aborted"),
+            max(0, tracker.room() - len(tracker.partial)) if going else 0,
+            ManagerShare(tracker.ready, living(self._engines)),
             runner.failure is not None,
         )
 
@@ -334,19 +344,19 @@ class Manager:
 
     async def accepted(self) -> list[Due]:
         """The groups that wait for the trainer."""
-        return [due(group) for group in self.books.accepted]
+        return [due(group) for group in self.tracker.accepted]
 
     async def hand_over(self, step: int, ids: Collection[int]) -> HandedOver:
-        """These accepted groups go to the trainer, for `step`; see `Books.take`."""
-        groups, booked = self.books.take(step, ids)
+        """These accepted groups go to the trainer, for `step`; see `GroupTracker.take`."""
+        groups, booked = self.tracker.take(step, ids)
         counts = {name: value for name, value in booked.items() if not name.startswith("ledger/")}
         spans, self._spans = self._spans, []
         cached, self._generator.cached_tokens = self._generator.cached_tokens, 0
-        return HandedOver(groups, self.books.ledger.copy(), trainable(self.books.held()), counts, cached, spans)
+        return HandedOver(groups, self.tracker.ledger.copy(), trainable(self.tracker.held()), counts, cached, spans)
 
     async def give_back(self, ids: Collection[int]) -> bool:
-        """Undo the last `hand_over`; see `Books.give_back`. `ids`: of the blamed groups, if any are of this manager."""
-        return self.books.give_back([group for group in self.books.taken if group.group_id in ids])
+        """Undo the last `hand_over`, as `GroupTracker.give_back`. `ids`: blamed groups, if any are of this manager."""
+        return self.tracker.give_back([group for group in self.tracker.taken if group.group_id in ids])
 
     async def end_failing(self) -> BaseException | None:
         """Come to rest, because some manager failed; what failed here, if anything did, which is forgotten then."""
@@ -361,7 +371,7 @@ class Manager:
     async def resume_with(self, version: int, allowance: int | None) -> None:
         """`resume_after_update`, with a new allowance (see `go_on`) where the gate is open."""
         if allowance is not None:
-            self.books.allowance = allowance
+            self.tracker.allowance = allowance
         await self.resume_after_update(version)
         self._runner.moved.set()
 
@@ -382,20 +392,20 @@ class Manager:
         was_open = self._runner.traffic.open
         if interrupt:
             await self.drain()
-        kept = self.books.kept(next_step)
+        kept = self.tracker.kept(next_step)
         if interrupt and was_open:
             self._go_on()
         return kept
 
     async def begun(self) -> Begun:
         """What an outline holds of this manager."""
-        return self.books.begun()
+        return self.tracker.begun()
 
     def _take_in(self, groups: Sequence[Group], accepted: bool = False) -> None:
         """Groups that come from another process are copied: they cannot be written to."""
         for group in groups:
             mine = all(sample.loss_mask.flags.writeable for sample in group.samples)
-            self.books.hand(group if mine else copy.deepcopy(group), accepted)
+            self.tracker.hand(group if mine else copy.deepcopy(group), accepted)
 
     # ------------------------------------------------------------------------------------------------ submission
 
@@ -408,8 +418,8 @@ class Manager:
 
     def _pump(self) -> None:
         """Begin and continue groups while the gate has room, interrupted ones first."""
-        while self._runner.traffic.open and self._runner.failure is None and self.books.room() > 0:
-            if (group := self.books.resume()) is None:
+        while self._runner.traffic.open and self._runner.failure is None and self.tracker.room() > 0:
+            if (group := self.tracker.resume()) is None:
                 break
             self._runner.start(group)
 
@@ -420,9 +430,9 @@ class Manager:
         self._runner.stop_traffic()
 
     def _standing(self) -> Standing:
-        books, counters = self.books, self.books.counters
+        tracker, counters = self.tracker, self.tracker.counters
         return Standing(
-            len(books.accepted), len(books.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
+            len(tracker.accepted), len(tracker.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
             counters.since_mark("filtered_groups"), counters.since_mark("truncated_groups"), living(self._engines),
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from mslime.rollout.workflow import Episode
 # The sequences of one rollout: how they grow, that nobody else changed them, and which of them are trained.
 
 
-class TokenBooks(Protocol):
+class TokenCounter(Protocol):
     """Who is told what becomes of the tokens of a rollout under way."""
 
     def generated(self, sample: Sample, tokens: int) -> None:
@@ -36,7 +36,7 @@ class TokenBooks(Protocol):
         ...
 
 
-class NoBooks:
+class NoTokenCounter:
     """For rollouts of which nothing is trained."""
 
     def generated(self, sample: Sample, tokens: int) -> None:
@@ -114,7 +114,9 @@ class GrowingSample:
         return self.sample.tokens, self.sample.loss_mask, self.sample.log_probs
 
 
-def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], books: TokenBooks) -> None:
+def settle(
+    group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], tracker: TokenCounter
+) -> None:
     """Let a rollout consist of the chosen ones of its sequences, in this order.
 
     What only the others train is trained in the first chosen sequence that begins with it; the rest is dropped.
@@ -128,7 +130,7 @@ def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[Growin
             if (shared := _shared(heir, other)) > reached:
                 inherited += heir.sample.adopt(other.sample, shared, reached)
                 reached = shared
-        books.dropped(other.sample.trainable_tokens - inherited, "unused")
+        tracker.dropped(other.sample.trainable_tokens - inherited, "unused")
     group.set_parts(grown[0].sample.number, [g.sample for g in chosen])
 
 

@@ -26,7 +26,7 @@ from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
 from mslime.rollout.evaluate import EvalResult, summarise
-from mslime.rollout.group_tracker import JoinedBooks, ManagerShare, continued, new_group
+from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
 from mslime.rollout.protocols import Asked, EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
@@ -50,7 +50,7 @@ class RolloutService:
         on_evaluated: given the finished groups of a held-out set.
 
     Attributes:
-        joined: the books of all managers together.
+        joined: the tracker of all managers together.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RolloutService:
         self._config, self._managers, self._source = config, list(managers), source
         self._longest_input, self._taught = longest_input, taught
         self._on_progress, self._on_span, self._on_evaluated = on_progress, on_span, on_evaluated
-        self.joined = JoinedBooks(config, len(self._managers))
+        self.joined = JoinedTrackers(config, len(self._managers))
         self._works_ahead = config.rollout.max_staleness > 0
         self._reports = [_NOT_ASKED] * len(self._managers)
         self._watching: list[asyncio.Task[None]] = []
         self._moved = asyncio.Event()
-        self._handing = asyncio.Lock()  # held while a prompt is in no manager's books
+        self._handing = asyncio.Lock()  # held while a prompt is in no manager's tracker
         self._failure: BaseException | None = None
         self._chosen = [set[int]() for _ in self._managers]  # ids of the groups that were taken last, by manager
         self._step, self._clock = 0, Clock()
@@ -363,10 +363,10 @@ class Clock:
         self._last = time.monotonic()
 
     def flow(self, booked: Mapping[str, float], skipped: int, cached: int) -> dict[str, float]:
-        """What the books do not know of a step, which ends now.
+        """What the tracker does not count of a step, which ends now.
 
         Args:
-            booked: by the books. skipped: prompts that were too long. cached: prompt tokens that engines had in caches.
+            booked: by the tracker. skipped: prompts that were too long. cached: prompt tokens in the engines' caches.
         """
         now = time.monotonic()
         seconds, self._last = now - self._last, now

@@ -19,8 +19,16 @@ from mslime.rollout.agents.chat.messages import ChatError
 from mslime.rollout.agents.chat.session import Reply
 from mslime.rollout.agents.server.sessions import ModelEndpoint
 from mslime.rollout.conversations import Agents, Conversations
-from mslime.rollout.generation import Door, Generator, Sampling
-from mslime.rollout.returned import GrowingSample, NoBooks, RolloutOutcome, TakenTurn, TokenBooks, settle, told_of
+from mslime.rollout.generation import Generator, GroupGate, Sampling
+from mslime.rollout.returned import (
+    GrowingSample,
+    NoTokenCounter,
+    RolloutOutcome,
+    TakenTurn,
+    TokenCounter,
+    settle,
+    told_of,
+)
 from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
 
@@ -43,14 +51,14 @@ class Rollout:
         spec: str,
         generator: Generator,
         sampling: Sampling,
-        door: Door,
+        group_gate: GroupGate,
         agents: Agents,
-        books: TokenBooks | None = None,
+        tracker: TokenCounter | None = None,
         limit_s: float | None = None,
     ) -> None:
         self._group, self.number, self._session, self._spec = group, number, session, spec
-        self._generator, self._sampling, self._door = generator, sampling, door
-        self._books, self._limit_s = books or NoBooks(), limit_s
+        self._generator, self._sampling, self._group_gate = generator, sampling, group_gate
+        self._tracker, self._limit_s = tracker or NoTokenCounter(), limit_s
         self._chats = Conversations(agents, self, self._end_of_silence)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
@@ -145,7 +153,7 @@ class Rollout:
         """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, at, len(sample))
-        self._books.dropped(sample.cut(at), "cut")
+        self._tracker.dropped(sample.cut(at), "cut")
         for branch in (g for g in self._grown if g is grown or g.source is grown):
             branch.at = min(branch.at, at)
         grown.turn_start, grown.finish = len(sample), "stop" if sample.trainable_tokens else None
@@ -155,7 +163,7 @@ class Rollout:
         """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, start, end)
-        self._books.masked(sample.mask_span(start, end), "rollout")
+        self._tracker.masked(sample.mask_span(start, end), "rollout")
         grown.note()
 
     def room(self, sample: Sample) -> int:
@@ -213,14 +221,14 @@ class Rollout:
         sample.label, sample.metadata = first.label, copy.deepcopy(self._group.metadata)
         for turn in turns:
             sample.train_span(turn.start, turn.end)
-            self._books.generated(sample, turn.end - turn.start)
+            self._tracker.generated(sample, turn.end - turn.start)
         grown = GrowingSample(sample, end, turns[-1].finish if turns else "stop")
         for turn in turns:
             self._turns += 1
             sample.turns.append((turn.start, self._turns))
             grown.newest = self._turns
             for start, stop in turn.masked:
-                self._books.masked(sample.mask_span(start, stop), "rollout")
+                self._tracker.masked(sample.mask_span(start, stop), "rollout")
         grown.note()
         return self._add(grown)
 
@@ -242,7 +250,7 @@ class Rollout:
     def _give_up(self) -> None:
         """The rollout does not count in its group, and what it generated is dropped."""
         self._over = True
-        self._books.dropped(self._group.begin_again(self.number), "failed")
+        self._tracker.dropped(self._group.begin_again(self.number), "failed")
         self.samples[0].status = SampleStatus.FAILED
 
     async def run(self, function: Workflow, task: Task) -> None:
@@ -273,7 +281,7 @@ class Rollout:
 
     async def scoring(self) -> None:
         """Be scored from now on until `scored`, when the group does not rest."""
-        while not self._door.admitted:
+        while not self._group_gate.admitted:
             await self._wait(self)
         self._at_work.add(self)
 
@@ -331,7 +339,7 @@ class Rollout:
             try:
                 most = None if end is None else end - len(sample)
                 step = await self._generator.advance(
-                    sample, self._sampling, self._session, self._door.traffic, start=start, most=most, stop=stop
+                    sample, self._sampling, self._session, self._group_gate.traffic, start=start, most=most, stop=stop
                 )
             finally:
                 self._leave(grown)
@@ -339,7 +347,7 @@ class Rollout:
             grown.finish = step.finish
             sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
             grown.note()
-            self._books.generated(sample, step.tokens)
+            self._tracker.generated(sample, step.tokens)
         grown.newest = self._end_turn(grown)
         return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
 
@@ -361,7 +369,7 @@ class Rollout:
         told = told_of(returned, self._grown, self._chats.reply, self._error)
         for grown in self._grown:
             grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
-        settle(self._group, self._grown, told.chosen, self._books)
+        settle(self._group, self._grown, told.chosen, self._tracker)
         self._over = True
         self._finish(told, told_by_chats)
 
@@ -384,7 +392,7 @@ class Rollout:
 
     async def _enter(self, who: object) -> None:
         self._check_alive()
-        while not self._door.open:
+        while not self._group_gate.open:
             await self._wait(who)
         self._check_alive()
         self._at_work.add(who)
@@ -393,16 +401,16 @@ class Rollout:
     async def _wait(self, who: object) -> None:
         self._waiting.add(who)
         self._watch_outside()
-        self._door.moved.set()
+        self._group_gate.moved.set()
         try:
-            await self._door.next_admission()
+            await self._group_gate.next_admission()
         finally:
             self._waiting.discard(who)
 
     def _leave(self, who: object) -> None:
         self._at_work.discard(who)
         self._watch_outside()
-        self._door.moved.set()
+        self._group_gate.moved.set()
 
     def _watch_outside(self) -> None:
         """Count the time that the function takes outside the engines, from now on."""
@@ -455,7 +463,7 @@ class Rollout:
             self._over = True  # even if the function goes on after the error
             grown.sample.restart()
             grown.sample.metadata = copy.deepcopy(self._group.metadata)
-            self._books.dropped(grown.trained, "failed")
+            self._tracker.dropped(grown.trained, "failed")
             raise self._error("changed tokens, loss mask or log-probs of its sample",
                               "let it grow by engine.generate and engine.append only")  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Conversations with the model that belong to no rollout: somebody else begins them, and says later what for.
 
 They use the engines as rollouts do, stop and go on with the traffic of training groups, and are recorded token by
-token. Nothing of them is in the books before a rollout takes it in (`Rollout.take_in`) or it is dropped.
+token. Nothing of them is in the tracker before a rollout takes it in (`Rollout.take_in`) or it is dropped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents.chat.session import ChatSession
 from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Door, Generator, Sampling, Traffic
-from mslime.rollout.group_tracker import Books, new_group
+from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.group_tracker import GroupTracker, new_group
 from mslime.rollout.turns import Rollout
 
 UNBOUNDED = 10**9
@@ -32,25 +32,25 @@ class Guests:
     """
 
     def __init__(
-        self, spec: str, generator: Generator, sampling: Sampling, traffic: Traffic, agents: Agents, books: Books,
-        fail: Callable[[BaseException], None],
+        self, spec: str, generator: Generator, sampling: Sampling, traffic: Traffic, agents: Agents,
+        tracker: GroupTracker, fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._spec, self._generator, self._sampling, self._agents = spec, generator, sampling, agents
-        self.books, self.fail = books, fail
-        self._door = Door(traffic, admitted=True)
+        self.tracker, self.fail = tracker, fail
+        self._group_gate = GroupGate(traffic, admitted=True)
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:6]
 
     def admit(self) -> None:
         """The traffic flows again: those who wait go on."""
-        self._door.admit()
+        self._group_gate.admit()
 
     async def converse(self) -> ChatSession:
         """A new conversation. Raises ConfigError when there is no renderer for it."""
         number = next(self._numbers)
         group = new_group(number, Prompt([0], None, {}, ""), 1)
         rollout = Rollout(
-            group, 0, f"guest{self._nonce}{number}", self._spec, self._generator, self._sampling, self._door,
-            self._agents, _OutsideBooks(self.books),
+            group, 0, f"guest{self._nonce}{number}", self._spec, self._generator, self._sampling, self._group_gate,
+            self._agents, _UngroupedTokens(self.tracker),
         )  # fmt: skip
         limits = AgentLimits(
             turns=UNBOUNDED, sequences=UNBOUNDED, tokens=UNBOUNDED, idle_s=UNBOUNDED, wall_s=UNBOUNDED
@@ -59,27 +59,27 @@ class Guests:
 
     def drop(self, tokens: int) -> None:
         """So many sampled tokens are of no use to anybody."""
-        self.books.ledger.generate(tokens)
-        self.books.dropped(tokens, "unused")
+        self.tracker.ledger.generate(tokens)
+        self.tracker.dropped(tokens, "unused")
 
     def text(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""
         return self._generator.decode(ids)
 
 
-class _OutsideBooks:
-    """`TokenBooks` of a conversation: its tokens are booked when it is known what becomes of them."""
+class _UngroupedTokens:
+    """`TokenCounter` of a conversation: its tokens are booked when it is known what becomes of them."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, tracker: GroupTracker) -> None:
+        self._tracker = tracker
 
     def generated(self, sample: Sample, tokens: int) -> None:
         """Not yet."""
 
     def dropped(self, tokens: int, reason: str) -> None:
         """Tokens of a turn that came to nothing."""
-        self._books.ledger.generate(tokens)
-        self._books.dropped(tokens, reason)
+        self._tracker.ledger.generate(tokens)
+        self._tracker.dropped(tokens, reason)
 
     def masked(self, tokens: int, reason: str) -> None:
         """Whoever takes them in says what is masked."""

@@ -5,7 +5,7 @@ each other for ever, so with several engines a sender sends when the bucket befo
 sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
 If a transport needs no order (`Transport.any_order`), senders take no turns.
 
-On GPUs all that a courier and its transport do is on a stream of their own, which waits for each bucket's filling and
+On GPUs all that a sender and its transport do is on a stream of their own, which waits for each bucket's filling and
 for nothing else. On the stream that fills, a send would wait for what is filled after it, and that for the send: a
 gather of the next bucket waits for other ranks, whose sends wait for theirs, so that ranks would wait in a circle.
 """
@@ -102,7 +102,7 @@ class _FilledBucket:
 
 
 @dataclass
-class Courier:
+class BucketSender:
     """Sends one rank's buckets of one sync, in a thread of its own.
 
     Args:

@@ -1,9 +1,9 @@
 """The trainer's side of a sync: one `WeightSender` on every trainer rank, driven phase by phase by control.
 
 All ranks call the same method at the same time. Every rank walks through the buckets of the plan that it holds a part
-of; what a sender has filled goes on its way in a thread (`courier`), while the sender fills its next. A failure on any
-rank is raised on every rank, with the culprit's words: a sender that cannot send goes on gathering, so that nobody
-waits for it.
+of; what a sender has filled goes on its way in a thread (`bucket_sender`) while the sender fills its next. A failure
+on any rank is raised on every rank, with the culprit's words: a sender that cannot send goes on gathering, so that
+nobody waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publi
 from mslime.convert.table import RuleTable
 from mslime.engine_plugin import wire
 from mslime.tensor_sums import whole_sum
-from mslime.weights.bucket_sender import Courier, Seconds, SendOrder
+from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
 from mslime.weights.buckets import (
     TORCH_DTYPES,
     convert,
@@ -315,7 +315,7 @@ class WeightSender:
     ) -> Exception | None:
         """Fill and send this rank's buckets; the first failure is returned after all gathers are over."""
         rank, deadline_s = self._groups.rank, self._options.deadline_s
-        courier: Courier | None = None
+        bucket_sender: BucketSender | None = None
         if self._groups.sends:
             transport = self._transport
             assert transport is not None, "connect comes before send"
@@ -324,13 +324,15 @@ class WeightSender:
             turns = self._groups.turns if len(self.engines) > 1 and not transport.any_order else None
             order = SendOrder(self.plan, turns) if turns is not None else None
             refused = _failure_of(lambda: transport.begin(version, self.plan.buckets))
-            courier = Courier(transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
+            bucket_sender = BucketSender(
+                transport, order, started + deadline_s, deadline_s, spent, self._stream, refused
+            )
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
         parts = {bucket.index for bucket in buckets if self._comes_in_parts(bucket)}
         mine, filled = {bucket.index for bucket in buckets if bucket.sender == rank} | parts, 0
         for bucket in buckets:
-            own = courier if bucket.index in mine else None
+            own = bucket_sender if bucket.index in mine else None
             if own is not None:
                 own.wait_for_room()
             begin, flat = time.monotonic(), None
@@ -345,7 +347,7 @@ class WeightSender:
             filled += 1
             if self._on_bucket is not None:
                 self._on_bucket(filled, len(mine))
-        not_sent = courier.close() if courier is not None else None
+        not_sent = bucket_sender.close() if bucket_sender is not None else None
         return failure or not_sent
 
     def _comes_in_parts(self, bucket: Bucket) -> bool:

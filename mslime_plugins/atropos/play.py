@@ -94,7 +94,7 @@ class AtroposRollouts(HostedRollouts):
     @property
     def step(self) -> int:
         """Steps that the run has trained."""
-        return self.guests.books.version
+        return self.guests.tracker.version
 
     def wandb(self) -> dict[str, str]:
         """Where environments log that use Weights & Biases."""
@@ -219,7 +219,7 @@ class AtroposRollouts(HostedRollouts):
             self._leases.hand_in(HandedIn(name, failed=told))
 
     def _count(self, name: str, n: int = 1) -> None:
-        self.guests.books.counters.add(f"atropos/{name}", n)
+        self.guests.tracker.counters.add(f"atropos/{name}", n)
 
     async def _listen(self) -> None:
         async with self._starting:

@@ -43,7 +43,7 @@ def test_what_a_step_enters_is_counted(rows: list[Entered]) -> None:
     take, loss, weight = ways(rows, mentions(ROOT / "mslime"))
     print(f"\n{take}\n{loss}\n{weight}")
     assert take.functions < loss.functions
-    assert "rollout/group_tracker.py:Books.take" in take.functions
+    assert "rollout/group_tracker.py:GroupTracker.take" in take.functions
     assert "algorithms/losses.py:policy_loss" in loss.functions - take.functions
     assert "backends/sglang/client.py:EngineClient.held_weights" in weight.functions
     outside = {str(stop) for stop in all_stops()} - loss.functions - weight.functions

@@ -232,7 +232,7 @@ async def test_a_resumed_service_continues_what_was_interrupted(
         first = await service.take(0)
         await service.drain()
         await service.save(tmp_path / "rollouts.npz")
-        held = {(s.group_id, s.index): s for g in service.books.held() for s in g.samples}
+        held = {(s.group_id, s.index): s for g in service.tracker.held() for s in g.samples}
     interrupted = {key for key, s in held.items() if s.prompt_length < len(s) and not s.status.finished}
     assert interrupted, "everything was finished before the checkpoint"
     async with service_for(config, tokenizer, fresh) as (service, pool):

@@ -1,4 +1,4 @@
-"""The door to `ranks` for a process that starts ranks and does not itself need a GPU's packages in its memory."""
+"""The entrance to `ranks` for a process that starts ranks and does not itself need a GPU's packages in its memory."""
 
 from __future__ import annotations
 

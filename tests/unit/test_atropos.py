@@ -102,7 +102,7 @@ def assert_whole(sample: Sample) -> None:
     assert sample.routes is not None and len(sample.routes) == len(sample) - 1
 
 
-def books_hold(metrics: dict[str, float]) -> None:
+def tracker_holds(metrics: dict[str, float]) -> None:
     ledger = {k.removeprefix("ledger/"): v for k, v in metrics.items() if k.startswith("ledger/")}
     gone = sum(v for k, v in ledger.items() if k.split("/")[0] in ("masked", "dropped"))
     assert ledger["generated_tokens"] == ledger["trained_tokens"] + gone + ledger["pending_tokens"], ledger
@@ -122,7 +122,7 @@ def test_a_group_is_trained_with_the_tokens_that_were_recorded_and_the_environme
         assert sample.loss_mask.tolist() == [False] * 4 + [True] * LENGTH and sample.metadata["data_source"] == "wire_0"
     assert batch.metrics["ledger/trained_tokens"] == batch.metrics["ledger/generated_tokens"] == 2 * LENGTH
     assert batch.metrics["rollout/atropos/groups"] == 1 and batch.metrics["reward/mean"] == 0
-    books_hold(batch.metrics)
+    tracker_holds(batch.metrics)
 
 
 def test_several_turns_are_one_sequence_in_which_what_the_environment_said_is_context(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_masks_of_the_environment_hold_and_are_in_the_ledger(tmp_path: Path) -> 
     batch = trained_step(tmp_path, play)
     assert [s.trainable_tokens for s in batch.samples] == [LENGTH - 1, 0] and not batch.samples[0].loss_mask[5]
     assert batch.metrics["ledger/masked/rollout_tokens"] == 1 + LENGTH and batch.metrics["reward/mean"] == 0.5
-    books_hold(batch.metrics)
+    tracker_holds(batch.metrics)
 
 
 async def test_a_reply_that_crosses_a_weight_update_has_both_versions(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_what_was_not_recorded_so_is_dropped_and_counted_and_the_run_goes_on(
     counted = {k: v for k, v in batch.metrics.items() if k.startswith("rollout/atropos/") and v}
     assert counted == {"rollout/atropos/groups": 1, f"rollout/atropos/{reason}": 1}
     assert all(s.prompt_length == len(PROMPT) + 1 for s in batch.samples)
-    books_hold(batch.metrics)
+    tracker_holds(batch.metrics)
 
 
 def test_by_default_a_run_ends_of_a_group_that_cannot_be_trained_and_says_why(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ async def test_an_environment_is_told_how_many_groups_are_wanted(tmp_path: Path)
         assert "rollout.atropos.waiting" in told["detail"]
         assert (await env.status())["self_queue_size"] in (0, 1)
         await second
-        assert service.books.counters.total["atropos/no_room"] == 1
+        assert service.tracker.counters.total["atropos/no_room"] == 1
 
 
 async def test_environments_that_are_silent_or_missing_are_told_of(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) 
     batch = trained_step(tmp_path, play, on_error="drop")
     assert batch.metrics["ledger/dropped/unused_tokens"] == 5 * LENGTH
     assert batch.metrics["ledger/trained_tokens"] == 2 * LENGTH
-    books_hold(batch.metrics)
+    tracker_holds(batch.metrics)
 
 
 async def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_others(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ async def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_othe
         header, columns = service.state_dict()
     again = service_of(config_of(tmp_path, groups_per_step=2))
     await again.continue_from(header, columns)
-    assert len(again.books.accepted) == 1
+    assert len(again.tracker.accepted) == 1
     config = again._config
     step = asyncio.create_task(again.take(0))
     async with running(config, again) as env:
@@ -382,8 +382,8 @@ async def test_a_group_that_an_earlier_process_began_is_not_filled_with_another(
         sample = group.samples[number]
         sample.extend([9], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
         sample.turns, sample.reward, sample.status = [(1, 1)], float(number), SampleStatus.COMPLETED
-        service.books.generated(sample, 1)
-    service.books.put_back(group)
+        service.tracker.generated(sample, 1)
+    service.tracker.put_back(group)
     taking = asyncio.create_task(service.take(0))
     async with running(config, service):
         batch = await taking

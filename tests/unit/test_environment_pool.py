@@ -92,7 +92,7 @@ def test_methods_may_be_async_and_close_may_be_missing():
 
 
 @pytest.mark.parametrize(("action", "said"), [
-    ("raise", r"step raised ValueError: the door is stuck \(.*user_environments.py:"),
+    ("raise", r"step raised ValueError: the group_gate is stuck \(.*user_environments.py:"),
     ("hang", r"step took longer than 0\.5 s"),
     ("stop", "step raised RuntimeError: StopIteration"),
     ("number", "step returned reward = 'one', which is not a finite number"),

@@ -129,7 +129,7 @@ def failure(tmp_path: Path, **more: Any) -> str:
 
 
 @pytest.mark.parametrize(("trouble", "told"), [
-    ("raise", "step raised ValueError: the door is stuck"), ("hang", "step took longer than 2 s"),
+    ("raise", "step raised ValueError: the group_gate is stuck"), ("hang", "step took longer than 2 s"),
     ("exit", "step was not answered: its process ended with exit code 7"),
     ("memory", "step needed more memory than the 512 MiB of its process"), ("number", "step returned reward = 'one'"),
 ])  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_broken_episode_ends_the_run_or_is_dropped_alone(
     batch, service = taken(tmp_path, limits=limits, options={"trouble": trouble}, on_error="drop", group_size=3)
     assert {g.group_id: g.numbers for g in batch.groups} == {0: [0, 1, 2], 1: [1, 2], 2: [0, 1, 2], 3: [0, 1, 2]}
     assert all(s.reward == 2.0 for s in batch.samples)
-    assert service.books.counters.total["failed_rollouts"] == 1
+    assert service.tracker.counters.total["failed_rollouts"] == 1
     assert told in capsys.readouterr().out
 
 

@@ -231,10 +231,10 @@ async def test_groups_that_are_accepted_already_count_at_the_gate_after_a_resume
     engine = FakeSlowEngine(short)
     service = make_service(config, engine)
     await publish(service, [engine], 0)
-    while len(service.books.accepted) < 16:
+    while len(service.tracker.accepted) < 16:
         await ticks(1)
-    service.books.accepted = [g for g in service.books.accepted if g.group_id % 2 == 0]
-    service.books.ledger.drop(service.ledger.pending - sum(s.trainable_tokens for g in service.books.held()
+    service.tracker.accepted = [g for g in service.tracker.accepted if g.group_id % 2 == 0]
+    service.tracker.ledger.drop(service.ledger.pending - sum(s.trainable_tokens for g in service.tracker.held()
                                                      for s in g.samples), "lost")  # fmt: skip
     await service.save(tmp_path / "state.npz", next_step=0)
     await service.close()
@@ -255,15 +255,15 @@ async def test_groups_of_another_process_can_be_masked(tmp_path: Path) -> None:
     engine = FakeSlowEngine(short)
     service = make_service(config, engine)
     await publish(service, [engine], 0)
-    while len(service.books.accepted) < 8:
+    while len(service.tracker.accepted) < 8:
         await ticks(1)
-    groups = service.books.accepted
+    groups = service.tracker.accepted
     for sample in (s for g in groups for s in g.samples):
         sample.loss_mask.setflags(write=False)
     manager = Manager(config, engine, FakeTokenizer(), FakeScorer(), MODEL, EngineLimits())
     await manager.continue_with(0, groups[:4], groups[4:])
     assert manager.ledger.pending == sum(s.trainable_tokens for g in groups for s in g.samples) > 0
-    for sample in (s for g in manager.books.held() for s in g.samples):
+    for sample in (s for g in manager.tracker.held() for s in g.samples):
         assert sample.mask_all() > 0
     await service.close()
 
@@ -280,7 +280,7 @@ async def test_the_outline_holds_every_prompt_of_all_managers(tmp_path: Path) ->
     alone = FakeSlowEngine(uneven)
     resumed = make_service(config, alone)
     await resumed.load(tmp_path / "o.npz")
-    assert {g.group_id for g in resumed.books.held()} == set(range(made)) - set(trained)
+    assert {g.group_id for g in resumed.tracker.held()} == set(range(made)) - set(trained)
     assert resumed.joined.next_group_id == made and resumed.ledger.dropped["lost"] > 0
 
 

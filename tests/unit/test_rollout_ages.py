@@ -15,7 +15,7 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import DataError, EngineError
 from mslime.config.loader import build
 from mslime.data.sample import Group, SampleStatus, check_invariants
-from mslime.rollout.group_tracker import Books
+from mslime.rollout.group_tracker import GroupTracker
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
@@ -77,8 +77,10 @@ async def test_a_response_longer_than_the_bound_keeps_its_first_tokens(
 async def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_every_finished_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tested, original = list[Group](), Books.passes_age_test
-    monkeypatch.setattr(Books, "passes_age_test", lambda self, group: tested.append(group) or original(self, group))
+    tested, original = list[Group](), GroupTracker.passes_age_test
+    monkeypatch.setattr(
+        GroupTracker, "passes_age_test", lambda self, group: tested.append(group) or original(self, group)
+    )
     engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
     service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
     for step in range(2):

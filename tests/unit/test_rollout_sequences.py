@@ -232,13 +232,13 @@ async def test_groups_of_several_sequences_are_read_as_they_were_written(tmp_pat
     for _ in range(2000):
         await asyncio.sleep(0)
     await service.drain()
-    before = [*service.books.accepted, *service.books.partial]
+    before = [*service.tracker.accepted, *service.tracker.partial]
     assert any(len(g.samples) > 2 for g in before)
     await service.save(tmp_path / "state.npz")
     await service.close()
     resumed = make_service(config, engine())
     await resumed.load(tmp_path / "state.npz")
-    for old, new in zip(before, [*resumed.books.accepted, *resumed.books.partial], strict=True):
+    for old, new in zip(before, [*resumed.tracker.accepted, *resumed.tracker.partial], strict=True):
         assert (new.size, new.prompt.tolist(), new.numbers) == (old.size, old.prompt.tolist(), old.numbers)
         for a, b in zip(old.samples, new.samples, strict=True):
             assert (a.index, a.rollout_id, a.prompt_length) == (b.index, b.rollout_id, b.prompt_length)

@@ -176,7 +176,7 @@ async def test_a_group_whose_scoring_is_cut_off_is_kept_and_scored_after_a_resum
         await asyncio.sleep(0)
     await service.close()
     taking.cancel()
-    assert not service.books.accepted and len(list(service.books.held())) == 4
+    assert not service.tracker.accepted and len(list(service.tracker.held())) == 4
     again = FakeGroupScorer()
     resumed = make_service(config, engine, again)
     await resumed.continue_from(*service.state_dict())
@@ -275,7 +275,7 @@ async def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_t
     await service.take(0)
     await publish(service, engine, 1)
     batch = await service.take(1)
-    assert closing.is_set() and 1 in [g.group_id for g in [*batch.groups, *service.books.accepted]]
+    assert closing.is_set() and 1 in [g.group_id for g in [*batch.groups, *service.tracker.accepted]]
     assert batch.metrics["staleness/max"] == 0
     for sample in batch.samples:
         assert all(s.trainable == (s.version == 1) for s in sample.segments[1:])
@@ -290,7 +290,7 @@ async def test_stale_groups_are_dropped(tmp_path: Path):
     await publish(service, engine, 1)
     batch = await service.take(1)
     assert batch.metrics["ledger/dropped/stale_tokens"] > 0
-    assert 1 not in [g.group_id for g in [*service.books.held(), *batch.groups]]
+    assert 1 not in [g.group_id for g in [*service.tracker.held(), *batch.groups]]
 
 
 async def test_without_partial_rollouts_interrupted_groups_begin_again(tmp_path: Path):
@@ -328,8 +328,8 @@ async def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tm
     service = make_service(run_config(tmp_path, groups_per_step=6), engines)
     with pytest.raises(EngineError, match="told to die"):
         await service.take(0)
-    finished = list(service.books.accepted)
-    assert finished and service.ledger.pending == tokens_of(list(service.books.held()))
+    finished = list(service.tracker.accepted)
+    assert finished and service.ledger.pending == tokens_of(list(service.tracker.held()))
     engines.dead, engines._deaths = {}, []  # somebody started them again
     batch = await service.take(0)
     assert sorted(g.group_id for g in batch.groups) == [0, 1, 2, 3, 4, 5]
@@ -349,7 +349,7 @@ async def test_engines_that_died_before_a_weight_update_and_are_back_after_it_ar
     engines.version = 1
     await service.resume_after_update(1)
     batch = await service.take(1)
-    assert len(batch.groups) == 4 and service.books.counters.total["failed_rollouts"] == 0
+    assert len(batch.groups) == 4 and service.tracker.counters.total["failed_rollouts"] == 0
     for sample in batch.samples:
         check_sample(sample)
 
@@ -414,7 +414,7 @@ async def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(
     service = make_service(config, engines)
     first = await service.take(0)
     assert len(first.groups) == 4 and list(engines.dead) == ["fake 0"]
-    assert 5 in [g.group_id for g in service.books.held()], "it rests"
+    assert 5 in [g.group_id for g in service.tracker.held()], "it rests"
     await publish(service, engines, 1)
     second = await service.take(1)
     assert 5 in [g.group_id for g in second.groups]
@@ -436,7 +436,7 @@ async def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
     service = make_service(config, FakeDeafEngine(short))
     with pytest.raises(EngineError, match=r"2 requests.*did not stop"):
         await service.take(0)
-    assert len(service.books.accepted) >= 4
+    assert len(service.tracker.accepted) >= 4
     await service.close()
 
 
@@ -451,7 +451,7 @@ async def test_a_cancelled_take_loses_nothing(tmp_path: Path):
         await waiting
     batch = await service.take(0)
     assert len(batch.groups) == 4
-    assert sorted(g.group_id for g in [*batch.groups, *service.books.held()]) == list(range(6))
+    assert sorted(g.group_id for g in [*batch.groups, *service.tracker.held()]) == list(range(6))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -464,13 +464,13 @@ async def test_a_resumed_service_continues_with_every_group_and_the_same_prompts
     await ticks(10)
     await service.drain()
     await service.save(tmp_path / "rollouts.npz")
-    held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service.books.held()}
-    assert held and any(s.response_length for g in service.books.held() for s in g.samples)
+    held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service.tracker.held()}
+    assert held and any(s.response_length for g in service.tracker.held() for s in g.samples)
 
     engine = FakeSlowEngine(uneven)
     other = make_service(config, engine, version=1)
     await other.load(tmp_path / "rollouts.npz")
-    again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other.books.held()}
+    again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other.tracker.held()}
     assert again == held and other.ledger.pending == service.ledger.pending and other.version == 1
     await service.close()
 
@@ -481,10 +481,10 @@ async def test_a_resumed_service_continues_with_every_group_and_the_same_prompts
             check_sample(sample)
         seen += [g.group_id for g in batch.groups]
         await publish(other, engine, step + 1)
-    rest = [g.group_id for g in other.books.held()]
+    rest = [g.group_id for g in other.tracker.held()]
     lost = set(range(other.joined.next_group_id)) - {*seen, *rest}
     assert len(seen) == len(set(seen)) == 20
-    assert len(lost) == other.books.counters.total["stale_groups"], "a group is trained, held, or counted as too old"
+    assert len(lost) == other.tracker.counters.total["stale_groups"], "a group is trained, held, or counted as too old"
     await other.close()
 
 
@@ -492,12 +492,12 @@ async def test_the_state_holds_groups_in_flight(tmp_path: Path):
     config = run_config(tmp_path, max_staleness=2)
     service = make_service(config, FakeSlowEngine(uneven))
     taken = {g.group_id for g in (await service.take(0)).groups}
-    assert service.books.running
-    everything = sorted(g.group_id for g in service.books.held())
+    assert service.tracker.running
+    everything = sorted(g.group_id for g in service.tracker.held())
     await service.save(tmp_path / "rollouts.npz")
     other = make_service(config, FakeSlowEngine(uneven))
     await other.load(tmp_path / "rollouts.npz")
-    assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
+    assert sorted(g.group_id for g in other.tracker.held()) == everything == sorted({*range(12)} - taken)
     await service.close()
 
 
@@ -523,13 +523,13 @@ async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_mo
     service = make_service(config, engine)
     await service.take(0)
     await ticks(10)
-    keep, kept = service.books.kept, list[tuple[set[int], int]]()
+    keep, kept = service.tracker.kept, list[tuple[set[int], int]]()
 
     def note(next_step: int | None) -> Any:
-        kept.append(({g.group_id for g in service.books.held()}, service.ledger.pending))
+        kept.append(({g.group_id for g in service.tracker.held()}, service.ledger.pending))
         return keep(next_step)
 
-    monkeypatch.setattr(service.books, "kept", note)
+    monkeypatch.setattr(service.tracker, "kept", note)
     checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
     while not begun.is_set():
         await asyncio.sleep(0)
@@ -541,7 +541,7 @@ async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_mo
     await service.close()
     again = make_service(config, FakeSlowEngine(uneven))
     await again.load(tmp_path / "rollouts.npz")
-    assert {g.group_id for g in again.books.held()} == held and again.ledger.pending == pending > 0
+    assert {g.group_id for g in again.tracker.held()} == held and again.ledger.pending == pending > 0
     assert [len((await again.take(step)).groups) for step in (1, 2)] == [4, 4]
     await again.close()
 
@@ -665,7 +665,7 @@ async def test_a_batch_that_was_ready_says_nothing_of_the_engines_speed(tmp_path
     engine = FakeSlowEngine(lambda group, index: 4 if int(group[1:]) < 4 else 40)
     service = make_service(run_config(tmp_path, max_staleness=2), engine)
     await service.take(0)
-    while service.books.running:
+    while service.tracker.running:
         await asyncio.sleep(0)
     generated, ready = (await service.take(1)).metrics, (await service.take(2)).metrics
     assert generated["rollout/tokens_per_s"] > 0 and "batch was ready" not in summary_line(generated)
@@ -748,7 +748,7 @@ async def test_groups_that_were_taken_but_not_trained_are_in_the_saved_state(tmp
         assert resumed.ledger.trained == sum(s.trainable_tokens for s in batch.samples) * (1 if again else 2)
         if again:
             moved = ("ledger/trained_tokens", "ledger/pending_tokens", "ledger/generated_tokens")
-            assert all(batch.metrics[name] == taken.metrics[name] for name in moved), "the step's books are the same"
+            assert all(batch.metrics[name] == taken.metrics[name] for name in moved), "the step's tracker are the same"
         await resumed.close()
     await service.close()
 
@@ -772,15 +772,15 @@ async def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp
     engine = FakeSlowEngine(uneven)
     service = make_service(config, engine)
     await service.take(0)
-    outline, held = await service.outline(), sorted(g.group_id for g in service.books.held())
-    prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service.books.held()}
+    outline, held = await service.outline(), sorted(g.group_id for g in service.tracker.held())
+    prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service.tracker.held()}
     (tmp_path / "o.npz").write_bytes(outline)
     await service.close()
 
     resumed = make_service(config, FakeSlowEngine(uneven))
     await resumed.load(tmp_path / "o.npz")
-    assert sorted(g.group_id for g in resumed.books.held()) == held != []
-    assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed.books.held()} == prompts
+    assert sorted(g.group_id for g in resumed.tracker.held()) == held != []
+    assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed.tracker.held()} == prompts
     assert resumed.ledger.pending == 0 and resumed.joined.next_group_id == service.joined.next_group_id
     batch = await resumed.take(1)
     assert len(batch.groups) == 4
@@ -796,7 +796,7 @@ async def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_
     await service.save(tmp_path / "s.npz", next_step=0)
     resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
     await resumed.load(tmp_path / "s.npz")
-    assert bad.group_id not in [g.group_id for g in resumed.books.held()] and resumed.ledger.dropped["failed"] > 0
+    assert bad.group_id not in [g.group_id for g in resumed.tracker.held()] and resumed.ledger.dropped["failed"] > 0
     await service.close()
 
 

@@ -208,7 +208,7 @@ async def test_a_function_that_ends_while_its_group_rests_is_scored_when_the_gro
     config = run_config(tmp_path, function=named("tool_last"), over_sampling=2.0, on_stale="keep")
     service = make_service(config, engine, scorer)
     await service.take(0)
-    resting = next(g for g in service.books.partial if g.group_id == 1)
+    resting = next(g for g in service.tracker.partial if g.group_id == 1)
     may.set()
     while not resting.finished:
         await asyncio.sleep(0)
@@ -250,7 +250,7 @@ async def test_a_resume_begins_an_unfinished_rollout_anew_and_books_its_tokens(t
     await publish(service, engine, 1)
     await service.drain()
     await service.save(tmp_path / "s.npz")
-    unfinished = [s for g in service.books.held() for s in g.samples if not s.status.finished]
+    unfinished = [s for g in service.tracker.held() for s in g.samples if not s.status.finished]
     lost = sum(s.trainable_tokens for s in unfinished if s.group_id == 1)
     assert lost == 3 + 4
     await service.close()
@@ -273,8 +273,8 @@ async def test_a_response_continued_after_a_resume_ends_at_a_stop_text_that_bega
     for sample in group.samples:
         t = np.arange(2, 5)
         sample.extend(100 + t, log_probs=-t / 1000, versions=[(0, 0, 3)], engine="fake")
-        before.books.generated(sample, 3)
-    before.books.put_back(group)
+        before.tracker.generated(sample, 3)
+    before.tracker.put_back(group)
     await before.save(tmp_path / "s.npz")
     after = make_service(config, FakeSlowEngine(lambda group, index: 9))
     await after.load(tmp_path / "s.npz")

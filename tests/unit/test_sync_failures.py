@@ -32,7 +32,7 @@ from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
 from mslime.weights import contract
-from mslime.weights.bucket_sender import Courier, Seconds
+from mslime.weights.bucket_sender import BucketSender, Seconds
 from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, Transport, find_transport
 from tests.fixtures.remote import fake_process
@@ -75,15 +75,15 @@ class Sender:
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         spoilt = self.spoilt.pop(0) if self.spoilt else ""
         self._transport.begin(version, BUCKETS)
-        courier = Courier(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
+        bucket_sender = BucketSender(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
             flat = contract._filled(bucket, version)
             expected |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named_tensors(bucket, flat)}
             if bucket.index == 1 and spoilt == "bits":
                 flat[-1] += 1
-            courier.put(bucket, None if bucket.index == 1 and spoilt == "fill" else flat)
-        failure = courier.close()
+            bucket_sender.put(bucket, None if bucket.index == 1 and spoilt == "fill" else flat)
+        failure = bucket_sender.close()
         if spoilt == "fill" and failure is None:
             failure = sync_error("gather", BUCKETS[1].describe(), "a parameter is gone")
         if failure is not None:

@@ -344,7 +344,7 @@ async def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_l
     await failing.drain()
     await failing.save(tmp_path / "state.npz")
     await failing.close()
-    held = [s for g in failing.books.held() for s in g.samples]
+    held = [s for g in failing.tracker.held() for s in g.samples]
     scored = sum(s.teacher_log_probs is not None for s in held)
     assert scored and all(s.response_length for s in held)
     asked, teacher = len(engine.requests), FakeTeacher()
@@ -361,7 +361,7 @@ async def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trai
     settings, engine = run_config(tmp_path, max_staleness=1), FakeSlowEngine(short)
     before = make_service(settings, engine)
     await before.take(0)
-    while len(before.books.accepted) < 4:
+    while len(before.tracker.accepted) < 4:
         await asyncio.sleep(0)
     await before.save(tmp_path / "state.npz")
     await before.close()

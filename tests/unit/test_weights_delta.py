@@ -80,7 +80,7 @@ def change(weights: dict[int, torch.Tensor], fraction: float, seed: int) -> int:
 def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]) -> Moved:
     transport.begin(version, BUCKETS)
     for bucket in BUCKETS:
-        if version % 2:  # as a sender's courier does, or without, as transports of users may
+        if version % 2:  # as a sender's bucket_sender does, or without, as transports of users may
             transport.prepare_bucket(bucket, weights[bucket.index])
         transport.start(bucket, weights[bucket.index]).wait()
     transport.complete()

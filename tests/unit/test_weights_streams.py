@@ -1,10 +1,10 @@
-"""What a courier and its transport wait for on a GPU: a written model of CUDA's streams and of NCCL's collectives.
+"""What a sender and its transport wait for on a GPU: a written model of CUDA's streams and of NCCL's collectives.
 
 Modelled: a stream runs what it was given in order. A kernel of a collective begins when its stream comes to it, and
 ends when all its ranks' have begun. `async_op=True` lets NCCL's stream wait for an event that is recorded on the
 caller's current stream at that moment; `Work.wait` lets the current stream wait for the collective, and with a timeout
 the CPU (ProcessGroupNCCL). With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) whatever waits at its head holds up
-what was given to other streams of that GPU later. Courier and `RelayTransport` are mslime's own.
+what was given to other streams of that GPU later. BucketSender and `RelayTransport` are mslime's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.weights.bucket_sender import Courier, Seconds
+from mslime.weights.bucket_sender import BucketSender, Seconds
 from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Transport
@@ -196,7 +196,7 @@ class FakeRank:
         queues: dict[str, Any] = {"queue": deque()} if one_queue else {}
         self.fill, self.lane, own = (FakeStream(**queues) for _ in range(3))
         self.transport = HeldRelay(rank)
-        self.courier = Courier(self.transport, None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
+        self.bucket_sender = BucketSender(self.transport, None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
 
     def gather(self, *collectives: FakeCollective) -> None:
         for collective in collectives:
@@ -206,7 +206,7 @@ class FakeRank:
         flat = FakeFlat(self.lane, send)
         bucket: Any = SimpleNamespace(index=index, describe=lambda: f"bucket {index}")
         with fake_current(self.fill):
-            self.courier.put(bucket, cast(Any, flat))
+            self.bucket_sender.put(bucket, cast(Any, flat))
         return flat
 
 
@@ -226,7 +226,7 @@ def test_senders_that_gather_together_never_wait_in_a_circle(one_queue: bool) ->
         rank.gather(gathers[1])
     second.put(1, sends[1])  # whose thread is late
     for rank in ranks:
-        rank.courier.wait_for_room()
+        rank.bucket_sender.wait_for_room()
         rank.gather(gathers[2])
     flat = first.put(2, sends[2])
     assert until(lambda: flat.work is not None and flat.work.looked_at)
@@ -234,7 +234,7 @@ def test_senders_that_gather_together_never_wait_in_a_circle(one_queue: bool) ->
         rank.gather(gathers[3])
     second.put(3, sends[3])
     second.transport.may_go.set()
-    assert [rank.courier.close() for rank in ranks] == [None, None]
+    assert [rank.bucket_sender.close() for rank in ranks] == [None, None]
     assert all(send.begun == 2 for send in sends)
 
 
@@ -244,21 +244,21 @@ def test_a_bucket_is_sent_while_the_next_is_filled_whichever_begins_first(one_qu
     fills, sends = [FakeCollective(2) for _ in range(3)], [FakeCollective(2) for _ in range(2)]
     rank.gather(FakeCollective(1))
     rank.put(0, sends[0])
-    rank.courier.wait_for_room()
+    rank.bucket_sender.wait_for_room()
     rank.gather(fills[0])  # takes as long as the test likes
     rank.transport.may_go.set()
     engine.run(sends[0])
     assert until(lambda: sends[0].begun == 2), "a send waits for what is filled after it"
     FakeStream().run(fills[0])
     flat = rank.put(1, sends[1])
-    rank.courier.wait_for_room()
+    rank.bucket_sender.wait_for_room()
     assert until(lambda: flat.work is not None and flat.work.looked_at)
     FakeStream().run(fills[1])
     rank.gather(fills[1], FakeCollective(1))
     assert until(lambda: fills[1].begun == 2), "what is filled waits for a send before it"
     assert sends[1].begun == 1, "the engine has not come for it"
     engine.run(sends[1])
-    assert rank.courier.close() is None
+    assert rank.bucket_sender.close() is None
 
 
 def test_all_that_a_transport_does_is_on_the_couriers_stream() -> None:
@@ -283,10 +283,10 @@ def test_all_that_a_transport_does_is_on_the_couriers_stream() -> None:
 
         def disconnect(self) -> None: ...
 
-    courier = Courier(FakeTransport(), None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
+    bucket_sender = BucketSender(FakeTransport(), None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
     bucket: Any = SimpleNamespace(index=0, describe=lambda: "bucket 0")
     with fake_current(fill):
-        courier.put(bucket, cast(Any, FakeFlat(own, FakeCollective(1))))
-        courier.put(bucket, None)
-        assert courier.close() is None
+        bucket_sender.put(bucket, cast(Any, FakeFlat(own, FakeCollective(1))))
+        bucket_sender.put(bucket, None)
+        assert bucket_sender.close() is None
     assert on == [(call, own) for call in ("prepare", "start", "wait", "skip")]

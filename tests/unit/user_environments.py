@@ -89,7 +89,7 @@ class Breaks(Counting):
             case "hold":  # the interpreter's lock, as a long call into C does
                 sum(iter(int, 1))
             case "raise":
-                raise ValueError("the door is stuck")
+                raise ValueError("the group_gate is stuck")
             case "exit":
                 os._exit(7)
             case "exit once":

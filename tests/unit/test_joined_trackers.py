@@ -1,4 +1,4 @@
-"""Several managers' books joined say what one manager's would of the same groups, event by event."""
+"""Several managers' trackerss joined say what one manager's would of the same groups, event by event."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import Prompt
-from mslime.rollout.group_tracker import Books, JoinedBooks, ManagerShare, continued, dealt, due, new_group, trainable
-from tests.fixtures.one_books import OneBooks
+from mslime.rollout.group_tracker import (
+    GroupTracker,
+    JoinedTrackers,
+    ManagerShare,
+    continued,
+    dealt,
+    due,
+    new_group,
+    trainable,
+)
+from tests.fixtures.one_tracker import OneTracker
 
 SIZE = 2
 
@@ -29,14 +38,14 @@ def config_of(**rollout: Any) -> RunConfig:
     })  # fmt: skip
 
 
-def generate(books: Books, group: Group, tokens: int, status: SampleStatus, reward: float) -> None:
+def generate(tracker: GroupTracker, group: Group, tokens: int, status: SampleStatus, reward: float) -> None:
     """All unfinished samples of a running group grow and end so."""
     for sample in group.samples:
         if not sample.status.finished:
-            spans = [(books.version, 0, tokens)] if tokens else []
+            spans = [(tracker.version, 0, tokens)] if tokens else []
             sample.extend([7] * tokens, log_probs=[-1.0] * tokens, engine="e", versions=spans)
             sample.status, sample.reward = status, reward + sample.index
-            books.generated(sample, tokens)
+            tracker.generated(sample, tokens)
 
 
 def written(state: tuple[dict[str, Any], Any]) -> tuple[dict[str, Any], Any]:
@@ -51,17 +60,17 @@ def ids_in(state: Mapping[str, Any]) -> list[list[int]]:
 
 
 class Pair:
-    """One manager's books and those of several, to which the same happens."""
+    """One manager's tracker and those of several, to which the same happens."""
 
     def __init__(self, config: RunConfig, managers: int) -> None:
         self.config = config
-        self.one, self.step, self.prompts = OneBooks(config), 0, 0
+        self.one, self.step, self.prompts = OneTracker(config), 0, 0
         self._begin_joined(managers)
         self._open()
 
     def _begin_joined(self, managers: int) -> None:
-        self.parts = [Books(self.config) for _ in range(managers)]
-        self.joined = JoinedBooks(self.config, managers)
+        self.parts = [GroupTracker(self.config) for _ in range(managers)]
+        self.joined = JoinedTrackers(self.config, managers)
 
     def _open(self) -> None:
         self.one.open_gate()
@@ -73,12 +82,12 @@ class Pair:
             part.allowance = allowance
 
     def begin(self, chance: int) -> None:
-        """A group begins at the first manager that has room, and in the one books."""
+        """A group begins at the first manager that has room, and in the one tracker."""
         assert self.one.room() == sum(p.room() for p in self.parts), "the allowances are what one gate allows"
         part = next((p for p in self._turned(chance) if p.room()), None)
         if part is None:
             return
-        if (group := part.resume()) is not None:  # the one books may be about to continue another one
+        if (group := part.resume()) is not None:  # the one tracker may be about to continue another one
             mine = next(g for g in self.one.partial if g.group_id == group.group_id)
             self.one.partial.remove(mine)
             self.one.running[group.group_id] = mine
@@ -101,13 +110,13 @@ class Pair:
 
     def _end(self, group_id: int, tokens: int, chance: int) -> None:
         part = next(p for p in self.parts if group_id in p.running)
-        for books in (self.one, part):
-            group = books.running[group_id]
+        for tracker in (self.one, part):
+            group = tracker.running[group_id]
             status = SampleStatus.TRUNCATED if chance % 7 == 0 else SampleStatus.COMPLETED
-            generate(books, group, tokens, status, 0.0)
+            generate(tracker, group, tokens, status, 0.0)
             if chance % 4 == 1:
                 group.samples[-1].status = SampleStatus.FAILED
-            books.complete(group)
+            tracker.complete(group)
 
     def take(self, chance: int) -> None:
         """A step, if there are enough groups; it may be given back with the first group blamed."""
@@ -123,8 +132,8 @@ class Pair:
             return
         self.step += 1
         self.joined.version = self.step
-        for books in (self.one, *self.parts):
-            books.published(self.step)
+        for tracker in (self.one, *self.parts):
+            tracker.published(self.step)
         self._allow()
 
     def _take_joined(self) -> tuple[list[Group], dict[str, float]]:
@@ -150,7 +159,7 @@ class Pair:
         state = written(self.joined.state([part.kept(self.step) for part in self.parts]))
         if chance % 4 == 0:
             state = written(self.joined.outline([part.begun() for part in self.parts]))
-        self.one, whole = OneBooks(self.config), continued(*state, new_group, taught=False)
+        self.one, whole = OneTracker(self.config), continued(*state, new_group, taught=False)
         self.one.load_state_dict(*state)
         self._begin_joined(1 + chance % 4)
         self.joined.continue_from(whole)
@@ -162,7 +171,7 @@ class Pair:
         self._open()
 
     def check(self) -> None:
-        """The books agree on everything that a metric says."""
+        """The trackers agree on everything that a metric says."""
         assert self._ledger().state_dict() == self.one.ledger.state_dict()
         held = [g.group_id for part in self.parts for g in part.held()]
         assert sorted(held) == sorted(g.group_id for g in self.one.held())
@@ -181,14 +190,14 @@ class Pair:
     def _ledger(self) -> Ledger:
         return self.joined.ledger([part.ledger for part in self.parts])
 
-    def _turned(self, by: int) -> list[Books]:
+    def _turned(self, by: int) -> list[GroupTracker]:
         at = by % len(self.parts)
         return [*self.parts[at:], *self.parts[:at]]
 
 
 @pytest.mark.parametrize("on_stale", ["keep", "mask", "reroll", "drop"])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_joined_books_are_those_of_one_manager(staleness: int, on_stale: str) -> None:
+def test_joined_trackers_are_those_of_one_manager(staleness: int, on_stale: str) -> None:
     steps = resumes = 0
     for seed in range(12):
         chance = random.Random(seed)
@@ -213,5 +222,5 @@ def test_new_groups_go_where_the_fewest_wait_for_each_engine(
 
 
 def test_managers_without_engines_are_allowed_groups_whose_requests_tell_of_it() -> None:
-    joined = JoinedBooks(config_of(max_staleness=1), 2)
+    joined = JoinedTrackers(config_of(max_staleness=1), 2)
     assert sum(joined.allow([ManagerShare(0, 0), ManagerShare(0, 0)])) == 6

@@ -1,4 +1,4 @@
-"""A sender's courier: what a transport can do before the turn is done before it, and a failure sends nothing."""
+"""A sender's bucket_sender: what a transport can do before the turn is done before it, and a failure sends nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
 from mslime.weights import contract, groups
-from mslime.weights.bucket_sender import Courier, Seconds, SendOrder
+from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
 from mslime.weights.plan import Bucket, Senders, WeightPlan
 from mslime.weights.transport import Transport
 from tests.fixtures.forked import forking, preload
@@ -68,47 +68,47 @@ class Noting(Transport):
         pass
 
 
-def courier_of(transport: Noting, turns: LateTurns) -> Courier:
+def bucket_sender_of(transport: Noting, turns: LateTurns) -> BucketSender:
     ends = time.monotonic() + 30
-    return Courier(transport, cast(SendOrder, turns), ends, 30, Seconds(), None)
+    return BucketSender(transport, cast(SendOrder, turns), ends, 30, Seconds(), None)
 
 
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:
     transport, turns = Noting(), LateTurns()
-    courier = courier_of(transport, turns)
-    courier.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
+    bucket_sender = bucket_sender_of(transport, turns)
+    bucket_sender.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
     assert transport.prepared.wait(30) and transport.calls == [("prepare", 0)]
     turns.come.set()
-    courier.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
-    assert courier.close() is None and turns.passed_on == [True, True]
+    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
+    assert bucket_sender.close() is None and turns.passed_on == [True, True]
     assert transport.calls == [("prepare", 0), ("start", 0), ("prepare", 1), ("start", 1)]
-    assert courier.seconds.turn > 0 and courier.seconds.send > 0
+    assert bucket_sender.seconds.turn > 0 and bucket_sender.seconds.send > 0
 
 
 def test_a_sender_is_not_held_up_before_it_fills_a_third_bucket() -> None:
     """It takes part in gathers of others' buckets while its first is on its way and its second waits."""
     transport, turns = Noting(), LateTurns()
-    courier = courier_of(transport, turns)
-    courier.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
-    courier.wait_for_room()
-    courier.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
+    bucket_sender = bucket_sender_of(transport, turns)
+    bucket_sender.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
+    bucket_sender.wait_for_room()
+    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
     assert transport.calls in ([], [("prepare", 0)]) and turns.passed_on == []
-    room = in_thread(courier.wait_for_room)
+    room = in_thread(bucket_sender.wait_for_room)
     with pytest.raises(TimeoutError):
         room.result(0.2)
     turns.come.set()
     room.result(30)
-    assert turns.passed_on[:1] == [True] and courier.close() is None
+    assert turns.passed_on[:1] == [True] and bucket_sender.close() is None
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["not filled", "not prepared"])
 def test_after_a_bucket_that_cannot_be_prepared_none_is_and_the_turn_is_passed_on(lost: bool) -> None:
     transport, turns = Noting(fails=-1 if lost else 0), LateTurns()
     turns.come.set()
-    courier = courier_of(transport, turns)
-    courier.put(BUCKETS[0], None if lost else contract._filled(BUCKETS[0], 1))
-    courier.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
-    failure = courier.close()
+    bucket_sender = bucket_sender_of(transport, turns)
+    bucket_sender.put(BUCKETS[0], None if lost else contract._filled(BUCKETS[0], 1))
+    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
+    failure = bucket_sender.close()
     if lost:  # told by whoever could not fill it
         assert failure is None and transport.calls == [("prepare", 1), ("start", 1)]
         assert turns.passed_on == [False, True]

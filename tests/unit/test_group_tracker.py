@@ -1,4 +1,4 @@
-"""The books hold every group in one place and every token in the ledger once, whatever the order of events."""
+"""The tracker holds every group in one place and every token in the ledger once, whatever the order of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.group_tracker import SubmitGate, trainable
 from mslime.rollout.statistics import batch_metrics
-from tests.fixtures.one_books import OneBooks
+from tests.fixtures.one_tracker import OneTracker
 from tests.fixtures.supports import supports_of
 from tests.unit.rollout_fakes import run_config
 
@@ -37,50 +37,50 @@ ENDS = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.ABORTED, Sa
 
 @dataclass
 class Life:
-    """A run's books, with a count of tokens beside them that knows no ledger."""
+    """A run's tracker, with a count of tokens beside them that knows no ledger."""
 
     config: RunConfig
-    books: OneBooks
+    tracker: OneTracker
     generated: int = 0
     trained: dict[int, int] = field(default_factory=dict[int, int])
     step: int = 0
     taken: list[Group] = field(default_factory=list[Group])
 
     def begin(self, _: int) -> None:
-        if self.books.room() and self.books.resume() is None:
-            n = self.books.next_group_id
-            self.books.begin(Prompt([1, 2], str(n), {}, f"p:{n}"))
+        if self.tracker.room() and self.tracker.resume() is None:
+            n = self.tracker.next_group_id
+            self.tracker.begin(Prompt([1, 2], str(n), {}, f"p:{n}"))
 
     def grow(self, n: int) -> None:
-        for sample in (s for g in self.books.running.values() for s in g.samples):
+        for sample in (s for g in self.tracker.running.values() for s in g.samples):
             if not sample.status.finished:
                 sample.extend(
                     [7] * n, log_probs=[-1.0] * n, engine="e",
-                    versions=[(self.books.version, 0, n)] if n else [],
+                    versions=[(self.tracker.version, 0, n)] if n else [],
                 )  # fmt: skip
                 sample.status = ENDS[(n // (1 + sample.index)) % len(ENDS)]
                 self.generated += n
-                self.books.generated(sample, n)
+                self.tracker.generated(sample, n)
 
     def end(self, n: int) -> None:
-        for group in list(self.books.running.values()):
+        for group in list(self.tracker.running.values()):
             if not group.finished:
-                (self.books.interrupted if n % 2 else self.books.put_back)(group)
+                (self.tracker.interrupted if n % 2 else self.tracker.put_back)(group)
                 continue
             for sample in group.samples:
                 sample.reward = float((n + sample.index * group.group_id) % 3)
                 if n % 9 == sample.index:
                     sample.status = SampleStatus.FAILED
-            self.books.complete(group)
+            self.tracker.complete(group)
 
     def fail(self, n: int) -> None:
-        for group in list(self.books.running.values())[: n % 3]:
-            if not self.books.blame(group, "told to fail"):
-                self.books.put_back(group)
+        for group in list(self.tracker.running.values())[: n % 3]:
+            if not self.tracker.blame(group, "told to fail"):
+                self.tracker.put_back(group)
 
     def take(self, _: int) -> None:
-        if self.books.enough and not self.taken:
-            self.taken, _metrics = self.books.take(self.step)
+        if self.tracker.enough and not self.taken:
+            self.taken, _metrics = self.tracker.take(self.step)
             for group in self.taken:
                 assert group.group_id not in self.trained, "a group was trained twice"
                 self.trained[group.group_id] = trainable([group])
@@ -89,32 +89,34 @@ class Life:
         if self.taken:
             for group in self.taken:
                 del self.trained[group.group_id]
-            self.books.give_back(self.taken[: n % 3])
+            self.tracker.give_back(self.taken[: n % 3])
             self.taken = []
 
     def publish(self, _: int) -> None:
         if self.taken:
             self.taken, self.step = [], self.step + 1
-            self.books.published(self.step)
+            self.tracker.published(self.step)
 
     def restore(self, n: int) -> None:
         """A new process: what was taken and not trained comes back."""
-        header, columns = self.books.outline() if n % 4 == 0 and not self.taken else self.books.state_dict(self.step)
-        self.books = OneBooks(self.config)
-        self.books.load_state_dict(json.loads(json.dumps(header)), columns)
-        self.books.open_gate()
+        header, columns = (
+            self.tracker.outline() if n % 4 == 0 and not self.taken else self.tracker.state_dict(self.step)
+        )
+        self.tracker = OneTracker(self.config)
+        self.tracker.load_state_dict(json.loads(json.dumps(header)), columns)
+        self.tracker.open_gate()
         for group in self.taken:
             del self.trained[group.group_id]
         self.taken = []
 
     def check(self) -> None:
-        books, held = self.books, self.books.held()
+        tracker, held = self.tracker, self.tracker.held()
         ids = [g.group_id for g in [*held, *self.taken]]
         assert len(ids) == len(set(ids)), "a group is in two places"
         assert not set(ids) & (set(self.trained) - {g.group_id for g in self.taken}), "a trained group is held"
-        assert books.ledger.generated == self.generated
-        assert books.ledger.pending == trainable(held)
-        assert books.ledger.trained == sum(self.trained.values())
+        assert tracker.ledger.generated == self.generated
+        assert tracker.ledger.pending == trainable(held)
+        assert tracker.ledger.trained == sum(self.trained.values())
         for sample in (s for g in held for s in g.samples):
             check_invariants(sample)
 
@@ -131,9 +133,9 @@ SETTINGS = st.fixed_dictionaries({
 
 
 def live(rollout: dict[str, Any], seed: int) -> Life:
-    """Books after 150 events, checked after each."""
+    """GroupTracker after 150 events, checked after each."""
     config, chance = config_of(**rollout), random.Random(seed)
-    life = Life(config, OneBooks(config))
+    life = Life(config, OneTracker(config))
     for _ in range(150):
         name = chance.choice(SELDOM if chance.random() < 0.15 else OFTEN)
         getattr(life, name)(chance.randrange(60))
@@ -156,7 +158,7 @@ def test_the_orders_of_events_that_are_tried_do_all_that_can_be_done() -> None:
         life = live({"on_stale": stale, "partial": seed % 3 > 0, "mask_truncated": seed % 2 > 0,
                      "dynamic_filter": "zero_variance"}, seed)  # fmt: skip
         steps += life.step
-        done |= {*life.books.counters.total, *life.books.ledger.dropped, *life.books.ledger.masked}
+        done |= {*life.tracker.counters.total, *life.tracker.ledger.dropped, *life.tracker.ledger.masked}
     assert done >= {
         "recycled", "filtered_groups", "failed_groups", "truncated_groups", "stale_groups", "reward", "zero_variance",
         "failed", "aborted", "stale", "truncated", "lost",
@@ -173,8 +175,8 @@ def test_a_group_that_no_step_trains_on_is_logged_once_with_its_reason(caplog: p
         life = live({"on_stale": stale, "mask_truncated": seed % 2 > 0, "dynamic_filter": "zero_variance"}, seed)
         lines = [r.getMessage() for r in caplog.records if r.name == "mslime.rollout.group_tracker"]
         dropped = [json.loads(line.partition("group dropped: ")[2]) for line in lines]
-        places = [*(row["group"] for row in dropped), *(g.group_id for g in life.books.held()), *life.trained]
-        assert sorted(places) == list(range(life.books.next_group_id)), "each in one place"
+        places = [*(row["group"] for row in dropped), *(g.group_id for g in life.tracker.held()), *life.trained]
+        assert sorted(places) == list(range(life.tracker.next_group_id)), "each in one place"
         assert all(row["source"] == f"p:{row['group']}" for row in dropped)
         assert all(row["cause"] for row in dropped if row["reason"] == "failed")
         reasons |= {row["reason"] for row in dropped}
@@ -182,14 +184,14 @@ def test_a_group_that_no_step_trains_on_is_logged_once_with_its_reason(caplog: p
 
 
 def test_the_oldest_tokens_are_continued_first(tmp_path: Path) -> None:
-    books = OneBooks(run_config(tmp_path, max_staleness=3))
-    groups = [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(3)]
+    tracker = OneTracker(run_config(tmp_path, max_staleness=3))
+    groups = [tracker.begin(Prompt([1], "", {}, "p:1")) for _ in range(3)]
     for group, version in zip(groups, (None, 4, 2), strict=True):
         if version is not None:
             group.samples[0].extend([5], log_probs=[-1.0], versions=[(version, 0, 1)], engine="e")
-            books.generated(group.samples[0], 1)
-        books.put_back(group)
-    assert [g.group_id for g in iter(books.resume, None)] == [2, 1, 0]
+            tracker.generated(group.samples[0], 1)
+        tracker.put_back(group)
+    assert [g.group_id for g in iter(tracker.resume, None)] == [2, 1, 0]
 
 
 def test_groups_are_continued_without_looking_at_each_for_every_one(
@@ -200,29 +202,29 @@ def test_groups_are_continued_without_looking_at_each_for_every_one(
     oldest = Group.oldest_version.fget
     assert oldest is not None
     monkeypatch.setattr(Group, "oldest_version", property(lambda g: looked.append(g.group_id) or oldest(g)))
-    books = OneBooks(run_config(tmp_path))
-    for group in [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(100)]:
-        books.put_back(group)
-    assert len(list(iter(books.resume, None))) == 100 and len(looked) == 100 and not books._urgency
+    tracker = OneTracker(run_config(tmp_path))
+    for group in [tracker.begin(Prompt([1], "", {}, "p:1")) for _ in range(100)]:
+        tracker.put_back(group)
+    assert len(list(iter(tracker.resume, None))) == 100 and len(looked) == 100 and not tracker._urgency
 
 
 def test_a_filter_that_fails_leaves_the_group_running(tmp_path: Path) -> None:
-    books = OneBooks(run_config(tmp_path, dynamic_filter="tests.unit.user_rewards:confused"))
-    group = books.begin(Prompt([1], "", {}, "p:1"))
+    tracker = OneTracker(run_config(tmp_path, dynamic_filter="tests.unit.user_rewards:confused"))
+    group = tracker.begin(Prompt([1], "", {}, "p:1"))
     for sample in group.samples:
         sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
     with pytest.raises(ConfigError, match="dynamic_filter"):
-        books.complete(group)
-    assert list(books.running.values()) == [group]
+        tracker.complete(group)
+    assert list(tracker.running.values()) == [group]
 
 
 def test_groups_and_ledger_that_disagree_are_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    books = OneBooks(config)
-    group = books.begin(Prompt([1], "", {}, "p:1"))
+    tracker = OneTracker(config)
+    group = tracker.begin(Prompt([1], "", {}, "p:1"))
     group.samples[0].extend([5], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
-    with pytest.raises(ValueError, match="0 tokens are pending in the books, 1 are held"):
-        OneBooks(config).load_state_dict(*books.state_dict())
+    with pytest.raises(ValueError, match="0 tokens are pending in the tracker, 1 are held"):
+        OneTracker(config).load_state_dict(*tracker.state_dict())
 
 
 # ------------------------------------------------------------------------------------------------------------- the gate
