@@ -4,7 +4,7 @@
         [--cases short,qwen3-30b,...] [--profile CASE]
 
 The fleet is fake: one process listens on a port for each engine and sends a canned answer in SGLang 0.5.23's format at
-once. Real are the requests, HTTP, parsing, the pool, groups, their tracker and the assembly of shards. CPU seconds are those of
+once. Real are the requests, HTTP, parsing, the pool, groups, their tracker and the assembly. CPU seconds are those of
 this process alone, and the least of `--repeats` passes; measure on a quiet machine all the same. The floor is an
 aiohttp client that posts the same bodies and reads the answers without looking at them. With `masks`, each token comes
 with the 55 ids, on average, that it was drawn from at top-p 0.9. Ends with one line of JSON; `ratio` is CPU over the
