@@ -282,7 +282,7 @@ def _shown(observation: Observation) -> str:
 
 # Where a run calls functions of the user's: each is found and looked at before a GPU is claimed.
 #
-# Reward functions are not here: they are imported in worker processes of their own, and tried there (`rewards`).
+# Reward functions are not here: they are imported in worker processes of their own, and tried there (`check_rewards`).
 
 Process = Literal["driver", "rollout service", "trainer"]
 """What calls a function: `mslime check` imports all of them, each process of a run its own."""

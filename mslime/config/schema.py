@@ -5,7 +5,7 @@ engine's own field names, and any further field of its dataclasses may be given 
 
 A setting is refused in two places. What a section is by itself, its own fields and validators say. What it cannot be
 beside other sections, the function `check_SECTION` in its module says, which is given what it reads of them:
-`RunConfig._check` calls all of these, in order. (What a checkpoint, a tokenizer or data rule out, `preflight` says.)
+`RunConfig._check` calls all of these, in order. (What a checkpoint, a tokenizer or data rule out, `checks` says.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gate that several adapters share: who sends the next request to the engines.
 
-How fresh an adapter's groups must be is said by the gate of its own books (`books.SubmitGate`), which knows its version
-alone. Here is only what adapters have in common: room at the engines. Each has a share of it that nobody else is given,
-so a task whose requests take long, or never end, cannot hold up another's next step. Pure arithmetic.
+How fresh an adapter's groups must be is said by the gate of its own tracker (`group_tracker.SubmitGate`), which knows
+its version alone. Here is only what adapters have in common: room at the engines. Each has a share of it that nobody
+else is given, so a task whose requests take long, or never end, cannot hold up another's next step. Pure arithmetic.
 """
 
 from __future__ import annotations

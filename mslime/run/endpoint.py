@@ -1,6 +1,6 @@
 """Where a running run can be asked about its engines: HTTP on loopback, with a key in a file that only its user reads.
 
-`GET /engines` tells how they are, `POST /engines` gives an order (`orders.Order`). Both answer `Orders.standing`, the
+`GET /engines` tells how they are, `POST /engines` gives an order (`Order`). Both answer `Orders.standing`, the
 second with the order's `number`. `mslime scale` is its client.
 """
 

@@ -108,7 +108,7 @@ class RankGroup:
         return f"{self.role} rank {rank}"
 
     def begin_start(self, on_wait: Callable[[], None] | None = None) -> dict[str, ray.ObjectRef]:
-        """Let the ranks meet and build the model; `calls.gather` what this returns.
+        """Let the ranks meet and build the model; `ray_calls.gather` what this returns.
 
         Args:
             on_wait: called a few times a second until the first rank is there.
@@ -143,7 +143,7 @@ class RankGroup:
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """What `work(actor, rank)` gave, in rank order; `calls.gather` says how it may fail."""
+        """What `work(actor, rank)` gave, in rank order; `ray_calls.gather` says how it may fail."""
         return list(gather(self.submit(work), what, deadline_s, self.log_paths, on_wait).values())
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 `model/` builds and fills a rank's model, `step/` trains it, `replay/` forces its routing, `log_probs/` reads its
 logits.
-Here are the process groups (`parallel`) and what goes to disk (`checkpoint`, `checkpoint_files`, `generators`).
+Here are the process groups (`parallel`) and what goes to disk (`checkpoint`, `checkpoint_files`).
 """
 
 from mslime.backends.cpu.megatron import install

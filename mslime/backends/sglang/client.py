@@ -149,7 +149,7 @@ class EngineClient:
             return result if adapter is None else of_version(result, adapter.version)
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-        """[n] float32 log-probs of given tokens, see `scoring.parse_scores`; tried again when the connection fails.
+        """[n] float32 log-probs of given tokens, see `generating.parse_scores`; tried again when the connection fails.
 
         Raises EngineError when the server dies, refuses, misses its deadline, or returns what does not add up.
         """
@@ -159,7 +159,7 @@ class EngineClient:
             return parse_scores(request, answer, None if self.model is None else self.model.vocab_size)
 
     async def probe(self, request: ProbeRequest) -> Probed:
-        """What the engine says of a fixed text; see `probing.parse_probe`.
+        """What the engine says of a fixed text; see `generating.parse_probe`.
 
         Raises EngineDied and EngineError as `generate` does, within the deadline of a weight sync.
         """

@@ -24,7 +24,7 @@ from mslime.convert.families.family import (
     required_int,
 )
 from mslime.convert.families.gqa import Attention, Decoder, dense_mlp_rules, mlp_norm_rules, read_attention, whole_model
-from mslime.convert.families.qwen_moe import moe_layer_ids, refuse_dense_layers_for_engine
+from mslime.convert.families.qwen_moe import experts_and_a_shared_one, refuse_dense_layers_for_engine
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.tensor_layouts import DeltaByKeyHead, DeltaParts, FusedGatedMLP, Kind, Replicated, Row, Shape
 
@@ -55,16 +55,7 @@ class Qwen3Next(Decoder):
         return read_attention(hf_config, norm="head")
 
     def experts(self, hf_config: HFConfig) -> Experts:
-        return Experts(
-            layers=moe_layer_ids(hf_config),
-            number=required_int(hf_config, "num_experts"),
-            top_k=required_int(hf_config, "num_experts_per_tok"),
-            ffn=required_int(hf_config, "moe_intermediate_size"),
-            normalised=flag(hf_config, "norm_topk_prob", True),
-            shared_ffn=required_int(hf_config, "shared_expert_intermediate_size"),
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        )
+        return experts_and_a_shared_one(hf_config, normalised=True)
 
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
         heads, linear = delta_heads(hf_config), linear_layers(hf_config)

@@ -1,8 +1,4 @@
-"""Qwen1.5, 2 and 3 mixture of experts: Qwen2MoeForCausalLM (https://arxiv.org/abs/2407.10671) and Qwen3MoeForCausalLM.
-
-Qwen2's attention. In routed layers a softmax router, and beside the chosen experts a large shared one whose output a
-sigmoid of one more linear layer weighs.
-"""
+"""Qwen1.5, Qwen2 and Qwen3 mixture of experts, a class for each architecture, and what Qwen3-Next shares."""
 
 from __future__ import annotations
 
@@ -12,13 +8,12 @@ from mslime.convert.families.family import HFConfig, Support, as_list, flag, ref
 from mslime.convert.families.gqa import Attention
 from mslime.convert.families.qwen import Qwen2, Qwen3
 
-# Qwen3 mixture of experts: Qwen3MoeForCausalLM (https://arxiv.org/abs/2505.09388; transformers `models/qwen3_moe`).
-#
-# Qwen3's attention and norms; in routed layers a softmax router picks top-k of SwiGLU experts, without shared experts.
-
 
 class Qwen3Moe(Qwen3):
-    """The MoE family."""
+    """Qwen3MoeForCausalLM (https://arxiv.org/abs/2505.09388; transformers `models/qwen3_moe`).
+
+    Qwen3's attention and norms; in routed layers a softmax router picks top-k of SwiGLU experts, without shared ones.
+    """
 
     architecture = "Qwen3MoeForCausalLM"
     support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), renderers=("qwen3",), served_adapters=True)
@@ -81,8 +76,30 @@ def moe_layer_ids(config: HFConfig) -> tuple[int, ...]:
     return routed
 
 
+def experts_and_a_shared_one(config: HFConfig, normalised: bool) -> Experts:
+    """Routed experts and one gated shared expert beside them.
+
+    Args:
+        normalised: what an unset `norm_topk_prob` means in transformers' configuration of the family.
+    """
+    return Experts(
+        layers=moe_layer_ids(config),
+        number=required_int(config, "num_experts"),
+        top_k=required_int(config, "num_experts_per_tok"),
+        ffn=required_int(config, "moe_intermediate_size"),
+        normalised=flag(config, "norm_topk_prob", normalised),
+        shared_ffn=required_int(config, "shared_expert_intermediate_size"),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+
+
 class Qwen2Moe(Qwen2):
-    """The MoE family."""
+    """Qwen2MoeForCausalLM (https://arxiv.org/abs/2407.10671; transformers `models/qwen2_moe`).
+
+    Qwen2's attention; in routed layers a softmax router, and beside the chosen experts a large shared one whose output
+    a sigmoid of one more linear layer weighs.
+    """
 
     architecture = "Qwen2MoeForCausalLM"
     support = Support(("Qwen1.5-MoE-A2.7B", "Qwen2-57B-A14B"), served_adapters=True)
@@ -92,16 +109,7 @@ class Qwen2Moe(Qwen2):
         return super().attention(hf_config)
 
     def experts(self, hf_config: HFConfig) -> Experts:
-        return Experts(
-            layers=moe_layer_ids(hf_config),
-            number=required_int(hf_config, "num_experts"),
-            top_k=required_int(hf_config, "num_experts_per_tok"),
-            ffn=required_int(hf_config, "moe_intermediate_size"),
-            normalised=flag(hf_config, "norm_topk_prob", False),
-            shared_ffn=required_int(hf_config, "shared_expert_intermediate_size"),
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        )
+        return experts_and_a_shared_one(hf_config, normalised=False)
 
     def refuse_for_engine(self, hf_config: HFConfig) -> None:
         refuse_dense_layers_for_engine(hf_config, "Qwen2-MoE")

@@ -1,6 +1,6 @@
 """The conversations of one rollout: messages in, a reply out, and every token in a sequence that is trained exactly.
 
-A request is placed among the recorded turns (`forest`). What follows the turn is added to the very tokens that the
+A request is placed among the recorded turns (`Forest`). What follows the turn is added to the very tokens that the
 model saw and sampled, by the renderer's extension of them; where that cannot be, a new sequence is rendered and the
 reason is counted. A turn is trained in the sequence in which it was sampled, so once.
 """
