@@ -153,22 +153,3 @@ def step_window(spans: Iterable[Span], step: int) -> tuple[float, float] | None:
     own = [s for s in spans if s.step == step]
     own = [s for s in own if s.name == STEP] or own
     return (min(s.start for s in own), max(s.end for s in own)) if own else None
-
-
-def idle_shares(spans: Iterable[Span], window: tuple[float, float]) -> dict[str, float]:
-    """Share of `window` in which each lane has no span. The driver is left out; overlapping spans count once."""
-    start, end = window
-    by_lane: dict[str, list[tuple[float, float]]] = {}
-    for span in spans:
-        if span.lane != "driver":
-            by_lane.setdefault(span.lane, []).append((max(span.start, start), min(span.end, end)))
-    length = max(end - start, 1e-9)
-    return {lane: 1.0 - _covered(parts) / length for lane, parts in by_lane.items()}
-
-
-def _covered(parts: Iterable[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(parts):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return total

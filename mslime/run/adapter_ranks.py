@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 
@@ -156,29 +156,28 @@ class AdapterActor(RankActor):
 
 
 @dataclass(frozen=True)
-class TrainWork:
-    """What `PolicyRank.train` is given, of one rank; or of all, where `shards` has an element for each."""
-
-    adapter: str
-    shards: Sequence[Any]
-    step: int
-    watched: Sequence[int]
-
-    def of_rank(self, rank: int) -> TrainWork:
-        """What a rank is given of a step of all ranks."""
-        return replace(self, shards=self.shards[rank])
-
-
-@dataclass(frozen=True)
-class PassWork:
-    """What a forward and backward pass of a client's data is given, of one rank or of all, as `TrainWork`."""
+class _AdapterWork:
+    """What an adapter's ranks are given: of one rank; or of all, where `shards` has an element for each."""
 
     adapter: str
     shards: Any
 
-    def of_rank(self, rank: int) -> PassWork:
-        """What a rank is given of a pass of all ranks."""
+    def of_rank(self, rank: int) -> Self:
+        """What a rank is given of the work of all ranks."""
         return replace(self, shards=self.shards[rank])
+
+
+@dataclass(frozen=True)
+class TrainWork(_AdapterWork):
+    """What `PolicyRank.train` is given: a rank has a list of shards."""
+
+    step: int
+    watched: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PassWork(_AdapterWork):
+    """What a forward and backward pass of a client's data is given: a rank has one shard."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mslime.observe.timeline import STEP, Span, idle_shares, merge_spans, step_window
+from mslime.observe.timeline import STEP, Span, merge_spans, step_window
 
 MAX_TIMELINE_STEPS = 60
 MAX_LANES = 12
@@ -90,3 +90,22 @@ def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -
     start, end = window
     own = merge_spans(s for s in spans if s.lane == lane)
     return [[s.name, round(max(s.start, start) - start, 4), round(min(s.end, end) - start, 4), s.step] for s in own]
+
+
+def idle_shares(spans: Iterable[Span], window: tuple[float, float]) -> dict[str, float]:
+    """Share of `window` in which each lane has no span. The driver is left out; overlapping spans count once."""
+    start, end = window
+    by_lane: dict[str, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.lane != "driver":
+            by_lane.setdefault(span.lane, []).append((max(span.start, start), min(span.end, end)))
+    length = max(end - start, 1e-9)
+    return {lane: 1.0 - _covered(parts) / length for lane, parts in by_lane.items()}
+
+
+def _covered(parts: Iterable[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(parts):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total

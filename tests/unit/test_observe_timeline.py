@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.observe.timeline import Span, Timeline, idle_shares, read_spans, step_window
+from mslime.observe.timeline import Span, Timeline, read_spans, step_window
+from mslime_plugins.report.lanes import idle_shares
 
 
 def test_spans_recorded_by_many_threads_all_read_back(tmp_path: Path) -> None:
