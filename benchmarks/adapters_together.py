@@ -55,7 +55,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
     """One pipeline stage; rank 0 tells the seconds of each round."""
     torch.set_num_threads(1)
     from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-    from mslime.backends.megatron.step.base import Base
+    from mslime.backends.megatron.step.base_model import Base
     from mslime.backends.megatron.step.joint_step import joint_update
     from mslime.config.loader import build
     from mslime.config.resolved import policy_spec

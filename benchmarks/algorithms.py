@@ -30,7 +30,7 @@ from rich.console import Console
 from mslime.config.loader import merge, read_values
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
-TRAIN = (sys.executable, "-m", "mslime.cli", "train")
+TRAIN = (sys.executable, "-m", "mslime", "train")
 BUDGET: dict[str, Any] = {
     "rollout": {"max_staleness": 0, "over_sampling": 1.0, "concurrency": 256},
     "train": {"optimizer_steps_per_rollout": 4, "lr": 1e-4, "min_lr": 1e-5},

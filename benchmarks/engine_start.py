@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mslime.backends.sglang import server
+from mslime.backends.sglang import server_process
 from mslime.backends.sglang.flags import command_line
 from mslime.config.resolved import engine_spec
 from mslime.config.schema import RunConfig
@@ -84,8 +84,8 @@ def start(run: RunConfig, logs: Path, program: Path | None) -> tuple[float, floa
         own = command_line(fields)
         return own if program is None else [own[0], str(program), *own[3:]]
 
-    server.command_line = command
-    process = server.ServerProcess(engine_spec(run), 0, logs)
+    server_process.command_line = command
+    process = server_process.ServerProcess(engine_spec(run), 0, logs)
     begin = time.monotonic()
     try:
         process.start()

@@ -38,18 +38,18 @@ from rich.table import Table
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
-from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.backends.sglang.server_process import EngineAddress, ServerProcess
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.loader import build
 from mslime.config.resolved import engine_spec, policy_spec
 from mslime.config.schema import RunConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.files import read_header
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.peft import WEIGHTS
+from mslime.convert.safetensors_files import read_header
 from mslime.convert.served_adapters import served_modules
 from mslime.network import free_port
 

@@ -46,8 +46,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
@@ -58,9 +58,9 @@ from mslime.rollout.manager import Manager
 from mslime.rollout.protocols import EngineLimits, Local
 from mslime.rollout.service import RolloutService
 from mslime.run.assemble import assemble
-from mslime.run.cluster import remote_class
 from mslime.run.ray_calls import Remote
-from mslime.run.rollouts import ManagerActor
+from mslime.run.ray_cluster import remote_class
+from mslime.run.rollout_process import ManagerActor
 from mslime.run.started import search_seldom
 
 PROMPT, GROUP, VOCABULARY = 128, 8, 151_936

@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.config.keys import Endpoint
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import EngineInfo, Link, Transport
+from mslime.weights.weight_plan import Bucket
 
 GIB = 1 << 30
 LONGEST = 2048

@@ -33,7 +33,7 @@ from examples.tiny_model import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
-MSLIME = (sys.executable, "-m", "mslime.cli")
+MSLIME = (sys.executable, "-m", "mslime")
 SIZES = {"moe_intermediate_size": 128, "num_key_value_heads": 4}
 """Whole blocks, also of keys and values: 4 heads of 32."""
 ONE_RANK = {"megatron": {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}}

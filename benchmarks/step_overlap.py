@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace, flags: list[str], name: str) -> dict[str, flo
     held-out set after the last step, None without one."""
     own = ["--name", name, "--output-dir", str(args.out), "--train.num-steps", str(args.steps), "--observe.eval-every",
            str(args.steps), "--observe.no-eval-at-start", "--checkpoint.no-save-hf"]  # fmt: skip
-    subprocess.run([sys.executable, "-m", "mslime.cli", "train", str(args.config), *own, *flags], check=True)
+    subprocess.run([sys.executable, "-m", "mslime", "train", str(args.config), *own, *flags], check=True)
     directory = args.out / name
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     generated = sum(r.get("ledger/generated_tokens", 0) for r in rows)

@@ -26,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
-from mslime.backends.sglang.answers import load_answer
+from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
+from mslime.backends.sglang.engine_reply import load_answer
 from mslime.backends.sglang.generating import GenerateRequest, parse_generation
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import Supports

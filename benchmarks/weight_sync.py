@@ -63,9 +63,9 @@ from mslime.threads import in_thread
 from mslime.weights.broadcast import meet
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
-from mslime.weights.plan import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import Link
+from mslime.weights.weight_plan import Senders
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.conftest import serve

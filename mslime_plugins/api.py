@@ -25,7 +25,7 @@ def plan(source: Source, *, gpus: int | None = None, gpu_memory_gb: float | None
     Raises:
         UserError: a mistake in the configuration or in config.json. That something does not fit is in the plan.
     """
-    from mslime_plugins.planner.command import plan_of
+    from mslime_plugins.planner.plan_command import plan_of
 
     return plan_of(values_of(source), gpus, gpu_memory_gb)
 

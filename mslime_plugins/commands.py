@@ -28,7 +28,7 @@ def _add_plan(parser: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mslime_plugins.planner.command import run_plan, run_search
+    from mslime_plugins.planner.plan_command import run_plan, run_search
 
     if args.search:
         return run_search(
@@ -86,7 +86,7 @@ def _add_doctor(parser: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mslime_plugins.doctor.command import CHECKS, run_doctor
+    from mslime_plugins.doctor.doctor_command import CHECKS, run_doctor
     from mslime_plugins.doctor.findings import Options
 
     if args.list:

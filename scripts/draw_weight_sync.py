@@ -14,7 +14,7 @@ from typing import Any
 
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
-from mslime.weights.plan import Bucket, Senders, WeightPlan, build_plan
+from mslime.weights.weight_plan import Bucket, Senders, WeightPlan, build_plan
 
 PICTURE = Path(__file__).parents[1] / "docs/images/weight_sync.svg"
 MODEL: dict[str, Any] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mslime.weights.broadcast import BroadcastTransport
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link, Pending, Transport
+from mslime.weights.weight_plan import Bucket
 
 
 def timed(link: Link) -> Transport:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import DataError, UserError
-from mslime.data.rows import open_rows
+from mslime.data.row_files import open_rows
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 _END = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")

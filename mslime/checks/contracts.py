@@ -51,8 +51,8 @@ from mslime.data.source import Prompt, UserSource, open_prompts
 from mslime.data.tokenizer import Tokenizer, load_tokenizer
 from mslime.observe.hooks import call_step_hook
 from mslime.observe.names import METRICS
-from mslime.rollout.contract import check_workflow
 from mslime.rollout.filters import load_filter, load_sample_hook
+from mslime.rollout.function_contract import check_workflow
 from mslime.rollout.group_tracker import new_group
 
 LENGTHS = (7, 1, 12, 5)

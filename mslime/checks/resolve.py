@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mslime.checks.data import check_data, check_supervised_data, glance_at_files
+from mslime.checks.datasets import check_data, check_supervised_data, glance_at_files
 from mslime.checks.user_functions import check_seams
 from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
@@ -23,12 +23,12 @@ from mslime.config.plugins import found, load
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.transports import AUTO, transport_names
-from mslime.convert.adapters import make_adapters
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.flops import quadratic_tokens
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules

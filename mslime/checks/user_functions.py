@@ -24,7 +24,7 @@ from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import check_parameters, load_function
-from mslime.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, OpenEnvironment
+from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentPool, OpenEnvironment
 from mslime.rollout.environments.protocol import (
     SETTING,
     EnvironmentJob,
@@ -35,7 +35,7 @@ from mslime.rollout.environments.protocol import (
 )
 from mslime.rollout.environments.protocol import SETTING as ENVIRONMENT
 from mslime.rollout.filters import load_filter
-from mslime.rollout.rewards.kinds import alternatives, reward_kind
+from mslime.rollout.rewards.reward_kinds import alternatives, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import token_of
 from mslime.rollout.workflow import load_workflow

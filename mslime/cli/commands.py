@@ -207,8 +207,8 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from mslime.checks.describe import describe
     from mslime.checks.resolve import resolve
+    from mslime.checks.run_tables import describe
 
     run = resolve(config_of(args))
     Console().print(describe(run))

@@ -160,7 +160,7 @@ def _int4(args: argparse.Namespace) -> int:
 
 
 def _merge_lora(args: argparse.Namespace) -> int:
-    from mslime.offline.adapters import MergeLora
+    from mslime.offline.lora_checkpoints import MergeLora
 
     return _run(MergeLora(args.source_dir, args.adapter, _bytes(args)), args)
 

@@ -136,7 +136,7 @@ def read_secret(setting: SecretStr, name: str) -> str:
 
 
 class AnnouncedBucket(Protocol):
-    """What engines are told of a bucket (`weights.plan.Bucket`): its tensors, in the order in which they lie in it."""
+    """The tensors of a bucket (`weights.weight_plan.Bucket`) as engines receive them, in their order in the bucket."""
 
     @property
     def names(self) -> Sequence[str]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.codecs import FP8_BLOCK, blocks, fp8_quantise, int4_quantise
-from mslime.convert.files import TensorPlan
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import Fp8, Int4, Quantisation, check_quantisation, left_plain, scales_are_powers_of_two
+from mslime.convert.safetensors_files import TensorPlan
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 

@@ -23,13 +23,20 @@ from typing import TYPE_CHECKING, Any, cast
 from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
 from mslime.config.model_facts import language_model
-from mslime.convert.files import AGAIN, SAFETENSORS_DTYPES, TensorInfo, read_header, tensor_bytes, torch_dtype
 from mslime.convert.quantised import (
     Box,
     Joined,
     check_quantisation,
     refuse_plain_fp8,
     without_quantisation,
+)
+from mslime.convert.safetensors_files import (
+    AGAIN,
+    SAFETENSORS_DTYPES,
+    TensorInfo,
+    read_header,
+    tensor_bytes,
+    torch_dtype,
 )
 from mslime.convert.tensor_layouts import Shape
 

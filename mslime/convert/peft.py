@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from mslime.config.errors import CheckpointError, reading
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
-from mslime.convert.adapters import Adapters, make_adapters
-from mslime.convert.files import (
+from mslime.convert.lora_rules import Adapters, make_adapters
+from mslime.convert.safetensors_files import (
     AGAIN,
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,

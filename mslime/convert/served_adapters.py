@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from mslime.config.errors import ConfigError
-from mslime.convert.adapters import Adapters
 from mslime.convert.families.family import Family
+from mslime.convert.lora_rules import Adapters
 
 _SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Ends of the names of modules that were run."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import MALFORMED, CheckpointError, reading
-from mslime.convert.files import tensor_bytes, torch_dtype
+from mslime.convert.safetensors_files import tensor_bytes, torch_dtype
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError, nearest, reading
 from mslime.data.conversation import as_messages, is_chat, normalised, tools_of
-from mslime.data.rows import RowFile, field_of, open_rows, plain
+from mslime.data.row_files import RowFile, field_of, open_rows, plain
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import calling, load_function
 

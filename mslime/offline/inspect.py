@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.files import TORCH_DTYPES, Advance, torch_dtype
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, is_torch_dist

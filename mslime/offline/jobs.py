@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from mslime.config.errors import CheckpointError, ConfigError
-from mslime.convert.files import Advance, ByteRange, Written, verify
 from mslime.convert.hf import publish, staging_directory
+from mslime.convert.safetensors_files import Advance, ByteRange, Written, verify
 from mslime.offline.workers import Workers
 
 JOURNAL = "journal.jsonl"

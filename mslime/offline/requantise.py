@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert import codecs
 from mslime.convert.encoding import EXPERTS, PROJECTIONS, Encoding, Fp8Blocks, Int4Groups, is_linear
-from mslime.convert.files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.offline.jobs import source_identity
 from mslime.offline.to_hf import HFJob, Output
 

@@ -13,8 +13,15 @@ from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.convert.families import get_family
-from mslime.convert.files import SAFETENSORS_DTYPES, Advance, TensorPlan, Written, torch_dtype, write_safetensors
 from mslime.convert.hf import HFCheckpoint, copy_side_files, write_index
+from mslime.convert.safetensors_files import (
+    SAFETENSORS_DTYPES,
+    Advance,
+    TensorPlan,
+    Written,
+    torch_dtype,
+    write_safetensors,
+)
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape, Vocabulary
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, ParameterBox

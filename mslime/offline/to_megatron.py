@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family
 from mslime.convert.families.family import refuse_unread
-from mslime.convert.files import TORCH_DTYPES, Advance, OutputFile, Written, torch_dtype, write_record
 from mslime.convert.hf import HFCheckpoint, copy_side_files
+from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, OutputFile, Written, torch_dtype, write_record
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import CONFIG, METADATA, ModelPlacement, ParameterBox
 from mslime.offline.jobs import FileTask, source_identity

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Self, TypeVar
 
 from mslime.config.errors import CheckpointError, UserError
-from mslime.convert.files import Advance
+from mslime.convert.safetensors_files import Advance
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Renderer, Rendering
 from mslime.rollout.agents.chat.session import ChatSession, Reply, ReplyTurn, SequenceEngine
 from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.sessions import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
 from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
-from mslime.rollout.statistics import StepCounters
+from mslime.rollout.step_metrics import StepCounters
 
 # What a tracker leaves behind for a later service: the groups and the ledger of a state, and of an outline.
 

@@ -28,7 +28,7 @@ from mslime.data.sample import Group
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.conversations import Agents
-from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
+from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
 from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_runner import GroupRunner

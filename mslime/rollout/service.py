@@ -18,7 +18,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mslime.backends.sglang.pool import all_or_first_failure
+from mslime.backends.sglang.engine_pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import RunConfig
@@ -30,7 +30,7 @@ from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
 from mslime.rollout.protocols import Asked, EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
-from mslime.rollout.statistics import batch_metrics
+from mslime.rollout.step_metrics import batch_metrics
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -22,7 +22,7 @@ FIRST_WAIT_S = 0.1  # doubled after each try
 
 
 class ScoringEngines(Protocol):
-    """The teacher's servers; `backends.sglang.pool.EnginePool` is one."""
+    """The teacher's servers; `backends.sglang.engine_pool.EnginePool` is one."""
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         """Log-probs of given tokens. Raises EngineDied when a server died meanwhile, EngineError when it refused."""

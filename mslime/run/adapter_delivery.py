@@ -15,10 +15,10 @@ from mslime.config.schema import RunConfig
 from mslime.convert.peft import WEIGHTS
 from mslime.run.delivery import Delivered, names_engine
 from mslime.run.fleet import Fleet
-from mslime.run.probe import WeightProbe
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.trainers import TrainerGroup
+from mslime.run.weight_probe import WeightProbe
 from mslime.weights.bucket_sender import Seconds
 from mslime.weights.sync import SendReport
 

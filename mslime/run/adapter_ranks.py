@@ -25,8 +25,8 @@ from mslime.config.serve import AdamParams, LossChoice
 from mslime.data.client_batch import ClientShard, Datum, PassResult, by_datum, client_shards
 from mslime.logs import phase
 from mslime.run.assemble import chunks_per_group
-from mslime.run.cluster import Cluster
 from mslime.run.ranks import RankActor, RankGroup, Report, fetched
+from mslime.run.ray_cluster import Cluster
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.run.trainers import PolicyRank, Trained, TrainerGroup
 
@@ -76,7 +76,7 @@ class AdapterActor(RankActor):
     def start(self, rendezvous: str) -> dict[str, Any]:
         """Build the base and read its weights; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-        from mslime.backends.megatron.step.base import Base
+        from mslime.backends.megatron.step.base_model import Base
 
         with phase(_log, f"starting at {rendezvous}"):
             base = Base.start(policy_spec(self._config), self._rank, self._config.layout.world_size, rendezvous)

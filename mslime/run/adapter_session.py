@@ -24,13 +24,13 @@ from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.fleet import Fleet
 from mslime.run.results import Beginning, OfAdapter
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
-from mslime.run.session import Shards, TrainingRun
 from mslime.run.started import Started
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import become
+from mslime.run.training_run import Shards, TrainingRun
 
 _log = logging.getLogger(__name__)
 LOOK_S, AT_ONCE_S = 0.2, 5.0

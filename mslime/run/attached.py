@@ -20,8 +20,8 @@ from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
-from mslime.weights.plan import Senders
 from mslime.weights.transport import group_name
+from mslime.weights.weight_plan import Senders
 
 RECORD = "weight_groups.json"
 LEAVE_SECONDS = 15.0

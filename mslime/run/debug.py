@@ -33,18 +33,18 @@ from mslime.logs import log_file
 from mslime.observe.metrics import free_name
 from mslime.observe.progress import open_progress
 from mslime.rollout.group_files import fitted, group_files, read_groups
-from mslime.rollout.statistics import batch_metrics
+from mslime.rollout.step_metrics import batch_metrics
 from mslime.run.assemble import SourceNames, assemble, references
-from mslime.run.cluster import resolved_device
+from mslime.run.ray_cluster import resolved_device
 from mslime.run.results import StepShards
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run import only_run
 from mslime.run.run_checkpoints import export
 from mslime.run.run_directory import owned, write_resolved
 from mslime.run.run_rollouts import RunRollouts
-from mslime.run.session import TrainingRun
 from mslime.run.started import Started
 from mslime.run.stop import StopSignals
+from mslime.run.training_run import TrainingRun
 
 EVAL_FILE = "eval.json"
 _WEIGHTS = "exported-"

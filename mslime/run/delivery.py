@@ -11,17 +11,17 @@ from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import UserError, WeightSyncError
 from mslime.config.schema import RunConfig
 from mslime.observe.progress import Progress
-from mslime.run.engines import EngineGroup
+from mslime.run.engine_actors import EngineGroup
 from mslime.run.fleet import Fleet
-from mslime.run.probe import Answered, WeightProbe
 from mslime.run.ranks import Span
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
+from mslime.run.weight_probe import Answered, WeightProbe
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.pool import UpdateMembers
+    from mslime.backends.sglang.engine_pool import UpdateMembers
     from mslime.weights.sync import SendReport
 
 

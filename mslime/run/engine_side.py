@@ -15,9 +15,9 @@ from mslime.logs import hide
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.client import EngineClient
+    from mslime.backends.sglang.engine_pool import EnginePool
     from mslime.backends.sglang.handshake import Needs
-    from mslime.backends.sglang.pool import EnginePool
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
     from mslime.checks.resolve import ResolvedRun
     from mslime.config.errors import EngineError
     from mslime.config.model_facts import ModelFacts
@@ -46,8 +46,8 @@ class EngineSide:
 
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
+        from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import Needs, handshake_all
-        from mslime.backends.sglang.pool import EnginePool
 
         run, r = self._run, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))

@@ -16,12 +16,12 @@ from mslime.config.errors import ConfigError, EngineError, UserError
 from mslime.observe.progress import Progress
 from mslime.run.attached import AttachedEngines
 from mslime.run.endpoint import EngineState, Order, Orders
-from mslime.run.engines import EngineGroup
+from mslime.run.engine_actors import EngineGroup
 from mslime.run.ray_calls import InLoop, Remote
 from mslime.run.run_engines import RunEngines
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
 
 LOOK_EVERY_S = 0.5
 """While no engine is left."""

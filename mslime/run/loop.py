@@ -7,7 +7,7 @@ what is generated meanwhile and what is too old to train on. What each line does
 from __future__ import annotations
 
 from mslime.config.schema import RunConfig
-from mslime.run.session import TrainingRun
+from mslime.run.training_run import TrainingRun
 
 
 def train_rl(session: TrainingRun) -> None:

@@ -12,7 +12,7 @@ from mslime.observe.timeline import Timeline
 from mslime.run.adapter_delivery import AdapterDelivery
 from mslime.run.delivery import Delivered, Delivery
 from mslime.run.fleet import Fleet
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.sharing import Apart

@@ -17,8 +17,8 @@ from ray.exceptions import RayError
 
 from mslime.config.schema import RunConfig
 from mslime.logs import log_process
-from mslime.run.cluster import own_host, redirect_output, remote_class, use_own_interface
 from mslime.run.ray_calls import call, gather
+from mslime.run.ray_cluster import own_host, redirect_output, remote_class, use_own_interface
 
 _log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]

@@ -16,8 +16,8 @@ from mslime.backends.sglang.client import blocking
 from mslime.backends.sglang.pair import client_of
 from mslime.config.schema import RunConfig
 from mslime.run.attached import groups_of, made_clean
-from mslime.run.cluster import Cluster
-from mslime.run.engines import EngineGroup
+from mslime.run.engine_actors import EngineGroup
+from mslime.run.ray_cluster import Cluster
 from mslime.run.ray_watch import RayWatch
 
 CLEAN_S = 30.0

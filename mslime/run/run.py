@@ -13,20 +13,20 @@ from dataclasses import replace
 from rich.console import Console
 
 from mslime import __version__
-from mslime.checks.describe import describe
 from mslime.checks.environment import refuse_without_gpu
 from mslime.checks.resolve import ResolvedRun, resolve
+from mslime.checks.run_tables import describe
 from mslime.config.errors import ConfigError, WorkerError
 from mslime.config.schema import RunConfig
 from mslime.data.checkpoints import newest_step
 from mslime.logs import log_file
 from mslime.run.adapter_session import AdaptersSession
-from mslime.run.cluster import resolved_device
 from mslime.run.loop import train_rl, train_sft
+from mslime.run.ray_cluster import resolved_device
 from mslime.run.resources import Attempts, Resources, can_go_on
 from mslime.run.run_directory import changed_settings, owned, write_resolved
-from mslime.run.session import TrainingRun
 from mslime.run.stop import StopSignals
+from mslime.run.training_run import TrainingRun
 
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.Lock()

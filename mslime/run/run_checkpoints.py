@@ -31,8 +31,8 @@ from mslime.data.checkpoints import (
 )
 from mslime.observe.metrics import FILE_NAME, read_metrics
 from mslime.observe.progress import ConversionBars
-from mslime.offline.adapters import export_adapter
 from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
+from mslime.offline.lora_checkpoints import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
 from mslime.run.results import SavedState
 from mslime.run.stop import StopSignals

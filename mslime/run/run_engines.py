@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from mslime.backends.sglang.pool import EnginePool, UpdateMembers, all_or_first_failure
+from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers, all_or_first_failure
 from mslime.config.errors import ConfigError
 from mslime.logs import phase
 from mslime.run.engine_side import EngineSide
@@ -16,11 +16,11 @@ from mslime.run.ray_calls import verb
 if TYPE_CHECKING:
     from mslime.backends.sglang.generating import ProbeRequest
     from mslime.backends.sglang.port import Sums
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
     from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.config.base import EngineTag
     from mslime.data.probe import Probed
-    from mslime.run.rollouts import Member, ScoringSide
+    from mslime.run.rollout_process import Member, ScoringSide
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

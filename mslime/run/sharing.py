@@ -22,9 +22,9 @@ from typing import Literal
 
 from mslime.config.base import ENGINE_TAGS, EngineTag, TrainerPart
 from mslime.config.errors import EngineError, UserError
-from mslime.run.engines import EngineGroup
+from mslime.run.engine_actors import EngineGroup
 from mslime.run.fleet import LOOK_EVERY_S
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.trainers import TrainerGroup

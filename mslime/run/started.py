@@ -19,14 +19,14 @@ from mslime.checks.resolve import ResolvedRun
 from mslime.config.keys import Endpoint
 from mslime.observe.progress import Progress
 from mslime.run.attached import AttachedEngines, new_group
-from mslime.run.cluster import Cluster
-from mslime.run.engines import EngineGroup, Role
+from mslime.run.engine_actors import EngineGroup, Role
+from mslime.run.ray_cluster import Cluster
 from mslime.run.ray_watch import RayWatch
 from mslime.run.resources import Resources
 from mslime.run.stop import StopSignals
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
 
 
 SILENT_S = 60.0

@@ -20,9 +20,9 @@ from mslime.config.schema import RunConfig
 from mslime.data.checkpoints import FileSum, critic_directory
 from mslime.data.probe import joined_routes
 from mslime.logs import hide, phase
-from mslime.run.cluster import Cluster
 from mslime.run.ranks import RankActor, RankGroup, Report, Span, fetched
 from mslime.run.ray_calls import gather
+from mslime.run.ray_cluster import Cluster
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic

@@ -24,8 +24,8 @@ from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.engine_plugin import wire
 from mslime.network import listen, own_address
 from mslime.threads import in_thread
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Carrier, Link, Loading, all_done, ask_all
+from mslime.weights.weight_plan import Bucket
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.threads import in_thread
-from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.transport import Transport
+from mslime.weights.weight_plan import Bucket, WeightPlan
 
 
 class SendOrder:

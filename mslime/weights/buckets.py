@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from mslime.config.errors import sync_error
 from mslime.convert.encoding import Encoded
-from mslime.convert.files import SAFETENSORS_DTYPES
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES
 from mslime.convert.table import RuleTable
-from mslime.weights.plan import Bucket, BufferSlot, Entry
+from mslime.weights.weight_plan import Bucket, BufferSlot, Entry
 
 TORCH_DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,

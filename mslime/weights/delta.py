@@ -18,8 +18,8 @@ import torch
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.tensor_sums import word_sum
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport, find_transport
+from mslime.weights.weight_plan import Bucket
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of an element. A bucket of several dtypes is one of bytes."""

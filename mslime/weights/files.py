@@ -31,11 +31,11 @@ import torch
 from mslime.config.base import CHANGES, FileKind, version_name
 from mslime.config.errors import ChangesRefused, WeightSyncError
 from mslime.config.keys import BucketVersion, EngineInfo
-from mslime.convert.files import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
 from mslime.convert.hf import INDEX_NAME
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
 from mslime.engine_plugin import wire
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Carrier, Link, Loading, Transport, ask_all
+from mslime.weights.weight_plan import Bucket
 
 HINT = (
     "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "

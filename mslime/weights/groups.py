@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.layout import ParallelLayout
-from mslime.weights.plan import Senders
+from mslime.weights.weight_plan import Senders
 
 _T = TypeVar("_T")
 Members = tuple[int, ...]

@@ -35,8 +35,8 @@ from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import HandleFields, write_handle
 from mslime.weights.files import HINT, FileTransport
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
+from mslime.weights.weight_plan import Bucket
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mslime-weights-"

@@ -36,8 +36,8 @@ from mslime.engine_plugin.wire import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import copy_each, wire_dtype
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
+from mslime.weights.weight_plan import Bucket
 
 ECHO_S = 2.0
 """How long the other engines' words are waited for when something breaks: the first may be an echo."""

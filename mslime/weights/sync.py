@@ -40,7 +40,6 @@ from mslime.weights.buckets import (
     pack,
 )
 from mslime.weights.groups import SyncGroups, exchange
-from mslime.weights.plan import Bucket, CarriedTensors, Senders, WeightPlan, build_plan, encoded_plan
 from mslime.weights.transport import (
     CollectiveTransport,
     EnginePort,
@@ -52,6 +51,7 @@ from mslime.weights.transport import (
     make_transport,
     transport_for,
 )
+from mslime.weights.weight_plan import Bucket, CarriedTensors, Senders, WeightPlan, build_plan, encoded_plan
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ from mslime.config.keys import BucketVersion, Endpoint, EngineInfo
 from mslime.config.transports import AUTO, choose, traits_of
 from mslime.engine_plugin import wire
 from mslime.extensions import check_parameters, load_function
-from mslime.weights.plan import Bucket
+from mslime.weights.weight_plan import Bucket
 
 if TYPE_CHECKING:
     import torch

@@ -18,17 +18,17 @@ from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
 from mslime.rollout.agents.chat.session import ReplyTurn
 from mslime.rollout.agents.server.requests import Request
-from mslime.rollout.agents.server.sessions import ServedRollout
+from mslime.rollout.agents.server.served_rollouts import ServedRollout
 from mslime.rollout.hosted import HostedRollouts
 from mslime.rollout.turns import Rollout
 from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
+from mslime_plugins.atropos.atropos_server import AtroposServer
 from mslime_plugins.atropos.environments import Registered, Registry
 from mslime_plugins.atropos.leases import HandedIn, Leases
 from mslime_plugins.atropos.matching import Recognised, recognise
 from mslime_plugins.atropos.pushed import COUNTED, GroupRefusedError, Pushed, read_group
 from mslime_plugins.atropos.recorded import Conversation, Recorded
-from mslime_plugins.atropos.server import AtroposServer
 
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000

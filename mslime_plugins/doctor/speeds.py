@@ -14,7 +14,7 @@ from typing import Any
 from mslime.config.cluster import Nominal, nominal
 from mslime.network import free_port
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
-from mslime_plugins.doctor.network import rdma_ports
+from mslime_plugins.doctor.network_checks import rdma_ports
 
 WORKER = "mslime_plugins.doctor.measure"
 """The module that measures, in processes of its own."""

@@ -55,7 +55,7 @@ def check_step(node: Node) -> Iterator[Finding]:
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump(settings))
         began = time.perf_counter()
-        status, said = run_to_its_end([sys.executable, "-m", "mslime.cli", "train", str(config)], directory, node)
+        status, said = run_to_its_end([sys.executable, "-m", "mslime", "train", str(config)], directory, node)
         seconds = time.perf_counter() - began
         rows = read_metrics(directory / "doctor" / FILE_NAME) if (directory / "doctor" / FILE_NAME).exists() else []
         if status != 0:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from mslime.rollout.rewards.kinds import RewardKind, problem_of, text_problem
+from mslime.rollout.rewards.reward_kinds import RewardKind, problem_of, text_problem
 from mslime_plugins.graders import words
 from mslime_plugins.graders.labels import letter_of, math_labels
 

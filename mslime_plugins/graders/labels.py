@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, cast
 
-from mslime.rollout.rewards.kinds import alternatives
+from mslime.rollout.rewards.reward_kinds import alternatives
 from mslime_plugins.graders.answers import boxed_answer, candidates
 from mslime_plugins.graders.latex import balanced, clean
 

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from typing import Any
 
-from mslime.rollout.rewards.kinds import alternatives
+from mslime.rollout.rewards.reward_kinds import alternatives
 from mslime_plugins.graders.answers import boxes, final_part
 from mslime_plugins.graders.labels import letter_of
 

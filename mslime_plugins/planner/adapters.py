@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mslime.config.lora import LoraConfig
 from mslime.config.schema import RunConfig
-from mslime_plugins.planner.trainer import longest_sequence
+from mslime_plugins.planner.trainer_memory import longest_sequence
 
 
 def together(config: RunConfig) -> RunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mslime.config.errors import ConfigError
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
-from mslime_plugins.planner.command import plan_of_run
+from mslime_plugins.planner.plan_command import plan_of_run
 from mslime_plugins.planner.problems import GIB, host_problems
 
 

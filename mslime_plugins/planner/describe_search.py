@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mslime_plugins.planner.describe import share_of
+from mslime_plugins.planner.plan_tables import share_of
 from mslime_plugins.planner.problems import GIB, Verdict, verdict_of
 from mslime_plugins.planner.search import FittingLayout
 

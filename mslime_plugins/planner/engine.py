@@ -12,11 +12,11 @@ from functools import cached_property
 
 from mslime.config.engines import SGLangConfig
 from mslime.convert.encoding import Encoded
-from mslime.convert.files import SAFETENSORS_DTYPES
 from mslime.convert.flops import Widths
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.tensor_layouts import FusedQKV
-from mslime.weights.plan import DTYPE_BYTES
+from mslime.weights.weight_plan import DTYPE_BYTES
 from mslime_plugins.planner.parameters import model_parameters
 
 MIB = 2**20

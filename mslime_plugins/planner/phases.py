@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mslime.config.resolved import Role
 from mslime_plugins.planner.engine import EngineMemory
 from mslime_plugins.planner.stages import StagePlan
-from mslime_plugins.planner.trainer import CONTEXT_BYTES, TrainerMemory
+from mslime_plugins.planner.trainer_memory import CONTEXT_BYTES, TrainerMemory
 
 TRAINER_ASLEEP_BYTES = CONTEXT_BYTES
 """What a trainer keeps on its GPU when its state is away: CUDA context and NCCL's buffers."""

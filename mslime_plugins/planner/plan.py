@@ -17,13 +17,13 @@ from mslime.config.resolved import PolicySpec, ServerSpec, TrainingSpec, critic_
 from mslime.config.schema import RunConfig
 from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import read_widths
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.table import RuleTable
-from mslime.weights.plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
+from mslime.weights.weight_plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
 from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
 from mslime_plugins.planner.parameters import model_parameters
@@ -43,7 +43,7 @@ from mslime_plugins.planner.problems import (
 from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime_plugins.planner.saving import CheckpointBytes, saved_bytes
 from mslime_plugins.planner.stages import StagePlan, make_stages, with_critic
-from mslime_plugins.planner.sync import (
+from mslime_plugins.planner.sync_bytes import (
     Rates,
     SenderSync,
     bounds,
@@ -62,7 +62,7 @@ from mslime_plugins.planner.times import (
     train_seconds,
     work_of,
 )
-from mslime_plugins.planner.trainer import HostMemory, host_memory, longest_sequence
+from mslime_plugins.planner.trainer_memory import HostMemory, host_memory, longest_sequence
 
 
 @dataclass(frozen=True)

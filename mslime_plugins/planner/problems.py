@@ -12,7 +12,7 @@ from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory
 from mslime_plugins.planner.phases import PhaseMemory
 from mslime_plugins.planner.rollouts import RolloutBytes
 from mslime_plugins.planner.stages import StagePlan
-from mslime_plugins.planner.trainer import HostMemory, offloaded_share
+from mslime_plugins.planner.trainer_memory import HostMemory, offloaded_share
 
 Verdict = Literal["fits", "tight", "does not fit"]
 GIB = 2**30

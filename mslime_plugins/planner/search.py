@@ -24,7 +24,7 @@ from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.tensor_layouts import padded_vocab_size
-from mslime.weights.plan import Senders, WeightPlan
+from mslime.weights.weight_plan import Senders, WeightPlan
 from mslime_plugins.planner.adapters import together
 from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters
@@ -33,7 +33,7 @@ from mslime_plugins.planner.plan import RunPlan, make_plan
 from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
 from mslime_plugins.planner.space import Space, engine_settings
 from mslime_plugins.planner.stages import StagePlan
-from mslime_plugins.planner.sync import buckets_held, rates_of
+from mslime_plugins.planner.sync_bytes import buckets_held, rates_of
 from mslime_plugins.planner.times import (
     Speeds,
     StepWork,
@@ -45,7 +45,7 @@ from mslime_plugins.planner.times import (
     train_seconds,
     work_of,
 )
-from mslime_plugins.planner.trainer import (
+from mslime_plugins.planner.trainer_memory import (
     TrainerMemory,
     host_memory,
     longest_sequence,

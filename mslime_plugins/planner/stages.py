@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from mslime.config.megatron import check_model
 from mslime.config.resolved import CriticSpec, PolicySpec, TrainingSpec
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import padded_vocab_size
-from mslime.weights.plan import Senders, WeightPlan
+from mslime.weights.weight_plan import Senders, WeightPlan
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters, work_per_token
-from mslime_plugins.planner.trainer import TrainerMemory, micro_batch_tokens, trainer_memory
+from mslime_plugins.planner.trainer_memory import TrainerMemory, micro_batch_tokens, trainer_memory
 
 
 @dataclass(frozen=True)

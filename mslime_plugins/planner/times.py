@@ -21,8 +21,8 @@ from mslime.convert.table import RuleTable
 from mslime_plugins.planner.activations import EXPERT_IMBALANCE
 from mslime_plugins.planner.engine import EngineMemory
 from mslime_plugins.planner.parameters import StageParameters, model_parameters
-from mslime_plugins.planner.sync import CHANGED, Rates
-from mslime_plugins.planner.trainer import offloaded_share
+from mslime_plugins.planner.sync_bytes import CHANGED, Rates
+from mslime_plugins.planner.trainer_memory import offloaded_share
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
 """Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""

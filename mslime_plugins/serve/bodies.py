@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.client_errors import ServeError
 
 
 class Body(BaseModel):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from mslime.config.errors import UserError
-from mslime_plugins.serve.errors import BUSY, ServeError, category_of
+from mslime_plugins.serve.client_errors import BUSY, ServeError, category_of
 
 KEPT_S = 300.0
 """An answer that was fetched is kept so long, for a client whose connection broke in it."""

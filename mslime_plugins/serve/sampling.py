@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool, all_or_first_failure
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.backends.sglang.pool import EnginePool, all_or_first_failure
 from mslime.config.errors import EngineError
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.data import Limits
-from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.client_errors import ServeError
+from mslime_plugins.serve.pass_requests import Limits
 
 LOOK_S = 0.2
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")

@@ -16,11 +16,11 @@ from aiohttp import web
 from mslime.config.errors import UserError
 from mslime.web_server import Listening, admitted, same_key, serve
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.data import read_header, read_pass
-from mslime_plugins.serve.errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
+from mslime_plugins.serve.client_errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
 from mslime_plugins.serve.futures import JSON
-from mslime_plugins.serve.service import Service
+from mslime_plugins.serve.pass_requests import read_header, read_pass
 from mslime_plugins.serve.states import TYPES, StoredState
+from mslime_plugins.serve.tinker_service import Service
 
 KEY_PREFIX = "tml-"
 """What the SDK wants a key to begin with."""

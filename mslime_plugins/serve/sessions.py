@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mslime_plugins.serve.errors import GONE, ServeError
+from mslime_plugins.serve.client_errors import GONE, ServeError
 from mslime_plugins.serve.futures import RequestOrder
 
 if TYPE_CHECKING:

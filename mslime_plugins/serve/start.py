@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from mslime import network
-from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.checks.environment import refuse_without_gpu
 from mslime.checks.resolve import resolve
 from mslime.config.errors import ConfigError, EngineError
@@ -24,22 +24,22 @@ from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.rollout.protocols import Local
 from mslime.run.adapter_ranks import AdapterRanks
-from mslime.run.cluster import resolved_device
 from mslime.run.engine_side import EngineSide
 from mslime.run.fleet import Fleet
 from mslime.run.ray_calls import InLoop
-from mslime.run.rollouts import Member
+from mslime.run.ray_cluster import resolved_device
+from mslime.run.rollout_process import Member
 from mslime.run.run import only_run
 from mslime.run.run_directory import owned, write_resolved
 from mslime.run.run_engines import RunEngines
 from mslime.run.started import Started
 from mslime.run.stop import StopSignals
 from mslime.threads import in_thread
-from mslime_plugins.serve.data import Limits
+from mslime_plugins.serve.pass_requests import Limits
 from mslime_plugins.serve.sampling import PooledEngines
+from mslime_plugins.serve.served_config import adapted_parts, base_names, served_config
 from mslime_plugins.serve.server import KEY_PREFIX, Server
-from mslime_plugins.serve.service import Served, Service
-from mslime_plugins.serve.settings import adapted_parts, base_names, served_config
+from mslime_plugins.serve.tinker_service import Served, Service
 
 FILE_NAME = "serve.json"
 LOOK_S = 0.5

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mslime.config.errors import CheckpointError, reading
-from mslime_plugins.serve.errors import UNKNOWN, ServeError
+from mslime_plugins.serve.client_errors import UNKNOWN, ServeError
 from mslime_plugins.serve.sessions import AdapterAsk
 
 Kind = Literal["weights", "sampler_weights"]

@@ -33,8 +33,8 @@ from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import wire
 from mslime.network import free_port, own_address
 from mslime.weights.broadcast import open_store
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import CollectiveTransport, Link, all_done, ask_all
+from mslime.weights.weight_plan import Bucket
 
 VERSION = "0.4.2"
 """Of the package `checkpoint-engine`."""

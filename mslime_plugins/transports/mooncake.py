@@ -21,8 +21,8 @@ from mslime.engine_plugin import wire
 from mslime.network import own_address
 from mslime.remote_memory import End
 from mslime.weights.files import FileTransport
-from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
+from mslime.weights.weight_plan import Bucket
 
 GREETING = 16
 """Bytes that an engine reads before the first bucket, to show that it can."""

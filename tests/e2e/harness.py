@@ -114,7 +114,7 @@ def start_run(
         values = {"name": "run", "output_dir": str(directory), **values}
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump(values))
-    return _start(["-m", "mslime.cli", command, str(config), *flags], directory, package)
+    return _start(["-m", "mslime", command, str(config), *flags], directory, package)
 
 
 def start_program(source: str, values: dict[str, Any], directory: Path) -> Run:

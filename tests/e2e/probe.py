@@ -10,7 +10,7 @@ from pathlib import Path
 
 VARIABLE = "MSLIME_PROBE"
 """Names the directory into which every process writes what it enters."""
-VERBS = "run/session.py:TrainingRun."
+VERBS = "run/training_run.py:TrainingRun."
 _PROBE = '''
 import os, sys, time
 _directory = os.environ.get("MSLIME_PROBE", "")

@@ -14,7 +14,7 @@ from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.data.checkpoints import saving_directory
 from mslime.run.adapter_ranks import AdapterRanks
-from mslime.run.cluster import Cluster
+from mslime.run.ray_cluster import Cluster
 from mslime.run.trainers import TrainerGroup
 from tests.engines.megatron_parity import STEPS
 from tests.engines.megatron_ranks import run_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.backends.sglang.server_process import EngineAddress, ServerProcess
 from mslime.config.keys import EngineKeys
 from mslime.config.resolved import engine_spec
 from mslime.run.attached import RECORD

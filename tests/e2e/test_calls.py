@@ -16,8 +16,8 @@ from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_er
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.rollout.manager import Manager
-from mslime.run.cluster import Cluster, _start_ray
 from mslime.run.ray_calls import Host, Remote, call, gather
+from mslime.run.ray_cluster import Cluster, _start_ray
 
 
 @pytest.fixture(scope="module")

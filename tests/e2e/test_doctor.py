@@ -20,7 +20,7 @@ from tests.e2e.harness import ROOT
 def test_trainer_and_engine_agree_before_and_after_a_sync() -> None:
     with tempfile.TemporaryDirectory(prefix="d") as scratch:  # short: Ray's sockets lie below it
         done = subprocess.run(
-            [sys.executable, "-m", "mslime.cli", "doctor", "--full", "--only", "step", "--json"],
+            [sys.executable, "-m", "mslime", "doctor", "--full", "--only", "step", "--json"],
             capture_output=True, text=True, timeout=800, cwd=ROOT, check=False, env={**os.environ, "TMPDIR": scratch},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

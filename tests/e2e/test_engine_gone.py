@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mslime.backends.sglang.server import ServerProcess
+from mslime.backends.sglang.server_process import ServerProcess
 from mslime.config.keys import NO_KEYS
 from mslime.config.resolved import engine_spec
 from mslime.observe.rows import by_step
@@ -60,7 +60,7 @@ def start(
 
 def scale(run: Run, *options: str) -> dict[str, str]:
     """`mslime scale`, which waits until it is done; the state of each engine then."""
-    words = [sys.executable, "-m", "mslime.cli", "scale", str(run.directory), "--json", *options]
+    words = [sys.executable, "-m", "mslime", "scale", str(run.directory), "--json", *options]
     done = subprocess.run(words, capture_output=True, text=True, timeout=START_S, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["engines"]}

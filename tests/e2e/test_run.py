@@ -26,7 +26,7 @@ from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
 from mslime_plugins.report.page import write_report
-from mslime_plugins.report.responses import telling, telling_of_step, versions_of
+from mslime_plugins.report.recorded_responses import telling, telling_of_step, versions_of
 from tests.e2e.harness import (
     ROOT,
     Run,
@@ -377,7 +377,7 @@ def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_
 ) -> None:
     """In the sync after the second step, when the first is saved: the engine waits for a bucket that never comes."""
     values = settings(tiny_qwen3_moe, prompts, cluster={"trainer_ranks": 2, "restarts": 0})
-    command = ["bash", str(ROOT / "scripts/train_again.sh"), "run", sys.executable, "-m", "mslime.cli"]
+    command = ["bash", str(ROOT / "scripts/train_again.sh"), "run", sys.executable, "-m", "mslime"]
     source = f"import os; os.execvp('bash', {[*command, 'train', 'run.yaml']!r})"
     run = start_program(source, with_a_killed_sender(values, tmp_path, monkeypatch), tmp_path)
     runs.append(run)
@@ -530,7 +530,7 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
 
     # The training checkpoint of step 6 is the checkpoint that the first run exported at its end.
     out, checkpoint = tmp_path / "converted", step_directory(run.directory / "checkpoints", 6)
-    command = [sys.executable, "-m", "mslime.cli", "convert", "run", str(run.directory / "config.yaml")]
+    command = [sys.executable, "-m", "mslime", "convert", "run", str(run.directory / "config.yaml")]
     command += ["--checkpoint", str(checkpoint), "--out", str(out)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=START_S)
     converted, exported = HFCheckpoint(out), HFCheckpoint(tmp_path / "hf_of_step_6")

@@ -13,9 +13,9 @@ from mslime.config.errors import TrainerError
 from mslime.config.serve import LossChoice
 from mslime.data.client_batch import Datum, PassResult
 from mslime.run.adapter_ranks import AdapterRanks
-from mslime.run.cluster import Cluster
+from mslime.run.ray_cluster import Cluster
+from mslime_plugins.serve.served_config import adapter_config, served_config
 from mslime_plugins.serve.sessions import AdapterAsk
-from mslime_plugins.serve.settings import adapter_config, served_config
 
 pytest.importorskip("tinker")
 CLIENTS, LOSS = range(3), LossChoice("importance_sampling")

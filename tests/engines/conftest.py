@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.backends.sglang.server_process import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
 from mslime.config.model_facts import ModelFacts
 from mslime.config.resolved import engine_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.served_adapters import served_modules
 from tests.engines.daily import mark_nightly
 from tests.fixtures.engine_calls import load_from_disk

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
-from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.base import adapter_directory
@@ -33,8 +33,8 @@ from mslime.data.probe import joined_routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.engine_plugin.wire import CANNOT, HeldAdapter
-from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
+from mslime.offline.lora_checkpoints import MergeLora
 from tests.engines.conftest import SharedServer, serve
 from tests.engines.lora_ranks import factor, fill_factors, held_factors
 from tests.engines.reference import Reference

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import end_ids
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.source import NoPrompts

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from mslime.backends.megatron.step import client_steps
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.client_steps import RankPassResult
 from mslime.config.errors import TrainerError
 from mslime.config.lora import LoraConfig
 from mslime.config.resolved import policy_spec
 from mslime.config.serve import AdamParams, LossChoice
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.lora_rules import make_adapters
 from mslime.data.client_batch import ClientShard, Datum, by_datum, client_shards
 from tests.engines.lora_ranks import LORA, factor, fill_factors, held_factors, lora_config, worst
 from tests.engines.megatron_parity import VOCAB, Case

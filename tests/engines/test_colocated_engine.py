@@ -11,8 +11,8 @@ import pytest
 
 from mslime.backends.cpu.pages import drop_pages
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, serve

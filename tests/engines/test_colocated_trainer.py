@@ -26,7 +26,7 @@ from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime_plugins.planner.parameters import stage_parameters
-from mslime_plugins.planner.trainer import optimizer_bytes, parameter_bytes
+from mslime_plugins.planner.trainer_memory import optimizer_bytes, parameter_bytes
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import make_config, make_shard, shard_of
 from tests.fixtures.memory import written_bytes

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest
-from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
 from mslime.checks.resolve import EXACT_TOLERANCE
 from mslime.config.base import PauseMode

@@ -15,8 +15,8 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
 from mslime.convert.torch_dist import DistCheckpoint
-from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
+from mslime.offline.lora_checkpoints import MergeLora
 from tests.engines.lora_ranks import fill_factors, held_factors, whole_factors, worst
 from tests.engines.megatron_ranks import RankFailed
 from tests.engines.trainer_ranks import make_config, run_trainers, shard_of

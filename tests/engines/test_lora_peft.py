@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mslime.config.lora import LoraConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.lora_rules import make_adapters
 from tests.engines.lora_ranks import LORA, factor, record
 from tests.engines.megatron_parity import Case, make_shards, run_config
 from tests.engines.megatron_ranks import run_ranks
@@ -108,7 +108,7 @@ def test_new_factors_are_drawn_as_peft_draws_them_and_by_their_names_alone() -> 
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
-    from mslime.backends.megatron.model.adapters import new_factor
+    from mslime.backends.megatron.model.lora_layers import new_factor
 
     linear = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False))
     theirs = get_peft_model(linear, PeftConfig(r=128, target_modules=["0"]))  # type: ignore[arg-type]

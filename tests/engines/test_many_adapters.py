@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.model.adapters import adapters_of
 from mslime.backends.megatron.model.chunks import named_factors, named_local_params
+from mslime.backends.megatron.model.lora_layers import adapters_of
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError, TrainerError
 from mslime.config.resolved import PolicySpec, policy_spec

@@ -17,8 +17,8 @@ from ray.util import placement_group_table
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.run.cluster import Cluster, remote_class
 from mslime.run.placement import Spot, check_tensor_groups, in_order
+from mslime.run.ray_cluster import Cluster, remote_class
 
 GPUS = 8
 

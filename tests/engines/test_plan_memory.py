@@ -24,7 +24,7 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.flops import read_widths
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters
-from mslime_plugins.planner.trainer import optimizer_bytes, parameter_bytes
+from mslime_plugins.planner.trainer_memory import optimizer_bytes, parameter_bytes
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
 from megatron.core.parallel_state import RankGenerator  # isort: skip

@@ -20,8 +20,8 @@ from mslime.config.keys import Endpoint
 from mslime.convert.encoding import encoded_weights
 from mslime.convert.hf import HFCheckpoint
 from mslime.engine_plugin.wire import RECORDED
-from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
+from mslime.offline.lora_checkpoints import MergeLora
 from mslime.offline.requantise import ToFp8, ToInt4, ToPlain
 from mslime.weights.transport import Moved
 from tests.engines.conftest import SharedServer, serve

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import end_ids
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.data import EvalSetConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants

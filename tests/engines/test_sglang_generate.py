@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import pytest
 
-from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows, load_answer
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_reply import MASKS, ROUTES, IntegerRows, load_answer
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer

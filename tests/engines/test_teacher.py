@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, ScoreRequest
 from mslime.backends.sglang.handshake import meet_teacher
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource

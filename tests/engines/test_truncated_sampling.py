@@ -30,8 +30,8 @@ from mslime.data.packing import build_shards
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
-from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import make_plan
+from mslime_plugins.planner.plan_command import plan_config
 from tests.engines.conftest import SharedServer
 from tests.engines.trainer_ranks import largest_difference, make_config, metrics_and_gradients, run_trainers, to_hf
 from tests.fixtures.engine_calls import load

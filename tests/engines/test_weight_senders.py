@@ -21,7 +21,7 @@ from mslime.config.keys import Endpoint
 from mslime.convert.hf import HFCheckpoint
 from mslime.weights import sync as weight_sync
 from mslime.weights.memory import MemoryTransport
-from mslime.weights.plan import Entry
+from mslime.weights.weight_plan import Entry
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.port import SGLangPort
-from mslime.backends.sglang.server import ServerPart, ServerProcess
+from mslime.backends.sglang.server_process import ServerPart, ServerProcess
 from mslime.config.base import FileKind
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
@@ -29,9 +29,9 @@ from mslime.engine_plugin.wire import RECORDED
 from mslime.network import free_port
 from mslime.remote_memory import End
 from mslime.weights.delta import DeltaTransport
-from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Moved, Pending, Transport
+from mslime.weights.weight_plan import Bucket
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import with_pool

@@ -262,8 +262,8 @@ def test_the_reference_stays_what_it_was_and_the_actor_comes_back(tmp_path: Path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_softmax_over_supports_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     """Values, entropy and gradient in one vocabulary of 150,000; a third of the rows is unrestricted."""
-    from mslime.backends.megatron.log_probs.shard import LabelSupport
     from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
+    from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(64, 150_016, generator=generator) * 3).to(dtype)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
-from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
 from tests.fixtures.log_probs import exact, peak_bytes
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from typing import Any
 
 from mslime.checks import environment
 from mslime_plugins.doctor import speeds
-from mslime_plugins.doctor.command import CHECKS, examine
+from mslime_plugins.doctor.doctor_command import CHECKS, examine
 from mslime_plugins.doctor.findings import Check as DoctorCheck
 from mslime_plugins.doctor.findings import Finding, Node, Options
 from mslime_plugins.doctor.nvml import see_gpus

@@ -25,8 +25,8 @@ from tests.rehearsal.outcomes import Check, Outcome, directory_name, finish, opt
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "working", "logits", "sync", "step")
-"""Of `planner.trainer.TrainerMemory`; `step` is the peak of a step, all components together, and `sync` is compared
-with what the plan says of this rank: of a stage it says what the sender does that needs most."""
+"""Of `planner.trainer_memory.TrainerMemory`; `step` is the peak of a step, all components together, and `sync` is
+compared with what the plan says of this rank: of a stage it says what the sender does that needs most."""
 SHARE, AT_LEAST = 0.05, 64 << 20
 DEADLINE_S = 900
 

@@ -40,16 +40,16 @@ from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.resolved import PolicySpec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.files import torch_dtype
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.safetensors_files import torch_dtype
 from mslime.data.routes import Routes, narrowest_dtype
 from mslime.data.shard import TrainShard
-from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Link, Transport
+from mslime.weights.weight_plan import Bucket, WeightPlan
 from mslime_plugins.planner.activations import EXPERT_IMBALANCE
 from mslime_plugins.planner.plan import make_plan
-from mslime_plugins.planner.trainer import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
+from mslime_plugins.planner.trainer_memory import longest_sequence, micro_batch_tokens, neighbours_width, sync_bytes
 from tests.fixtures.full_size import make_hollow_checkpoint
 from tests.fixtures.launch_scripts import launch, published
 from tests.rehearsal.unwritten import Unwritten

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers  # noqa: F401  imported once, here, for the checkpoint readers of every child
 
-from mslime.backends.cpu.megatron import PATCHES, install
+from mslime.backends.cpu.megatron_patches import PATCHES, install
 
 DEADLINE_S = 240.0
 AT_ONCE = 2
@@ -298,7 +298,6 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "mla_linear": mla_linear,
     "expert_bias_in_place": expert_bias_in_place,
     "adam_state_before_load": load,
-    "adam_load_skips_step": load,
     "adam_own_step": own_step_after_load,
 }
 

@@ -21,7 +21,7 @@ from mslime.run.adapter_ranks import AdapterRanks, AdapterTrainer, PassWork, Tra
 from mslime.run.ranks import RankGroup
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.threads import in_thread
-from mslime_plugins.serve.settings import served_config
+from mslime_plugins.serve.served_config import served_config
 
 LOSS = LossChoice("cross_entropy")
 RANKS = 2

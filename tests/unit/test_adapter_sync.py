@@ -15,10 +15,10 @@ import torch
 from mslime.backends.sglang import adapter_update
 from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.flags import command_line, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
 from mslime.backends.sglang.handshake import Needs, handshake
-from mslime.backends.sglang.pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.base import adapter_directory
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError, sync_error
@@ -26,8 +26,8 @@ from mslime.config.loader import build
 from mslime.config.lora import LoraConfig
 from mslime.config.resolved import ServedLora, engine_spec, served_lora
 from mslime.config.schema import RunConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
+from mslime.convert.lora_rules import make_adapters
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.engine_plugin.checksums import taken_apart

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig

@@ -12,9 +12,9 @@ import yaml
 
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, SampleStatus, check_invariants
-from mslime.rollout import contract
+from mslime.rollout import function_contract
 from mslime.rollout.agents.chat.session import REASONS
-from mslime.rollout.contract import check_rollout
+from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.least import least, refused
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients import half of themselves when they first ask, which takes its time on a busy machine."""
-    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+    monkeypatch.setattr(function_contract, "LONGEST_BLOCK_S", 60.0)
 
 
 def rolled(function: str, *replies: str) -> list[Sample]:
@@ -163,8 +163,8 @@ def test_the_page_shows_the_example_as_it_is(page: str, example: str) -> None:
 
 def test_the_pages_try_works_and_it_names_every_reason() -> None:
     page = (ROOT / "docs/agents.md").read_text()
-    tried = page.split("```python\nfrom mslime.rollout.contract")[1].split("```")[0]
-    exec(f"from mslime.rollout.contract{tried}", {})
+    tried = page.split("```python\nfrom mslime.rollout.function_contract")[1].split("```")[0]
+    exec(f"from mslime.rollout.function_contract{tried}", {})
     reasons = set(re.findall(r"`(\w+)`", page.split("| reason |")[1].split("`rollout.limits")[0])) - {"rollout"}
     assert reasons >= set(REASONS)
 

@@ -15,7 +15,7 @@ import yaml
 
 import mslime
 from mslime import api
-from mslime.checks.describe import describe
+from mslime.checks.run_tables import describe
 from mslime.cli import main
 from mslime.run import run as control_run
 from mslime.run.stop import SIGNALS, StopSignals

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from mslime.checks.data import check_data
+from mslime.checks.datasets import check_data
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.config.rollout import GIVEN
@@ -24,7 +24,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import NoPrompts
 from mslime.network import free_port
-from mslime.rollout.contract import _Characters, _Plain
+from mslime.rollout.function_contract import _Characters, _Plain
 from mslime.rollout.protocols import EngineLimits
 from mslime.run.assemble import grouped_rewards, sample_advantages
 from mslime_plugins.atropos.leases import HandedIn, Leases

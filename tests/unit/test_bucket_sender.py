@@ -16,15 +16,15 @@ import torch.distributed as dist
 from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
-from mslime.weights import contract, groups
+from mslime.weights import groups, transport_contract
 from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
-from mslime.weights.plan import Bucket, Senders, WeightPlan
 from mslime.weights.transport import Transport
+from mslime.weights.weight_plan import Bucket, Senders, WeightPlan
 from tests.fixtures.forked import forking, preload
 
 pytestmark = pytest.mark.timeout(60)
 
-BUCKETS = contract._buckets()
+BUCKETS = transport_contract._buckets()
 preload(__name__)
 
 
@@ -76,10 +76,10 @@ def bucket_sender_of(transport: Noting, turns: LateTurns) -> BucketSender:
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:
     transport, turns = Noting(), LateTurns()
     bucket_sender = bucket_sender_of(transport, turns)
-    bucket_sender.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
+    bucket_sender.put(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1))
     assert transport.prepared.wait(30) and transport.calls == [("prepare", 0)]
     turns.come.set()
-    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
+    bucket_sender.put(BUCKETS[1], transport_contract._filled(BUCKETS[1], 1))
     assert bucket_sender.close() is None and turns.passed_on == [True, True]
     assert transport.calls == [("prepare", 0), ("start", 0), ("prepare", 1), ("start", 1)]
     assert bucket_sender.seconds.turn > 0 and bucket_sender.seconds.send > 0
@@ -89,9 +89,9 @@ def test_a_sender_is_not_held_up_before_it_fills_a_third_bucket() -> None:
     """It takes part in gathers of others' buckets while its first is on its way and its second waits."""
     transport, turns = Noting(), LateTurns()
     bucket_sender = bucket_sender_of(transport, turns)
-    bucket_sender.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
+    bucket_sender.put(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1))
     bucket_sender.wait_for_room()
-    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
+    bucket_sender.put(BUCKETS[1], transport_contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
     assert transport.calls in ([], [("prepare", 0)]) and turns.passed_on == []
     room = in_thread(bucket_sender.wait_for_room)
     with pytest.raises(TimeoutError):
@@ -106,8 +106,8 @@ def test_after_a_bucket_that_cannot_be_prepared_none_is_and_the_turn_is_passed_o
     transport, turns = Noting(fails=-1 if lost else 0), LateTurns()
     turns.come.set()
     bucket_sender = bucket_sender_of(transport, turns)
-    bucket_sender.put(BUCKETS[0], None if lost else contract._filled(BUCKETS[0], 1))
-    bucket_sender.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))
+    bucket_sender.put(BUCKETS[0], None if lost else transport_contract._filled(BUCKETS[0], 1))
+    bucket_sender.put(BUCKETS[1], transport_contract._filled(BUCKETS[1], 1))
     failure = bucket_sender.close()
     if lost:  # told by whoever could not fill it
         assert failure is None and transport.calls == [("prepare", 1), ("start", 1)]

@@ -14,7 +14,7 @@ from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
 from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
 from mslime.rollout.agents.chat.template import TemplateRenderer
-from mslime.rollout.contract import check_rollout
+from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.pages import ROOT
 
 EXAMPLE = ROOT / "examples/calculator"

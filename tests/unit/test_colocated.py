@@ -19,9 +19,9 @@ from mslime.engine_plugin.memory_release import backup_of, restore, to_release, 
 from mslime.engine_plugin.wire import Released
 from mslime.run.placement import Spot, gpus_of
 from mslime.run.sharing import PHASES, Shared
-from mslime_plugins.planner.command import plan_of as plan_of_values
 from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime_plugins.planner.plan import RunPlan
+from mslime_plugins.planner.plan_command import plan_of as plan_of_values
 from mslime_plugins.planner.problems import GIB
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.least import least, refused

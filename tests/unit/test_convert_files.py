@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.files import OutputFile, verify
+from mslime.convert.safetensors_files import OutputFile, verify
 
 
 def test_bytes_arrive_in_order_whatever_the_sizes_of_the_pieces(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def job(source: Path, max_shard_bytes: int = 60_000) -> ToFp8:
 
 
 def command(source: Path, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "mslime.cli", "convert", "fp8", str(source), str(out), *options]
+    return [sys.executable, "-m", "mslime", "convert", "fp8", str(source), str(out), *options]
 
 
 def finished(out: Path) -> int:

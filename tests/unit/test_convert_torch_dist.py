@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.files import OutputFile, write_record
+from mslime.convert.safetensors_files import OutputFile, write_record
 from mslime.convert.torch_dist import METADATA, DistCheckpoint
 
 STATE = {
@@ -63,7 +63,7 @@ def test_what_torch_wrote_is_read_bit_for_bit(written_by_torch: Path) -> None:
 def test_torch_loads_our_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor, zip64: bool
 ) -> None:
-    monkeypatch.setattr("mslime.convert.files._ZIP64_BYTES", 0 if zip64 else 1 << 31)
+    monkeypatch.setattr("mslime.convert.safetensors_files._ZIP64_BYTES", 0 if zip64 else 1 << 31)
     with OutputFile(tmp_path / "file") as file:
         file.write(b"something before")
         write_record(file, "x", tensor.contiguous())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.pool import UpdateMembers
+from mslime.backends.sglang.engine_pool import UpdateMembers
 from mslime.backends.sglang.port import CLOSE_SECONDS
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build

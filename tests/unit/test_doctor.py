@@ -15,7 +15,7 @@ import pytest
 from mslime.cli import main
 from mslime.config.cluster import GPUS, nominal
 from mslime.config.errors import ConfigError
-from mslime_plugins.doctor import command, gpus, host, network, packages, speeds, step
+from mslime_plugins.doctor import doctor_command, gpus, host, network_checks, packages, speeds, step
 from mslime_plugins.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
 from mslime_plugins.doctor.nvml import REASONS, see_gpus
 from mslime_plugins.doctor.speeds import MATMUL
@@ -168,16 +168,16 @@ def infiniband(root: Path, **ports: str) -> Path:
 
 def test_rdma_devices_are_counted_with_what_a_gpu_gets(tmp_path: Path) -> None:
     healthy = machine(root=infiniband(tmp_path / "a", mlx5_0="400", mlx5_1="400"))
-    assert told(network.check_infiniband(healthy)) == [
+    assert told(network_checks.check_infiniband(healthy)) == [
         ("ok", "2 RDMA ports are up, 800 Gb/s together, 400 for each GPU")
     ]
     lame = machine(root=infiniband(tmp_path / "b", mlx5_0="200", mlx5_1="down"))
     (tmp_path / "b/sys/module/nvidia_peermem").rmdir()
-    assert [each.status for each in network.check_infiniband(lame)] == ["warn", "warn", "warn"]
-    assert "down: mlx5_1:1" in [each.found for each in network.check_infiniband(lame)]
+    assert [each.status for each in network_checks.check_infiniband(lame)] == ["warn", "warn", "warn"]
+    assert "down: mlx5_1:1" in [each.found for each in network_checks.check_infiniband(lame)]
     dead = machine(root=infiniband(tmp_path / "c", mlx5_0="down"))
-    assert told(network.check_infiniband(dead)) == [("fail", "no port of mlx5_0 is up")]
-    assert worst(network.check_infiniband(machine(root=tmp_path / "d"))).status == "cannot see"
+    assert told(network_checks.check_infiniband(dead)) == [("fail", "no port of mlx5_0 is up")]
+    assert worst(network_checks.check_infiniband(machine(root=tmp_path / "d"))).status == "cannot see"
 
 
 @pytest.mark.parametrize(
@@ -193,23 +193,23 @@ def test_rdma_devices_are_counted_with_what_a_gpu_gets(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_variables_of_nccl_are_held_against_the_machine(variable: str, value: str, status: str, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(network, "_interfaces_up", lambda: ["eth0", "lo"])
+    monkeypatch.setattr(network_checks, "_interfaces_up", lambda: ["eth0", "lo"])
     node = machine(root=infiniband(tmp_path, mlx5_0="400"), environ={variable: value})
-    assert worst(network.check_nccl(node)).status == status, told(network.check_nccl(node))
+    assert worst(network_checks.check_nccl(node)).status == status, told(network_checks.check_nccl(node))
 
 
 def test_one_of_several_interfaces_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_interfaces_up", lambda: ["docker0", "eth0", "ib0", "lo"])
-    assert "several interfaces are up (eth0, ib0)" in worst(network.check_nccl(machine())).found
-    assert worst(network.check_nccl(machine(environ={"NCCL_SOCKET_IFNAME": "ib0"}))).status == "ok"
+    monkeypatch.setattr(network_checks, "_interfaces_up", lambda: ["docker0", "eth0", "ib0", "lo"])
+    assert "several interfaces are up (eth0, ib0)" in worst(network_checks.check_nccl(machine())).found
+    assert worst(network_checks.check_nccl(machine(environ={"NCCL_SOCKET_IFNAME": "ib0"}))).status == "ok"
 
 
 def test_http_to_this_machine_is_tried_and_proxies_are_told() -> None:
-    assert [each.status for each in network.check_loopback(machine())] == ["ok", "ok"]
+    assert [each.status for each in network_checks.check_loopback(machine())] == ["ok", "ok"]
     behind = machine(environ={"http_proxy": "http://proxy:3128", "no_proxy": "example.org"})
-    assert "http_proxy is set" in worst(network.check_loopback(behind)).found
+    assert "http_proxy is set" in worst(network_checks.check_loopback(behind)).found
     fine = machine(environ={"http_proxy": "http://proxy:3128", "no_proxy": "127.0.0.1"})
-    assert worst(network.check_loopback(fine)).status == "ok"
+    assert worst(network_checks.check_loopback(fine)).status == "ok"
 
 
 @pytest.mark.parametrize(("address", "nodes", "status"), [
@@ -223,8 +223,8 @@ def test_a_name_that_means_loopback_is_no_name_for_others(
             raise OSError("unknown")
         return address
 
-    monkeypatch.setattr(network.socket, "gethostbyname", lookup)
-    assert worst(network.check_address(Node(Options(nodes=nodes)))).status == status
+    monkeypatch.setattr(network_checks.socket, "gethostbyname", lookup)
+    assert worst(network_checks.check_address(Node(Options(nodes=nodes)))).status == status
 
 
 # -------------------------------------------------------------------------------------------------------------- host
@@ -391,7 +391,7 @@ def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytes
     """Both are this one: two calls of the command, two ranks each, real collectives."""
     meet = f"127.0.0.1:{speeds.free_port()}"
     words = ["doctor", "--only", "collectives", "--json", "--nodes", "2", "--head", meet, "--node-rank"]
-    other = subprocess.Popen([sys.executable, "-m", "mslime.cli", *words, "1"], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, "-m", "mslime", *words, "1"], stdout=subprocess.PIPE, text=True)
     try:
         assert main([*words, "0"]) == 0
         theirs = json.loads(other.communicate(timeout=120)[0])
@@ -459,7 +459,7 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_go_on() -> None:
         yield ok("half way")
         raise OSError("the bus is gone")
 
-    found = command.examine(Check("bus", "", breaks), machine())
+    found = doctor_command.examine(Check("bus", "", breaks), machine())
     assert [each.status for each in found.findings] == ["ok", "fail"]
     assert found.findings[1].found == "could not be examined: OSError: the bus is gone"
 
@@ -468,21 +468,24 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_go_on() -> None:
     ((ok("a"), unseen("b")), False, False), ((warn("a", "b"),), False, True), ((fail("a", "b"), ok("c")), True, True),
 ])  # fmt: skip
 def test_what_fails_decides_the_status(findings: tuple[Finding, ...], plain: bool, strict: bool) -> None:
-    examined = [command.Examined("x", 0.1, findings)]
-    assert command.failed(examined, strict=False) is plain and command.failed(examined, strict=True) is strict
+    examined = [doctor_command.Examined("x", 0.1, findings)]
+    assert (
+        doctor_command.failed(examined, strict=False) is plain
+        and doctor_command.failed(examined, strict=True) is strict
+    )
 
 
 def test_checks_are_chosen_by_name() -> None:
-    names = [check.name for check in command.CHECKS]
-    assert [check.name for check in command.choose((), (), True)] == names
-    assert [check.name for check in command.choose((), ("disk",), False)] == [
+    names = [check.name for check in doctor_command.CHECKS]
+    assert [check.name for check in doctor_command.choose((), (), True)] == names
+    assert [check.name for check in doctor_command.choose((), ("disk",), False)] == [
         name for name in names if name not in ("disk", "step")
     ]
-    assert [check.name for check in command.choose(("step", "gpus"), (), False)] == ["gpus", "step"]
+    assert [check.name for check in doctor_command.choose(("step", "gpus"), (), False)] == ["gpus", "step"]
     with pytest.raises(ConfigError, match="collectives"):
-        command.choose(("colectives",), (), False)
+        doctor_command.choose(("colectives",), (), False)
     with pytest.raises(ConfigError, match="no check is left"):
-        command.choose(("disk",), ("disk",), False)
+        doctor_command.choose(("disk",), ("disk",), False)
 
 
 @pytest.mark.parametrize(("options", "field"), [
@@ -491,7 +494,7 @@ def test_checks_are_chosen_by_name() -> None:
 ])  # fmt: skip
 def test_options_that_contradict_are_refused(options: Options, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        command.check_options(options)
+        doctor_command.check_options(options)
     assert caught.value.field == field and caught.value.way_out
 
 
@@ -504,7 +507,9 @@ def test_it_tells_a_person_and_a_program_the_same(capsys: pytest.CaptureFixture[
     assert [each["check"] for each in told_to_program["checks"]] == ["gpus", "host", "limits"]
     for each in told_to_program["checks"]:
         for finding in each["findings"]:
-            assert set(finding) == {"status", "found", "todo", "values"} and finding["status"] in command.STATUSES
+            assert (
+                set(finding) == {"status", "found", "todo", "values"} and finding["status"] in doctor_command.STATUSES
+            )
             assert finding["status"] == "ok" or finding["found"][:30] in printed
     assert main(["doctor", "--list"]) == 0 and "collectives" in capsys.readouterr().out
     assert main(["doctor", "--only", "gpsu"]) == 2 and "gpus" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.config.resolved import engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import make_plan
+from mslime_plugins.planner.plan_command import plan_config
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.least import least
 

@@ -10,11 +10,11 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.config.rollout import EnvironmentLimitsConfig
 from mslime.data.sample import Sample, check_invariants
-from mslime.rollout import contract
-from mslime.rollout.contract import check_rollout
-from mslime.rollout.environments.play import EnvironmentRollout
-from mslime.rollout.environments.pool import EnvironmentFailedError
+from mslime.rollout import function_contract
+from mslime.rollout.environments.environment_pool import EnvironmentFailedError
+from mslime.rollout.environments.environment_rollout import EnvironmentRollout
 from mslime.rollout.environments.protocol import Observation, Step
+from mslime.rollout.function_contract import check_rollout
 from mslime.rollout.workflow import Engine, Episode, Task
 
 CHAT = [{"role": "user", "content": "Count."}]
@@ -82,7 +82,7 @@ def test_an_episode_is_one_sequence_where_the_renderer_extends_what_was_said() -
 def test_where_history_is_written_anew_each_turn_is_trained_in_the_sequence_that_the_model_saw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contract._Plain, "extend", lambda *_: None)
+    monkeypatch.setattr(function_contract._Plain, "extend", lambda *_: None)
     first, second = played("counts", "one", "two")
     assert text(first) == "user: Count.\n\nFrom 0.\none\0" and text(first, trained=True) == "one\0"
     assert text(second).endswith("user: 1: one?\ntwo\0") and text(second, trained=True) == "two\0"

@@ -11,14 +11,14 @@ import pytest
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.environments import EnvironmentTask, Step
-from mslime.rollout.environments.pool import (
+from mslime.rollout.environments.environment_pool import (
     EnvironmentFailedError,
     EnvironmentLostError,
     EnvironmentPool,
     OpenEnvironment,
 )
 from mslime.rollout.environments.protocol import EnvironmentJob
-from mslime.rollout.workers import process
+from mslime.rollout.workers import worker_process
 
 USER = "tests.unit.user_environments"
 TASK = EnvironmentTask("Go.", None, {}, 0, 0, False, 5)
@@ -168,7 +168,7 @@ def test_environments_that_are_tried_alone_wait_for_each_other():
 def test_a_process_that_starts_too_slowly_is_fatal_only_where_none_has_started(monkeypatch: pytest.MonkeyPatch):
     async def work(pool: EnvironmentPool) -> None:
         environment = await begun(pool)
-        monkeypatch.setattr(process, "START_SECONDS", 0.0)
+        monkeypatch.setattr(worker_process, "START_SECONDS", 0.0)
         for _ in range(2):
             with pytest.raises(EnvironmentFailedError, match="did not return within 0 s"):
                 await pool.open(alone=True)

@@ -13,10 +13,10 @@ from aiohttp import web
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
-from mslime.rollout import contract
-from mslime.rollout.agents.server.sessions import ModelEndpoint
-from mslime.rollout.contract import check_rollout
+from mslime.rollout import function_contract
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
 from mslime.rollout.conversations import Agents
+from mslime.rollout.function_contract import check_rollout
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime_plugins.environments import nemo_gym
 from mslime_plugins.environments.elsewhere import episode_of
@@ -29,7 +29,7 @@ answers: dict[str, Any] = {}
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+    monkeypatch.setattr(function_contract, "LONGEST_BLOCK_S", 60.0)
     answers.clear()
 
 
@@ -176,7 +176,7 @@ def one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(settings: RolloutConfig, renderer: Any) -> Agents:
         return Agents(settings.model_copy(update={"limits": AgentLimits(turns=1)}), renderer)
 
-    monkeypatch.setattr(contract, "Agents", limited)
+    monkeypatch.setattr(function_contract, "Agents", limited)
 
 
 @pytest.mark.parametrize("function", ["by_verifiers", "by_gym"])

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.backends.sglang.pool import UpdateMembers
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.engine_pool import UpdateMembers
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.checks.resolve import ResolvedRun
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
@@ -26,9 +26,9 @@ from mslime.run.delivery import Delivery
 from mslime.run.fleet import Fleet
 from mslime.run.loop import train_rl
 from mslime.run.results import Evaluated, Evaluation, StepShards
-from mslime.run.session import TrainingRun
 from mslime.run.stop import Stopped
 from mslime.run.trainers import Trained
+from mslime.run.training_run import TrainingRun
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 

@@ -26,12 +26,12 @@ FACTS = {
         r"nvidia-smi\"|cuda\.is_available\(\)",
         # `environment` explains why there is none; the others ask torch before they touch CUDA.
         {
-            "run/cluster.py", "checks/environment.py", "backends/megatron/model/megatron_config.py",
-            "backends/megatron/checkpoint.py", "backends/cpu/megatron.py",
+            "run/ray_cluster.py", "checks/environment.py", "backends/megatron/model/megatron_config.py",
+            "backends/megatron/checkpoint.py", "backends/cpu/megatron_patches.py",
         },
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
-    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta.py"}),
+    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta_nets.py"}),
     "what engines are asked for weights": (
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from mslime.checks.resolve import resolve
 from mslime.config.errors import UserError
 from mslime.config.loader import build
-from mslime.convert.files import read_header
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.safetensors_files import read_header
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 Damage = Callable[[dict[str, Any]], object]

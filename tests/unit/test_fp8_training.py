@@ -19,7 +19,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.data.packing import padded_lengths
-from mslime_plugins.planner.trainer import micro_batch_tokens
+from mslime_plugins.planner.trainer_memory import micro_batch_tokens
 from tests.unit.test_megatron_settings import HF
 from tests.unit.test_plan import planned
 

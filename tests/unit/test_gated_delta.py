@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()
 

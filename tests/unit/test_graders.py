@@ -13,10 +13,10 @@ from aiohttp import web
 from mslime.config.errors import ConfigError, RewardError
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.kinds import exact, reward_kind
+from mslime.rollout.rewards.reward_kinds import exact, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import proxy_of
-from mslime.rollout.statistics import score_metrics
+from mslime.rollout.step_metrics import score_metrics
 from mslime_plugins.graders.words import chosen_letter, f1, letters
 from tests.fixtures.least import refused
 from tests.fixtures.reward_servers import scored

@@ -19,7 +19,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.group_tracker import SubmitGate, trainable
-from mslime.rollout.statistics import batch_metrics
+from mslime.rollout.step_metrics import batch_metrics
 from tests.fixtures.one_tracker import OneTracker
 from tests.fixtures.supports import supports_of
 from tests.unit.rollout_fakes import run_config

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.log_probs.blocks import COLUMNS, block_columns, hidden_log_probs
 from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
-from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.log_probs import exact, peak_bytes
 from tests.unit.test_log_probs import NothingIsRead, SaysCuda

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.backends.megatron.log_probs import vocab_parallel as module
 from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
-from mslime.backends.megatron.log_probs.shard import LabelSupport
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.log_probs import exact, peak_bytes
 

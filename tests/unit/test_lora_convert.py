@@ -14,11 +14,11 @@ from mslime.cli import main
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
-from mslime.convert.adapters import PREFIX, Adapters, make_adapters
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.lora_rules import PREFIX, Adapters, make_adapters
 from mslime.convert.peft import CONFIG, WEIGHTS, AdapterFile, write_adapter_files
-from mslime.offline.adapters import MergeLora
 from mslime.offline.jobs import run_job
+from mslime.offline.lora_checkpoints import MergeLora
 from tests.fixtures.families import CASES
 from tests.fixtures.peft_models import peft_model
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 from mslime.config.lora import LoraConfig
-from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
+from mslime.convert.lora_rules import make_adapters
 from tests.fixtures.full_size import published_config
 from tests.fixtures.least import refused
 from tests.unit.test_plan import LAYOUT, planned

@@ -165,8 +165,8 @@ def test_towers_and_ordinary_answers_side_by_side_end_no_run_and_cost_nobody_els
 
 def test_an_answer_that_takes_too_much_memory_or_time_is_worth_nothing_and_counted():
     """Kind custom stands in for an answer that is not caught before: the same limits are put on every math worker."""
-    from mslime.rollout.rewards.pool import WorkerPool
     from mslime.rollout.rewards.result import RewardJob, RewardResult
+    from mslime.rollout.rewards.reward_pool import WorkerPool
 
     async def ask(function: str) -> RewardResult:
         pool = WorkerPool(

@@ -16,7 +16,7 @@ import pytest
 
 from mslime.config.errors import ConfigError, EngineError
 from mslime.rollout.agents.server.app import ModelServer, Patience
-from mslime.rollout.agents.server.sessions import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
 from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]

@@ -16,9 +16,9 @@ from aiohttp import web
 from mslime.config.errors import RolloutError
 from mslime.data.sample import SampleStatus, check_invariants
 from mslime.network import free_port
-from mslime.rollout import contract
-from mslime.rollout.agents.server.sessions import ModelEndpoint
-from mslime.rollout.contract import check_rollout
+from mslime.rollout import function_contract
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.nemo_gym import NemoGym
 from tests.unit.test_environments_elsewhere import one_turn
 
@@ -78,7 +78,7 @@ async def play(task: Any, engine: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def named(rollout: NemoGym, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+    monkeypatch.setattr(function_contract, "LONGEST_BLOCK_S", 60.0)
     playing[:] = [rollout]
 
 

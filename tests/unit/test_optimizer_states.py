@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()
 

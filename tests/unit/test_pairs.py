@@ -22,7 +22,7 @@ from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
 from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pair import client_of
 from mslime.backends.sglang.port import compare
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.data.probe import NEW_TOKENS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()
 

@@ -20,14 +20,14 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
-from mslime.weights.plan import Bucket
+from mslime.weights.weight_plan import Bucket
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, layer_elements, working_bytes
-from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.engine import static_fraction
 from mslime_plugins.planner.parameters import model_parameters, stage_parameters, work_per_token
 from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan_command import plan_config
 from mslime_plugins.planner.problems import GIB
-from mslime_plugins.planner.trainer import (
+from mslime_plugins.planner.trainer_memory import (
     TrainerMemory,
     offloaded_bytes_per_parameter,
     optimizer_bytes_per_parameter,

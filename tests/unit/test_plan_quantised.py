@@ -16,11 +16,11 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
 from mslime.offline.jobs import ConversionJob, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.weights.plan import Senders, build_plan, encoded_plan
-from mslime_plugins.planner.command import plan_config
+from mslime.weights.weight_plan import Senders, build_plan, encoded_plan
 from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan_command import plan_config
 from mslime_plugins.planner.search import Search
-from mslime_plugins.planner.sync import sender_syncs
+from mslime_plugins.planner.sync_bytes import sender_syncs
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.tiny_models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 

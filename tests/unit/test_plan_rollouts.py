@@ -11,8 +11,8 @@ import pytest
 from mslime.data.packing import build_shards
 from mslime.data.routes import Routes, Supports
 from mslime.data.sample import Sample
-from mslime_plugins.planner.command import plan_config
 from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan_command import plan_config
 from mslime_plugins.planner.rollouts import MEASURED_IDS, RolloutBytes, expected_ids
 from tests.fixtures.full_size import CONFIGS, published_config
 

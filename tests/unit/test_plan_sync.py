@@ -8,7 +8,7 @@ import pytest
 
 from mslime.config.base import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
-from mslime_plugins.planner.sync import Receiving, lane_bytes, near_ranks, relay_bounds, relayed, sender_syncs
+from mslime_plugins.planner.sync_bytes import Receiving, lane_bytes, near_ranks, relay_bounds, relayed, sender_syncs
 from tests.fixtures.marks import MODELS, nightly_except
 from tests.fixtures.syncs import BROADCAST, COLOCATED, RATES, SHIPPED, experts, planned, shipped, small_plan
 

@@ -34,7 +34,7 @@ def refuse(config):
     raise ConfigError("train.lr", config.train.lr, "is above the limit of this site", "lower it")
 """
 REWARDS = """
-from mslime.rollout.rewards.kinds import RewardKind, text_problem
+from mslime.rollout.rewards.reward_kinds import RewardKind, text_problem
 
 HALF = RewardKind(lambda response, label: 0.5, text_problem)
 RAISES = RewardKind(lambda response, label: 1 / 0, text_problem)

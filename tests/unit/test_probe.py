@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest, parse_probe
-from mslime.backends.sglang.pool import EnginePool
 from mslime.checks.resolve import resolve
 from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
@@ -23,8 +23,8 @@ from mslime.config.loader import build
 from mslime.data.probe import NEW_TOKENS, TEXT, Probed, ProbeDifferences, RoutedRows, fitted, joined_routes, shard_of
 from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
-from mslime.run.probe import WeightProbe
 from mslime.run.sharing import Apart
+from mslime.run.weight_probe import WeightProbe
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

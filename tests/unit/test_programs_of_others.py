@@ -23,7 +23,7 @@ import pytest
 from examples.agents import coding
 from mslime.data.sample import Sample
 from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.sessions import ModelEndpoint
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
 from tests.unit.test_chat_session import Chat
 from tests.unit.test_nemo_gym_package import newer_python
 

@@ -12,9 +12,9 @@ from examples.tiny_model import make_chat_tokenizer
 from mslime.checks.user_functions import check_seams
 from mslime.config.loader import build, read_yaml
 from mslime.data.sample import check_invariants
-from mslime.rollout import contract
+from mslime.rollout import function_contract
 from mslime.rollout.agents.chat.template import TemplateRenderer
-from mslime.rollout.contract import check_rollout
+from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.pages import ROOT
 
 EXAMPLE = ROOT / "examples/proposer_solver"
@@ -25,7 +25,7 @@ PROPOSE: dict[str, Any] = {"prompt": [{"role": "user", "content": "propose 52"}]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client imports half of itself when it first asks, which takes its time on a busy machine."""
-    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+    monkeypatch.setattr(function_contract, "LONGEST_BLOCK_S", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from examples.tiny_model import SYMBOLS, write_model, write_rows
 from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
 from mslime.data.tokenizer import check_vocabulary, load_tokenizer
-from mslime.rollout.rewards.kinds import exact
+from mslime.rollout.rewards.reward_kinds import exact
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 

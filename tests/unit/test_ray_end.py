@@ -21,9 +21,9 @@ from ray.exceptions import AuthenticationError
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.run import cluster as cluster_module
+from mslime.run import ray_cluster as cluster_module
 from mslime.run import started
-from mslime.run.cluster import Cluster
+from mslime.run.ray_cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 

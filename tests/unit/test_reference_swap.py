@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()
 

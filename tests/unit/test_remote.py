@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import WorkerError
 from mslime.config.schema import DeadlineConfig
-from mslime.run import ray_calls, rollouts
+from mslime.run import ray_calls, rollout_process
 from mslime.run.ray_calls import Host, PendingCall, Remote, verb
-from mslime.run.rollouts import ManagerProcesses
+from mslime.run.rollout_process import ManagerProcesses
 
 DEADLINES = DeadlineConfig(engine_control_s=7, rollout_step_s=50)
 
@@ -120,8 +120,8 @@ def test_engines_are_divided_and_the_first_to_refuse_an_input_limits_all(monkeyp
             made.append(FakeManager(index))
             return FakeActor(made[-1])
 
-    monkeypatch.setattr(rollouts, "remote_class", lambda cls: FakeClass())
-    monkeypatch.setattr(rollouts, "beside_the_driver", dict)
+    monkeypatch.setattr(rollout_process, "remote_class", lambda cls: FakeClass())
+    monkeypatch.setattr(rollout_process, "beside_the_driver", dict)
 
     class FakeRun:
         class config:

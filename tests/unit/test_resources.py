@@ -10,9 +10,9 @@ import pytest
 
 from mslime.config.errors import EngineError, TrainerError, WorkerError
 from mslime.config.schema import RunConfig
-from mslime.run import cluster as cluster_module
-from mslime.run.cluster import Cluster
-from mslime.run.engines import EngineGroup
+from mslime.run import ray_cluster as cluster_module
+from mslime.run.engine_actors import EngineGroup
+from mslime.run.ray_cluster import Cluster
 from mslime.run.resources import Attempts, Resources, can_go_on
 
 
@@ -68,7 +68,7 @@ def test_resources_are_left_to_the_sweeper_when_ray_is_gone() -> None:
 def test_a_trainer_whose_machine_is_gone_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, states: list[str], lost: bool
 ) -> None:
-    monkeypatch.setattr("mslime.run.cluster.placement_group_table", lambda group: {"state": group})
+    monkeypatch.setattr("mslime.run.ray_cluster.placement_group_table", lambda group: {"state": group})
     cluster = Cluster(run(), engines=False)
     cluster._trainers, cluster._critics = cast("Any", states[0]), cast("Any", states[1])
     if not lost:

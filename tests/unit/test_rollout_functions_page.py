@@ -14,7 +14,7 @@ from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.errors import RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import Sample, check_invariants
-from mslime.rollout.contract import check_rollout, check_workflow
+from mslime.rollout.function_contract import check_rollout, check_workflow
 from mslime.rollout.workflow import Engine, Episode, Task
 from tests.fixtures.pages import ROOT, blocks, read_page, rows, settings_of, shown
 

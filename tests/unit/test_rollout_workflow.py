@@ -14,7 +14,7 @@ from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
-from mslime.rollout.contract import check_workflow
+from mslime.rollout.function_contract import check_workflow
 from mslime.rollout.workflow import Task
 from tests.unit import user_rollouts
 from tests.unit.rollout_fakes import (

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
 from mslime.rollout.protocols import Local
-from mslime.run.rollouts import Member
+from mslime.run.rollout_process import Member
 from mslime.run.run_engines import RunEngines
 
 

@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import merge, read_yaml
 from mslime.config.resolved import engine_spec, policy_spec
 from mslime_plugins.serve import proto
 from mslime_plugins.serve.sampling import PooledEngines
+from mslime_plugins.serve.served_config import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.sessions import AdapterAsk
-from mslime_plugins.serve.settings import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.start import _key
 
 ROOT = Path(__file__).parents[2]

@@ -282,7 +282,7 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
     ],
 )
 def test_paths_that_lead_elsewhere_are_refused(server: FakeServer, path: str) -> None:
-    from mslime_plugins.serve.errors import ServeError
+    from mslime_plugins.serve.client_errors import ServeError
 
     with pytest.raises(ServeError, match="no path of this server"):
         server.service.states.find(path)
@@ -305,7 +305,7 @@ def test_a_silent_client_frees_its_adapters_and_samplers(tmp_path: Path) -> None
 
 
 def test_what_was_saved_for_a_time_goes_after_it(server: FakeServer, client: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mslime_plugins.serve.service.EXPIRED_S", 0.0)
+    monkeypatch.setattr("mslime_plugins.serve.tinker_service.EXPIRED_S", 0.0)
     training = client.create_lora_training_client(BASE, 4).result()
     kept = training.save_state("kept", ttl_seconds=3600).result().path
     going = training.save_weights_for_sampler("going", ttl_seconds=1).result().path

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mslime.backends.sglang import answers
-from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows, integer_rows, load_answer
+from mslime.backends.sglang import engine_reply
+from mslime.backends.sglang.engine_reply import MASKS, ROUTES, IntegerRows, integer_rows, load_answer
 from mslime.backends.sglang.generating import GenerateRequest, parse_generation
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.supports import rows_of
@@ -66,7 +66,7 @@ def outcome(load: Any, content: bytes) -> Any:
 
 @pytest.fixture(autouse=True)
 def cut_also_small_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SMALLEST_MASKS", 0)
+    monkeypatch.setattr(engine_reply, "SMALLEST_MASKS", 0)
 
 
 @st.composite
@@ -176,7 +176,7 @@ def test_rows_of_integers_are_those_of_the_grammar(text: str) -> None:
 
 @pytest.mark.parametrize("end", ["0", "9", "9" * 8, "1" + "0" * 7])
 def test_numbers_are_read_across_blocks(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_BLOCK", 3)
+    monkeypatch.setattr(engine_reply, "_BLOCK", 3)
     text = f"[[10,2,{end}],[],[345,67,8,9]]"
     assert read(text) == json.loads(text) and read(f"[[1,2,3,{end},0{end}]]") is None
 
@@ -193,7 +193,7 @@ def test_masks_are_read_the_same_by_both_ways(monkeypatch: pytest.MonkeyPatch) -
     }
     content, found = orjson.dumps({"output_ids": list(range(40)), "meta_info": meta}), []
     for smallest in (0, 1 << 20):
-        monkeypatch.setattr(answers, "SMALLEST_MASKS", smallest)
+        monkeypatch.setattr(engine_reply, "SMALLEST_MASKS", smallest)
         answer = load_answer(content)
         assert isinstance(answer["meta_info"][MASKS], IntegerRows) == (smallest == 0)
         found.append(parse_generation(request, answer, "engine0", model_facts(100)).supports)

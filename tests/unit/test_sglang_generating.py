@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import pytest
 
-from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.client import EngineBusy, EngineClient
+from mslime.backends.sglang.engine_reply import load_answer
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, answer_limit, parse_generation
 from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import DeadlineConfig

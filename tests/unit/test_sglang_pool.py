@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool, UpdateMembers
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.engine_plugin.wire import CANNOT
 from tests.fixtures.model_facts import model_facts

@@ -21,8 +21,8 @@ import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
-from mslime.backends.sglang.process import SupervisedProcess, log_tail
-from mslime.backends.sglang.server import ServerPart, ServerProcess, attach
+from mslime.backends.sglang.server_process import ServerPart, ServerProcess, attach
+from mslime.backends.sglang.supervised_process import SupervisedProcess, log_tail
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS
 from mslime.config.resolved import ServerSpec, engine_spec
@@ -125,7 +125,7 @@ def test_no_process_and_no_shared_memory_outlives_the_guard_the_owner_or_the_ser
     owner_code = f"""
 import os, sys, time
 from pathlib import Path
-from mslime.backends.sglang.process import SupervisedProcess
+from mslime.backends.sglang.supervised_process import SupervisedProcess
 p = SupervisedProcess("engine0", [sys.executable, {str(script)!r}], dict(os.environ), Path({str(log)!r}))
 print(p.pid, flush=True)
 time.sleep(300)
@@ -289,7 +289,7 @@ def test_a_port_that_is_somebody_elses_is_replaced_by_another_at_once(
 ) -> None:
     count = tmp_path / "count"
     monkeypatch.setattr(
-        "mslime.backends.sglang.server.command_line",
+        "mslime.backends.sglang.server_process.command_line",
         lambda f: [sys.executable, "-c", STAND_IN, str(count), first, str(f["port"]), f["served_model_name"]],
     )
     server = ServerProcess(engine_spec(tiny_run), 0, tmp_path)
@@ -372,8 +372,10 @@ def over_two(config: RunConfig) -> ServerSpec:
 def test_parts_on_other_machines_start_with_the_first_and_end_with_it(
     tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mslime.backends.sglang.server.ASK_OTHERS_S", 0.0)
-    monkeypatch.setattr("mslime.backends.sglang.server.command_line", lambda fields: told.append(fields) or SLEEPER)
+    monkeypatch.setattr("mslime.backends.sglang.server_process.ASK_OTHERS_S", 0.0)
+    monkeypatch.setattr(
+        "mslime.backends.sglang.server_process.command_line", lambda fields: told.append(fields) or SLEEPER
+    )
     told, other = list[dict[str, Any]](), FakeMachine()
     other.ended = True
     server = ServerProcess(over_two(tiny_run), 0, tmp_path, others=[other])
@@ -388,7 +390,9 @@ def test_a_part_is_the_same_server_under_another_number(
     tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = list[dict[str, Any]]()
-    monkeypatch.setattr("mslime.backends.sglang.server.command_line", lambda fields: told.append(fields) or SLEEPER)
+    monkeypatch.setattr(
+        "mslime.backends.sglang.server_process.command_line", lambda fields: told.append(fields) or SLEEPER
+    )
     spec = over_two(tiny_run)
     part = ServerPart(spec, 3, 1, tmp_path, "127.0.0.1", NO_KEYS, routes=True)
     part.check()

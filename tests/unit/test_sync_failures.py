@@ -19,9 +19,9 @@ from typing import Any, cast
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.port import SGLangPort
-from mslime.backends.sglang.server import EngineAddress
+from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import Endpoint
 from mslime.config.loader import build
@@ -31,7 +31,7 @@ from mslime.run.delivery import Delivery
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
-from mslime.weights import contract
+from mslime.weights import transport_contract
 from mslime.weights.bucket_sender import BucketSender, Seconds
 from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, Transport, find_transport
@@ -44,7 +44,7 @@ DEADLINE_S = 12.0
 """That a silent engine reaches and nothing else does, on a crowded machine either."""
 DEADLINES = DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S, "engine_control_s": DEADLINE_S})
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "deadlines": {"weight_sync_s": DEADLINE_S}})
-BUCKETS = contract._buckets()
+BUCKETS = transport_contract._buckets()
 GROUPS = (f"failures-{i}" for i in itertools.count())
 BEGIN, JOIN, BUCKET = "/begin_weight_update", "/init_weights_update_group", "/update_weights_from_distributed"
 COMPARE, LANE = "/weights_checker:HeldWeights", "/weights_checker:JoinRelayGroup"
@@ -78,7 +78,7 @@ class Sender:
         bucket_sender = BucketSender(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
-            flat = contract._filled(bucket, version)
+            flat = transport_contract._filled(bucket, version)
             expected |= {name: wire.format_sum(*whole_sum(tensor)) for name, tensor in named_tensors(bucket, flat)}
             if bucket.index == 1 and spoilt == "bits":
                 flat[-1] += 1
@@ -164,7 +164,7 @@ class Plane:
     def expect(self, version: int) -> None:
         """Those hold this version whole, and say so."""
         for name in self.there:
-            contract._compare(BUCKETS, version, [self.engines[name].held()])
+            transport_contract._compare(BUCKETS, version, [self.engines[name].held()])
             assert self.engines[name].version() == str(version)
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.generating import ScoreRequest, parse_scores
 from mslime.backends.sglang.handshake import meet_teacher
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build

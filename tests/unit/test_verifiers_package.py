@@ -13,8 +13,8 @@ import pytest
 
 from mslime.data.sample import check_invariants
 from mslime.network import free_port
-from mslime.rollout import contract
-from mslime.rollout.contract import check_rollout
+from mslime.rollout import function_contract
+from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.verifiers import Verifiers
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ rollout = Verifiers("unknown")
 def test_an_episode_of_the_package_is_trained_as_it_was_sampled(
     python: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+    monkeypatch.setattr(function_contract, "LONGEST_BLOCK_S", 60.0)
     command = [python, SCRIPT, "tasks", "--env", json.dumps(ENV), "--limit", "2"]
     made = subprocess.run(command, env=surroundings(), check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in made.splitlines()]

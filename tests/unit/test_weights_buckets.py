@@ -9,7 +9,7 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.weights.buckets import convert, in_memory_order, named_tensors, pack
-from mslime.weights.plan import Bucket, Senders, build_plan
+from mslime.weights.weight_plan import Bucket, Senders, build_plan
 from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors
 
 

@@ -22,8 +22,8 @@ from mslime.engine_plugin.delta import hold, put, read_delta, take_back
 from mslime.tensor_sums import word_sum
 from mslime.weights import delta as weights_delta
 from mslime.weights.delta import DeltaTransport, find_changes
-from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, Moved, find_transport
+from mslime.weights.weight_plan import Bucket, Entry
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
 

@@ -20,7 +20,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.offline.jobs import run_job
 from mslime.offline.requantise import ToFp8, ToInt4
 from mslime.weights.buckets import encode, named_tensors
-from mslime.weights.plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
+from mslime.weights.weight_plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.errors import WeightSyncError
-from mslime.weights import contract, groups
+from mslime.weights import groups, transport_contract
 from mslime.weights.buckets import gather
 from tests.fixtures.forked import forking, preload
 
@@ -92,7 +92,7 @@ def test_every_rank_hears_what_all_say_in_one_collective_where_that_is_little(
 
 
 def gathered_on(sender: int, rank: int) -> Any:
-    bucket = replace(contract._buckets()[0], sender=sender, members=tuple(range(RANKS)))
+    bucket = replace(transport_contract._buckets()[0], sender=sender, members=tuple(range(RANKS)))
     flat = torch.arange(1000, dtype=torch.bfloat16) + rank
     found = [gather(bucket, flat, dist.group.WORLD, rank) for _ in range(3)][-1]
     if found is None:
@@ -110,7 +110,7 @@ def test_all_members_parts_lie_in_their_order_on_the_sender(sender: int, tmp_pat
 
 def left_by(gone: int, rank: int) -> str:
     """What a sender says when a member leaves before it gave its part; large enough to be still on its way."""
-    bucket = replace(contract._buckets()[0], sender=0, members=tuple(range(RANKS)))
+    bucket = replace(transport_contract._buckets()[0], sender=0, members=tuple(range(RANKS)))
     if rank == gone:
         return ""
     try:

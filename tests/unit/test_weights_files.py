@@ -24,12 +24,12 @@ from mslime.convert.hf import INDEX_NAME
 from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.engine_plugin.wire import Answer, ReadDirectory, take_handle, write_handle
-from mslime.weights import contract, memory
+from mslime.weights import memory, transport_contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.files import DiskTransport
 from mslime.weights.memory import MemoryTransport, device_memory, handle_of
-from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, find_transport
+from mslime.weights.weight_plan import Bucket, Entry
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import BUCKETS, check_contract, deliver, engines, expect, infos, link, obedient
 
@@ -74,7 +74,7 @@ def test_shared_memory_is_private_and_has_a_name_only_until_all_engines_have_map
     (file,) = directory.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
     assert file.stat().st_size == max(bucket.hf_bytes for bucket in BUCKETS) and len(file.name) == 32
-    transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+    transport.start(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1)).wait()
     assert not list(shared_memory.iterdir()) and [mapped_by(engine, shared_memory) for engine in engines] == [1, 1]
     for version in (2, 3):
         deliver(transport, version)
@@ -100,7 +100,7 @@ def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each
     for version in (1, 2, 3):
         transport.begin(version, BUCKETS)
         for number, bucket in enumerate(growing):
-            transport.start(bucket, contract._filled(bucket, version)).wait()
+            transport.start(bucket, transport_contract._filled(bucket, version)).wait()
             assert [shared_by_torch(engine.pid) for engine in engines] == [1, 1], "one mapping for all buckets"
             assert not list(shared_memory.iterdir()) and shared_by_torch("self") == before + 1, number
             another = device_memory(replace(link, name="another", group="another", rank=1))
@@ -189,16 +189,16 @@ from mslime.backends.sglang.port import SGLangPort
 from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
-from mslime.weights import contract, memory
+from mslime.weights import transport_contract, memory
 from mslime.weights.transport import Link
 
 memory.SHARED_MEMORY = Path(sys.argv[1])
 transport = memory.MemoryTransport(Link("killed", "gloo", 5, SGLangPort(DeadlineConfig())))
 transport.connect([EngineInfo(sys.argv[2])])
-buckets = contract._buckets()
+buckets = transport_contract._buckets()
 transport.begin(1, buckets)
 if sys.argv[3] == "after":
-    transport.start(buckets[0], contract._filled(buckets[0], 1)).wait()
+    transport.start(buckets[0], transport_contract._filled(buckets[0], 1)).wait()
 print("there", flush=True)
 time.sleep(60)
 """
@@ -296,7 +296,7 @@ def test_a_version_on_disk_is_whole_when_it_has_an_index_and_removes_those_befor
     transport.complete()
     index = json.loads((first / INDEX_NAME).read_text())["weight_map"]
     for bucket in BUCKETS:
-        for name, tensor in named_tensors(bucket, contract._filled(bucket, 1)):
+        for name, tensor in named_tensors(bucket, transport_contract._filled(bucket, 1)):
             assert torch.equal(load_file(first / index[name])[name], tensor)
     deliver(transport, 2)
     assert versions(link) == ["version_000001", "version_000002"]
@@ -319,7 +319,7 @@ def test_a_version_that_broke_off_leaves_nothing_and_that_of_a_killed_run_goes_w
     transport.begin(8, BUCKETS)
     engines[1].set_mode("refuse")
     with pytest.raises(WeightSyncError, match="no weights today"):
-        transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 8)).wait()
+        transport.start(BUCKETS[0], transport_contract._filled(BUCKETS[0], 8)).wait()
     transport.disconnect()
     assert versions(link) == ["version_000007"]
     engines[1].set_mode("obey")
@@ -342,7 +342,7 @@ def test_each_of_several_senders_writes_its_part_and_the_first_one_the_index(
         sender.connect(infos(engines))
         sender.begin(1, buckets)
     for bucket in buckets:
-        senders[bucket.sender].start(bucket, contract._filled(bucket, 1)).wait()
+        senders[bucket.sender].start(bucket, transport_contract._filled(bucket, 1)).wait()
     senders[1].complete()
     assert not list(link.directory.rglob(INDEX_NAME))
     senders[0].complete()
@@ -363,7 +363,7 @@ def test_a_directory_that_cannot_be_written_to_or_is_too_small_is_named(link: Li
 
 def saved(path: Path, names: list[str]) -> Path:
     """Two tensors of two elements, as they are sent."""
-    from mslime.convert.files import TensorPlan, safetensors_header
+    from mslime.convert.safetensors_files import TensorPlan, safetensors_header
 
     path.write_bytes(safetensors_header([TensorPlan(name, "F32", (2,)) for name in names]) + bytes(range(16)))
     return path

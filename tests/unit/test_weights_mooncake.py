@@ -23,7 +23,7 @@ from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
-from mslime.weights import contract
+from mslime.weights import transport_contract
 from mslime.weights.transport import Link
 from mslime_plugins.transports import mooncake
 from mslime_plugins.transports.mooncake import MooncakeTransport
@@ -58,7 +58,7 @@ def test_one_piece_of_memory_serves_all_syncs_and_grows_with_the_buckets(
         transport.begin(version, buckets)
         places = set[Path]()
         for bucket in buckets:
-            transport.start(bucket, contract._filled(bucket, version)).wait()
+            transport.start(bucket, transport_contract._filled(bucket, version)).wait()
             places.add(transport._place)
         transport.complete()
         assert len(places) == 1 and transport._room.numel() == max(bucket.hf_bytes for bucket in buckets)
@@ -73,13 +73,13 @@ def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEn
     for transport in (first, second):
         transport.connect(infos(engines))
         transport.begin(1, BUCKETS)
-        transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+        transport.start(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1)).wait()
     place = first._place
     first.disconnect()
     late = wire.update_request([BUCKETS[0]], load=wire.FromFile("remote", place))
     with pytest.raises(WeightSyncError, match="cannot read .* bytes"):
         link.engine_port.load(infos(engines)[0], late).result()
-    second.start(BUCKETS[1], contract._filled(BUCKETS[1], 1)).wait()
+    second.start(BUCKETS[1], transport_contract._filled(BUCKETS[1], 1)).wait()
     second.disconnect()
 
 
@@ -96,7 +96,7 @@ def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_buck
         os.kill(started[0].pid, signal.SIGKILL)
         transport.begin(1, BUCKETS)
         with pytest.raises(WeightSyncError, match="dead or unreachable") as caught:
-            transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+            transport.start(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1)).wait()
         assert started[0].url in str(caught.value)
         transport.disconnect()
 

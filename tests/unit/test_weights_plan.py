@@ -18,7 +18,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.weights.buckets import convert, pack
-from mslime.weights.plan import Bucket, Senders, WeightPlan, _fill, _hf_numel, build_plan
+from mslime.weights.weight_plan import Bucket, Senders, WeightPlan, _fill, _hf_numel, build_plan
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.marks import MODELS, nightly_except
 from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors

@@ -16,11 +16,11 @@ from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import Answer, HostSlices, JoinRelayGroup, RelaySync, Slice, decode
-from mslime.weights import contract
 from mslime.weights import relay as weights_relay
-from mslime.weights.plan import Bucket
+from mslime.weights import transport_contract
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Link, find_transport
+from mslime.weights.weight_plan import Bucket
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import (
     BUCKETS,
@@ -86,7 +86,7 @@ def test_a_bucket_that_cannot_be_filled_is_skipped_and_engines_do_not_wait_for_i
 ) -> None:
     transport = connected(link, engines)
     transport.begin(1, BUCKETS)
-    transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+    transport.start(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1)).wait()
     for bucket in BUCKETS[1:]:
         transport.skip(bucket)
     transport.complete()  # the sync has failed elsewhere; what engines were sent they have taken
@@ -304,7 +304,7 @@ def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
     assert fleet.sync(transport, 3) == whole, "it says so in this sync"
     fleet.says = {}
     assert fleet.sync(transport, 4) == parts and fleet.named == ["", "", "", kept.name]
-    first, last = contract._filled(BUCKETS[0], 4), contract._filled(BUCKETS[2], 4)
+    first, last = transport_contract._filled(BUCKETS[0], 4), transport_contract._filled(BUCKETS[2], 4)
     assert [flat.tolist() for _, flat in fleet.sent[0]] == [first[:9].tolist(), first[5:27].tolist()]
     assert fleet.sent[2][0][1].tolist() == last[[1, 2, 3, 4, 5, 6]].tolist()
     fleet.says = {fleet.infos[1].url: HostSlices.of([None, None, kept.buckets[2]])}

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from mslime.weights.bucket_sender import BucketSender, Seconds
-from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Transport
+from mslime.weights.weight_plan import Bucket
 
 STUCK_S = 10.0
 """After which something that has not come counts as stuck."""

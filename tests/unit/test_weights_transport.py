@@ -31,9 +31,9 @@ from mslime.engine_plugin import wire
 from mslime.network import ephemeral_ports
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
-from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Carrier, Link, find_transport, make_transport, transport_for
+from mslime.weights.weight_plan import Bucket
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors

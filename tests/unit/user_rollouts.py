@@ -11,7 +11,7 @@ import numpy as np
 
 from mslime.data.sample import Sample
 from mslime.rollout.agents.chat.renderer import Renderer
-from mslime.rollout.contract import _Plain
+from mslime.rollout.function_contract import _Plain
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
 calls: Counter[tuple[int, int]] = Counter()

@@ -11,7 +11,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import pack
-from mslime.weights.plan import Bucket, Senders, WeightPlan, build_plan
+from mslime.weights.weight_plan import Bucket, Senders, WeightPlan, build_plan
 
 MOE_CONFIG: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,

@@ -4,7 +4,7 @@ Megatron-core's own non-TE attention refuses packed sequences (thd), context par
 This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
 context parallelism), so that no mask over the whole packed batch is ever built; short sequences of about the same
 length share a call. Causal attention only, with sliding windows and attention sinks; anything else is an assertion. To
-be imported after `backends.cpu.megatron.install()`.
+be imported after `backends.cpu.megatron_patches.install()`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A small expert's two matrix products take less time than the dozen small operations around them, each of which also
 comes back in the backward pass. So the products are each expert's own, and what is done feature by feature between
 them is done once for the tokens of all experts. Every number is computed as before. To be imported after
-`backends.cpu.megatron.install()`.
+`backends.cpu.megatron_patches.install()`.
 """
 
 from __future__ import annotations

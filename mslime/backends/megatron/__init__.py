@@ -5,6 +5,6 @@ logits.
 Here are the process groups (`parallel`) and what goes to disk (`checkpoint`, `checkpoint_files`).
 """
 
-from mslime.backends.cpu.megatron import install
+from mslime.backends.cpu.megatron_patches import install
 
 install()

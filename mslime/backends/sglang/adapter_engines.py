@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.backends.sglang.pool import EnginePool
 from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 

@@ -24,7 +24,7 @@ import orjson
 import tenacity
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.answers import load_answer
+from mslime.backends.sglang.engine_reply import load_answer
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,

@@ -23,7 +23,7 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
+from mslime.backends.sglang.engine_reply import MASKS, ROUTES, IntegerRows
 from mslime.config.errors import DataError, EngineError, reading
 from mslime.config.model_facts import ModelFacts, eos_ids
 from mslime.data.probe import NEW_TOKENS, Probed

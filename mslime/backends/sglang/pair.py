@@ -38,7 +38,7 @@ from mslime.data.probe import Probed
 from mslime.engine_plugin import wire
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
 
 T = TypeVar("T")
 _ABORTED = "Aborted by AbortReq"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import cast
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.delta import delta_heads, delta_rules, gated_attention_rules, linear_layers, mtp_rules
+from mslime.convert.families.delta_nets import delta_heads, delta_rules, gated_attention_rules, linear_layers, mtp_rules
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,

@@ -22,9 +22,9 @@ from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS, raised
 from mslime.rollout.filters import UNSHAPED
 from mslime.rollout.protocols import Scorer, Teacher
-from mslime.rollout.rewards.kinds import RewardKind, reward_kind
-from mslime.rollout.rewards.pool import WorkerPool
 from mslime.rollout.rewards.result import RewardJob, RewardResult, checked
+from mslime.rollout.rewards.reward_kinds import RewardKind, reward_kind
+from mslime.rollout.rewards.reward_pool import WorkerPool
 from mslime.rollout.rewards.servers import HttpGrader, JudgeGrader
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
 from mslime.backends.megatron.log_probs.vocab_parallel import (
     LogProbs,
     Way,
@@ -31,6 +30,7 @@ from mslime.backends.megatron.log_probs.vocab_parallel import (
     is_fused,
     softmax_of,
 )
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
 
 COLUMNS = 128
 """Blocks are a multiple of so many columns wide, and so many at least: rows of logits then begin where matrix products

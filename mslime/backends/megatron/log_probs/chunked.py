@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import FAR, Gradients, Shard, ShardSums, Softmax
 
 # A CPU works on blocks that stay in its second-level cache: twice as fast as blocks of 1024 rows of a large vocabulary
 # (benchmarks/log_probs.py). On an accelerator each block costs kernel launches, and large ones are better.

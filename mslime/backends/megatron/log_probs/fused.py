@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, Shard, ShardSums, Softmax
 
 BLOCK = 4096  # columns a program has in registers: 16 a thread
 WARPS = 8

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs import chunked
-from mslime.backends.megatron.log_probs.shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 
-from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.resolved import PolicySpec

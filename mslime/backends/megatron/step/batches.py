@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.shard import LabelSupport
+from mslime.backends.megatron.log_probs.vocab_shard import LabelSupport
 from mslime.data.packing import padded_lengths
 from mslime.data.routes import Supports
 from mslime.data.shard import TrainShard

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.model.adapters import InOnePass
+from mslime.backends.megatron.model.lora_layers import InOnePass
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import Lane, RouteHooks, run_lanes
 from mslime.backends.megatron.step.trainer import MegatronTrainer

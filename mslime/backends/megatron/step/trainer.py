@@ -24,16 +24,16 @@ from torch import Tensor
 from mslime.algorithms.advantages_tokens import needs_policy_log_probs
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.model.adapters import (
+from mslime.backends.megatron.model.chunks import named_factors, named_local_params
+from mslime.backends.megatron.model.lora_layers import (
     MergedWeights,
     StoredAdapters,
     adapters_off,
     check_same_adapters,
     trained_adapters,
 )
-from mslime.backends.megatron.model.chunks import named_factors, named_local_params
 from mslime.backends.megatron.parallel import ParallelState, stop_process_groups
-from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
 from mslime.backends.megatron.step.reductions import normalising_scale, with_token_advantages
 from mslime.backends.megatron.step.trained_model import TrainedModel
@@ -51,9 +51,9 @@ from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
-from mslime.weights.plan import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
 from mslime.weights.transport import EnginePort
+from mslime.weights.weight_plan import Senders
 
 # Log-probs of a few sequences as the trainer computed them, for people to read beside the sampler's.
 #

@@ -27,7 +27,7 @@ from mslime.rollout.agents.server.anthropic import Messages
 from mslime.rollout.agents.server.openai_chat import ChatCompletions, Completions
 from mslime.rollout.agents.server.requests import MODEL, Dialect, Request, ServedReply
 from mslime.rollout.agents.server.responses import Responses
-from mslime.rollout.agents.server.sessions import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
 from mslime.web_server import Listening, admitted, serve
 
 log = logging.getLogger(__name__)

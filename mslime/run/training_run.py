@@ -28,17 +28,16 @@ from mslime.data.checkpoints import (
 from mslime.observe.rows import over_optimizer_steps
 from mslime.run.adapter_delivery import AdapterDelivery
 from mslime.run.assemble import SupervisedRows
-from mslime.run.cluster import Cluster
 from mslime.run.delivery import Delivery
 from mslime.run.endpoint import ControlEndpoint
-from mslime.run.engines import EngineGroup
+from mslime.run.engine_actors import EngineGroup
 from mslime.run.fleet import Fleet
-from mslime.run.probe import WeightProbe
 from mslime.run.publish import Publisher
+from mslime.run.ray_cluster import Cluster
 from mslime.run.records import StepRecords
 from mslime.run.resources import Resources
 from mslime.run.results import Evaluated, Evaluation, StepShards
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_checkpoints import RunCheckpoints
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
@@ -46,9 +45,10 @@ from mslime.run.sharing import Apart, Shared
 from mslime.run.started import Started
 from mslime.run.stop import Learnt, Stopped, StopSignals
 from mslime.run.trainers import TrainerGroup
+from mslime.run.weight_probe import WeightProbe
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
 
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""

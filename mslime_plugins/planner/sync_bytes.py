@@ -20,7 +20,7 @@ from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig
 from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
-from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime.weights.weight_plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.engine import EngineMemory
 
 CHANGED = 0.05

@@ -18,16 +18,16 @@ from ray.exceptions import RayError
 
 from mslime.logs import hide, log_process
 from mslime.observe.progress import RolloutCounts
-from mslime.run.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.run.ray_calls import Host, PendingCall, Remote, verb
+from mslime.run.ray_cluster import beside_the_driver, redirect_output, remote_class
 from mslime.run.results import Beginning, Evaluation, OfAdapter, SavedState
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.started import search_seldom
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.pool import EnginePool
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.engine_pool import EnginePool
+    from mslime.backends.sglang.server_process import EngineAddress
     from mslime.checks.resolve import ResolvedRun
     from mslime.config.base import EngineTag
     from mslime.config.schema import RunConfig
@@ -418,8 +418,8 @@ class ScoringSide:
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
         """The teacher behind these servers, which are checked; None when there are none."""
         from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import meet_teachers
-        from mslime.backends.sglang.pool import EnginePool
         from mslime.rollout.teacher import ServedTeacher
 
         if not addresses:

@@ -18,12 +18,12 @@ from mslime.config.schema import RunConfig
 from mslime.config.serve import AdamParams
 from mslime.threads import in_thread
 from mslime_plugins.serve import bodies
-from mslime_plugins.serve.data import Limits, PassRequest, passed_bytes, sampled_bytes
-from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.client_errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
+from mslime_plugins.serve.pass_requests import Limits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.sampling import PooledEngines, requests_of
+from mslime_plugins.serve.served_config import adapter_config
 from mslime_plugins.serve.sessions import AdapterAsk, Model, Sampler, ServeClient, Sessions
-from mslime_plugins.serve.settings import adapter_config
 from mslime_plugins.serve.states import States, StoredState
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A process that environments of one class live in: `python -m mslime.rollout.environments.worker`.
+"""A process that environments of one class live in: `python -m mslime.rollout.environments.environment_worker`.
 
 It is asked (method, number of the environment, argument) and answers (None, what came back) or (Failure, why). `reset`
 makes the environment, `close` ends it. The parent kills a process that does not answer.

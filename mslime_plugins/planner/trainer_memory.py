@@ -19,7 +19,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.transports import traits_of
 from mslime.convert.flops import Widths
-from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime.weights.weight_plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, working_bytes
 from mslime_plugins.planner.parameters import StageParameters
 

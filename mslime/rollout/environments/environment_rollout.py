@@ -12,14 +12,14 @@ from mslime.config.rollout import TIMED_ADVANTAGES, Credit, EnvironmentLimitsCon
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.environments.pool import (
+from mslime.rollout.environments.environment_pool import (
     EnvironmentFailedError,
     EnvironmentLostError,
     EnvironmentPool,
     OpenEnvironment,
 )
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Observation, Step
-from mslime.rollout.environments.turns import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said, Talk, Turns
+from mslime.rollout.environments.turn_tokens import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said, Talk, Turns
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
 

@@ -451,31 +451,6 @@ def _(overrides: _Overrides) -> None:
 
 
 @_patch(
-    "adam_load_skips_step",
-    "loading looks torch AdamW's per-parameter 'step' up in the checkpoint, where it is not, and "
-    "copies into leaf tensors outside no_grad",
-)
-def _(overrides: _Overrides) -> None:
-    import torch
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    @torch.no_grad()
-    def copy_in(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            original(self, model_param, tensors)
-            return
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        for key, target in {"param": main, **self.optimizer.state[main]}.items():
-            if key != "step":
-                target.copy_(tensors[key])
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = copy_in
-
-
-@_patch(
     "adam_own_step",
     "after loading, all parameters share one 'step' tensor, which torch raises once per parameter: "
     "Adam's bias correction is then silently wrong",

@@ -15,7 +15,7 @@ from mslime_plugins.planner.plan import RunPlan
 from mslime_plugins.planner.problems import GIB, TIGHT, Verdict, verdict_of
 from mslime_plugins.planner.rollouts import RolloutBytes, TokenBytes
 from mslime_plugins.planner.stages import StagePlan
-from mslime_plugins.planner.sync import lane_bytes
+from mslime_plugins.planner.sync_bytes import lane_bytes
 
 _STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 

@@ -14,7 +14,7 @@ from mslime.backends.sglang.generating import GenerateResult
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
 from mslime.data.client_batch import Datum, PassResult
 from mslime_plugins.serve import proto
-from mslime_plugins.serve.errors import ServeError
+from mslime_plugins.serve.client_errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}
 """What a loss takes beside targets; all others `OF_POLICY`."""

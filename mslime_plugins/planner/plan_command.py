@@ -14,9 +14,9 @@ from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
-from mslime_plugins.planner.describe import describe
 from mslime_plugins.planner.describe_search import describe_found
 from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan_tables import describe
 from mslime_plugins.planner.problems import Verdict
 from mslime_plugins.planner.search import FittingLayout, NothingFits, search
 

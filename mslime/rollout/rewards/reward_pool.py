@@ -12,9 +12,9 @@ from typing import Any
 
 from mslime.data.sample import Sample
 from mslime.rollout.rewards.result import RewardJob, RewardResult
-from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
+from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
 
-MODULE = "mslime.rollout.rewards.worker"
+MODULE = "mslime.rollout.rewards.reward_worker"
 ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
 
 

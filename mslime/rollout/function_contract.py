@@ -1,6 +1,6 @@
 """What a rollout function must hold to, tried without a model: for the tests of whoever writes one.
 
-from mslime.rollout.contract import check_workflow
+from mslime.rollout.function_contract import check_workflow
 
 def test_my_agent():
     sample = check_workflow("my_project.rollouts:agent", replies=["<calc>2+3</calc>", "5"])

@@ -14,8 +14,8 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
-from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, MakeTransport, Transport
+from mslime.weights.weight_plan import Bucket, Entry
 
 Received = Callable[[], Sequence[Mapping[str, torch.Tensor]]]
 """Gives what each engine holds by now: tensors by name."""

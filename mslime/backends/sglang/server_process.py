@@ -20,7 +20,7 @@ from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
 from mslime.backends.sglang.guard import descendants
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
-from mslime.backends.sglang.process import SupervisedProcess, log_tail
+from mslime.backends.sglang.supervised_process import SupervisedProcess, log_tail
 from mslime.config.base import Half
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
@@ -173,7 +173,7 @@ class ServerProcess:
         self.name = f"{spec.role}{index}" + ("_prefill" if half == "prefill" else "")
         self._half: Half | None = half
         self.log_path = Path(log_dir) / f"{self.name}.log"
-        assert spec.device != "auto", "`run.cluster.resolved_device` decides it"
+        assert spec.device != "auto", "`run.ray_cluster.resolved_device` decides it"
         self.cpu = spec.device == "cpu"
         self.keys, self.routes = keys or EngineKeys.random(), routes
         self._process: SupervisedProcess | None = None

@@ -23,12 +23,12 @@ from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.resolved import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
 from mslime.logs import hide, log_process, phase
-from mslime.run.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 from mslime.run.placement import ActorPlacement
 from mslime.run.ray_calls import POLL_SECONDS, call, gather
+from mslime.run.ray_cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server_process import EngineAddress
     from mslime.checks.resolve import ResolvedRun
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class PartActor:
         gpus: Sequence[str] | None,
     ) -> None:  # fmt: skip
         host = _begin_actor(config, f"{spec.role}{index}_part{rank}", log_dir, keys)
-        from mslime.backends.sglang.server import ServerPart
+        from mslime.backends.sglang.server_process import ServerPart
 
         self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
 
@@ -113,7 +113,7 @@ class PrefillActor:
         gpus: Sequence[str] | None,
     ) -> None:  # fmt: skip
         host = _begin_actor(config, f"{spec.role}{index}_prefill", log_dir, keys)
-        from mslime.backends.sglang.server import ServerProcess
+        from mslime.backends.sglang.server_process import ServerProcess
 
         self._server = ServerProcess(
             spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, half="prefill"
@@ -142,7 +142,7 @@ class EngineActor:
         parts: Sequence[Any] = (), gpus: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
-        from mslime.backends.sglang.server import ServerProcess
+        from mslime.backends.sglang.server_process import ServerProcess
 
         pair = spec.settings.pairs is not None
         self._prefill = parts[0] if pair else None
@@ -288,7 +288,7 @@ class EngineGroup:
         self, starting: dict[str, ray.ObjectRef], on_wait: Callable[[], None] | None = None
     ) -> list[EngineAddress]:
         """Wait until every server serves. Raises EngineError with the end of the log of the one that does not."""
-        from mslime.backends.sglang.server import attach
+        from mslime.backends.sglang.server_process import attach
 
         if self._urls:
             self.addresses = [attach(url, i, self.role, self._keys) for i, url in enumerate(self._urls)]
@@ -397,7 +397,7 @@ class EngineGroup:
     def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
         """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one, and
         ConfigError where engines share GPUs with the trainer."""
-        from mslime.backends.sglang.server import attach
+        from mslime.backends.sglang.server_process import attach
 
         if self._config.colocated:
             raise ConfigError("attach", url, "engines of this run share the trainer's GPUs (cluster.placement)",

@@ -1,4 +1,4 @@
-"""A process that runs one reward function for its parent: `python -m mslime.rollout.rewards.worker`.
+"""A process that runs one reward function for its parent: `python -m mslime.rollout.rewards.reward_worker`.
 
 It is asked about samples and answers with results, or both are lists, of a group. The parent kills a worker that does
 not answer.

@@ -20,7 +20,7 @@ from mslime.config.errors import sync_error
 from mslime.config.model_facts import ModelFacts
 from mslime.data.probe import SAME_ROUTES, Probed, ProbeDifferences, routes_of
 from mslime.run.ranks import Span
-from mslime.run.rollouts import RolloutProcess
+from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup

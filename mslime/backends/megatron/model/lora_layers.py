@@ -2,7 +2,7 @@
 
 An adapter is a module inside of the layer whose weight it adds to, and a hook adds its output to the layer's; so the
 layers' own code, names and conversion rules stay what they are, for Transformer Engine's and the local ones alike.
-What each rank holds of A and B follows from the rule of the weight (`convert.adapters`): where tensor parallelism
+What each rank holds of A and B follows from the rule of the weight (`convert.lora_rules`): where tensor parallelism
 shares out the rows of the weight it shares out B's, where it shares out the columns, A's. The other factor is whole on
 every rank. Of activations only the `rank` features between A and B are exchanged, where the layer exchanges its own.
 """
@@ -37,8 +37,8 @@ from mslime.backends.megatron.parallel import tensor_shard
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LORA_KEY, LoraConfig
 from mslime.config.resolved import PolicySpec
-from mslime.convert.adapters import FACTORS, Adapters, BoundAdapter, stored_place
 from mslime.convert.families import get_family
+from mslime.convert.lora_rules import FACTORS, Adapters, BoundAdapter, stored_place
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.table import BoundRule
 from mslime.convert.tensor_layouts import Sliceable

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError, nearest
 from mslime.config.lora import LoraConfig
-from mslime.convert.adapters import FACTORS, PREFIX, Adapters, make_adapters, stored_place
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.files import TensorPlan, torch_dtype
 from mslime.convert.hf import HFCheckpoint, atomic_directory
+from mslime.convert.lora_rules import FACTORS, PREFIX, Adapters, make_adapters, stored_place
 from mslime.convert.peft import WEIGHTS, AdapterFile, write_adapter_files
+from mslime.convert.safetensors_files import TensorPlan, torch_dtype
 from mslime.convert.table import BoundRule, Rule
 from mslime.convert.torch_dist import ModelPlacement, ParameterBox
 from mslime.offline.jobs import source_identity

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Failure, Observation, Step
-from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
+from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
 
-MODULE = "mslime.rollout.environments.worker"
+MODULE = "mslime.rollout.environments.environment_worker"
 
 
 class EnvironmentFailedError(Exception):

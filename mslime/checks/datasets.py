@@ -19,7 +19,7 @@ from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.data.conversation import as_messages, wanted_turns
-from mslime.data.rows import glance
+from mslime.data.row_files import glance
 from mslime.data.source import Prompt, PromptSource, Row, keys_of_rows, open_prompts, split_slice
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer

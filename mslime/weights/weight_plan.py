@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.encoding import Encoded
-from mslime.convert.files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape
 

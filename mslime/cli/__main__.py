@@ -1,7 +1,0 @@
-"""`python -m mslime.cli`, as `mslime`."""
-
-import sys
-
-from mslime.cli import main
-
-sys.exit(main())
