@@ -21,7 +21,7 @@ from mslime.run.adapter_ranks import AdapterRanks, AdapterTrainer, PassWork, Tra
 from mslime.run.ranks import RankGroup
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.threads import in_thread
-from mslime_plugins.serve.served_config import served_config
+from tests.fixtures.least import least
 
 LOSS = LossChoice("cross_entropy")
 RANKS = 2
@@ -79,7 +79,7 @@ class Handle:
 class Ranks(AdapterRanks):
     def __init__(self, *, together: bool, survives: bool) -> None:
         lora = {"rank": 4, "together": together}
-        self._config = served_config({"model": {"path": "m"}, "lora": lora, "cluster": {"trainer_ranks": RANKS}})
+        self._config = least(lora=lora, cluster={"trainer_ranks": RANKS})
         self.role, self._check, self._submitting = "trainer", lambda: None, threading.Lock()
         self.turn, self._survives, self._adapter, self._failures = TrainerTurn(), survives, None, []
         self.calls: list[str] = []

@@ -37,7 +37,6 @@ from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
-from tests.unit.test_plan import LAYOUT, planned
 from tests.unit.test_sglang_pool import pool_of
 
 LORA: dict[str, Any] = {"rank": 4, "sync": "adapter"}
@@ -192,22 +191,6 @@ def test_scaling_is_written_as_alpha_over_rank() -> None:
     made = make_adapters(get_family(hf_config).rules(hf_config), LoraConfig(rank=16, alpha=32, rs_lora=True))
     plain = made.with_plain_scale()
     assert (plain.lora.alpha, plain.lora.rs_lora, plain.lora.scale) == (128, False, made.lora.scale)
-
-
-@pytest.mark.slow
-def test_a_plan_counts_the_adapters_of_an_engine_and_of_a_sync() -> None:
-    sections: dict[str, Any] = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT, "sglang": {"tp_size": 2}}
-    lora = {"rank": 8, "targets": ["attention"]}
-    merged = planned("qwen3-30B-A3B", **sections, lora=lora)
-    alone = planned("qwen3-30B-A3B", **sections, lora=lora | {"sync": "adapter"})
-    hidden, q, kv = 2048, 32 * 128, 4 * 128
-    a_file = 2 * 8 * 48 * ((hidden + q) * 2 + (hidden + kv) * 2)
-    assert alone.sync_bytes == a_file and merged.sync_bytes > 1000 * a_file
-    # Two versions on TP 2: A of q, k, v and B of o are whole, the rest is halved.
-    each = 2 * 8 * 48 * (3 * hidden + (q + 2 * kv) // 2 + q // 2 + hidden)
-    assert alone.engine is not None and merged.engine is not None
-    assert (alone.engine.adapters, merged.engine.adapters) == (2 * each, 0)
-    assert alone.engine.bucket == 0 and alone.engine.cache < merged.engine.cache
 
 
 # ------------------------------------------------------------------------------------------- what an engine has loaded

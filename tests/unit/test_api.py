@@ -19,9 +19,6 @@ from mslime.checks.run_tables import describe
 from mslime.cli import main
 from mslime.run import run as control_run
 from mslime.run.stop import SIGNALS, StopSignals
-from mslime_plugins import api as plugins_api
-from tests.fixtures.full_size import CONFIGS
-from tests.fixtures.make_run import make_synthetic_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 
@@ -75,8 +72,6 @@ def test_mistakes_are_raised_with_a_way_out(tmp_path: Path) -> None:
         assert caught.value.field == field and way_out in caught.value.way_out
     with pytest.raises(mslime.UserError, match="holds a config"):
         mslime.train(told)
-    with pytest.raises(mslime.UserError, match="does not exist"):
-        plugins_api.report(tmp_path / "nothing")
 
 
 def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,27 +86,6 @@ def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.Capture
     Console().print(describe(checked))
     assert capsys.readouterr().out == printed
     assert checked.model.num_experts == 8
-
-
-@pytest.mark.slow
-def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model, layout = str(CONFIGS / "qwen3-30B-A3B"), {"expert_model_parallel_size": 8}
-    told = {"model": {"path": model}, "megatron": layout, "cluster": {"device": "cuda"}}
-    flags = ["--model.path", model, "--megatron.expert-model-parallel-size", "8", "--cluster.device", "cuda"]
-    main(["plan", *flags, "--gpus", "17", "--gpu-memory-gb", "141", "--json"])
-    printed = json.loads(capsys.readouterr().out)
-    for source in (told, mslime.load_config(told, "data.prompts=p.jsonl", "cluster.trainer_ranks=8")):
-        found = plugins_api.plan(source, gpus=17, gpu_memory_gb=141)
-        assert json.loads(json.dumps(found.as_dict(), default=str)) == printed
-        assert found.trainer_gpus == 16
-
-
-def test_a_report_is_of_one_run_or_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.strftime", lambda *_: "2026-01-01 00:00")  # the minute of writing stands in the page
-    one, other = (make_synthetic_run(tmp_path / name, steps=3) for name in ("one", "other"))
-    assert plugins_api.report(one) == plugins_api.report(str(one), one) == one / "report.html"
-    assert plugins_api.report(one, other) == one / "compare.html"
-    assert plugins_api.report(one, out=tmp_path / "page.html").read_text() == (one / "report.html").read_text()
 
 
 def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:

@@ -19,14 +19,9 @@ from mslime.engine_plugin.memory_release import backup_of, restore, to_release, 
 from mslime.engine_plugin.wire import Released
 from mslime.run.placement import Spot, gpus_of
 from mslime.run.sharing import PHASES, Shared
-from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
-from mslime_plugins.planner.plan import RunPlan
-from mslime_plugins.planner.plan_command import plan_of as plan_of_values
-from mslime_plugins.planner.problems import GIB
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.least import least, refused
 from tests.fixtures.remote import fake_process
-from tests.unit.test_plan import planned
 
 COLOCATED = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}}
 
@@ -406,83 +401,3 @@ def test_a_trainer_that_could_not_wake_is_not_taken_for_awake() -> None:
     sides.fails = lambda: None
     with shared.awake("save", 1, last=True):
         assert sides.trainer == {"weights", "optimizer"}
-
-
-# ------------------------------------------------------------------------------------------------------------- plan
-
-LAYOUT = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "recompute_granularity": "full"}
-ENGINES = {"num_engines": 2, "tp_size": 4}
-
-
-def plan_of(placement: str, memory: float = 141, **sections: Any) -> RunPlan:
-    cluster = {"placement": placement, "trainer_ranks": 8, "gpu_memory_gb": memory, **sections.pop("cluster", {})}
-    weights = {"transport": "shm" if placement == "colocated" else "broadcast", "bucket_mib": 1024}
-    given = {"megatron": LAYOUT, "sglang": ENGINES, "weights": weights, **sections}
-    return planned("qwen3-30B-A3B", cluster=cluster, **given)
-
-
-@pytest.mark.slow
-def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None:
-    shared, apart = plan_of("colocated"), plan_of("separate", cluster={"gpus_per_node": 8})
-    assert (shared.nodes, apart.nodes) == (1, 2) and not apart.phases and shared.engine_gpus == 8
-    assert shared.engine is not None and apart.engine is not None
-    memory, phases = shared.stages[0].memory, {phase.phase: phase for phase in shared.phases}
-    assert memory == apart.stages[0].memory and list(phases) == list(PHASES)
-    train, send, save, generate = (phases[name] for name in ("train", "send", "save", "generate"))
-    at_work = memory.activations + max(memory.working, memory.logits)
-    assert train.trainer == memory.weights + memory.gradients + memory.optimizer + at_work + memory.reserve
-    assert train.engine == ENGINE_ASLEEP_BYTES
-    assert send.total == memory.weights + memory.sync + memory.reserve + (
-        shared.engine.weights + shared.engine.bucket + ENGINE_ASLEEP_BYTES
-    )
-    assert save.trainer == memory.weights + memory.optimizer + memory.reserve
-    assert save.engine == shared.engine.weights + ENGINE_ASLEEP_BYTES
-    assert generate.trainer == TRAINER_ASLEEP_BYTES and generate.total == pytest.approx(shared.gpu_bytes, abs=1e6)
-    assert shared.engine.weights == apart.engine.weights and shared.engine.tokens < apart.engine.tokens
-    assert shared.fullest == train.total > apart.fullest
-    assert shared.fullest < apart.fullest + shared.engine.weights + shared.engine.cache
-
-
-@pytest.mark.slow
-def test_state_that_sleeps_in_memory_is_counted_there_and_on_a_disk_is_not() -> None:
-    shared = plan_of("colocated")
-    memory = shared.stages[0].memory
-    assert shared.host.asleep == pytest.approx(8 * (memory.weights + memory.optimizer), rel=1e-3)
-    assert plan_of("colocated", cluster={"asleep_in": "disk"}).host.asleep == 0 == plan_of("separate").host.asleep
-    [problem] = plan_of("colocated", cluster={"host_memory_gb": 256}).problems
-    assert problem.component == "asleep" and "asleep_in: disk" in problem.way_out
-
-
-def test_a_phase_that_does_not_fit_is_named() -> None:
-    tight = {"num_engines": 8, "tp_size": 1}
-    problems = plan_of("colocated", 90, sglang=tight).problems
-    named = [problem for problem in problems if problem.where == "shared GPU of stage 0, phase save"]
-    assert len(named) == 1 and named[0].needs > named[0].has > 0 and "sglang.tp_size (1)" in named[0].way_out
-    assert named[0].needs / GIB == pytest.approx(57.8 + 56.9 + 3 + 90 * 0.99 * 0.05 - 79.2 * 0.05, abs=1.5)
-
-
-def test_gpus_without_an_engine_are_remarked_upon() -> None:
-    [remark] = plan_of("colocated", sglang={"num_engines": 1, "tp_size": 4}).remarks
-    assert remark.startswith("4 of the trainer's GPUs have no engine on them")
-
-
-@pytest.mark.slow
-def test_a_teacher_that_shares_is_planned_on_gpus_without_an_engine_and_in_the_machines_memory() -> None:
-    values = {"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "sglang": {"num_engines": 1, "tp_size": 4},
-              "megatron": LAYOUT, "weights": {"transport": "shm", "bucket_mib": 1024}, "algorithm": {"opd_coef": 1.0},
-              "teacher": {"path": str(CONFIGS / "qwen3-30B-A3B"), "tp_size": 4, "placement": "colocated"},
-              "cluster": {"placement": "colocated", "gpu_memory_gb": 141, "host_memory_gb": 2000}}  # fmt: skip
-    plan = plan_of_values(values, gpus=8)
-    assert (plan.trainer_gpus, plan.nodes, plan.remarks) == (8, 1, ()) and plan.fits
-    served, taught = (next(p for p in plan.phases if p.server == who) for who in ("engine", "teacher"))
-    assert taught.phase == "generate" and taught.total == pytest.approx(served.total, abs=1e6)
-    assert plan.engine is not None and plan.host.taught == 4 * plan.engine.weights
-    values["cluster"]["gpus_per_node"] = 16
-    without = plan_of_values({**values, "teacher": {**values["teacher"], "placement": "separate"}}, gpus=12)
-    assert without.trainer_gpus == 8 and without.host.taught == 0 and len(without.phases) == len(plan.phases) - 1
-    assert without.host.total == plan.host.total - plan.host.taught
-    values["teacher"] |= {"tp_size": 1, "mem_fraction_static": 0.3}
-    small = plan_of_values(values, gpus=8)
-    assert [problem.where for problem in small.problems] == ["teacher"] and "teacher.tp_size" in small.problems[
-        0
-    ].way_out

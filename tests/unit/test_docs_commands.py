@@ -44,7 +44,7 @@ NOT_RUN = {
     r"mslime (samples|report) outputs/quickstart/mine": "needs that run",
     r"mslime train examples/quickstart/(lora|several)\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
-    r"mslime doctor": "parsed only; tests/unit/test_doctor.py and tests/e2e/test_doctor.py run it",
+    r"mslime doctor": "parsed only; tests/unit/plugins/test_doctor.py and tests/e2e/test_doctor.py run it",
     r"mslime scale ": "parsed only; tests/e2e/test_engine_gone.py asks a run that trains",
     r"mslime serve ": "parsed only; tests/e2e/test_serve.py asks a server",
     r"mslime .*\.\.\.$": "parsed only; more is to be filled in",

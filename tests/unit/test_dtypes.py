@@ -14,9 +14,6 @@ from mslime.config.errors import ConfigError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.config.resolved import engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
-from mslime_plugins.planner.plan import make_plan
-from mslime_plugins.planner.plan_command import plan_config
-from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.least import least
 
 BF16, FP32, FP16 = {"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"torch_dtype": "float16"}
@@ -46,20 +43,6 @@ def test_a_teacher_is_sent_nothing_and_may_keep_its_float16(tmp_path: Path) -> N
     assert server_fields(teacher, 0, "h", 1)["dtype"] == "float16"
     (tmp_path / "config.json").write_text(json.dumps(FP32))
     assert server_fields(teacher, 0, "h", 1)["dtype"] == "bfloat16"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("named", ["bfloat16", "float32", None])
-def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, named: str | None) -> None:
-    published = {k: v for k, v in published_config("qwen3-30B-A3B").items() if k not in ("dtype", "torch_dtype")}
-    hf_config = published | ({"dtype": named} if named else {})
-    (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    config = on(device, model={"path": str(tmp_path)})
-    wire = engine_dtype(config, hf_config)
-    assert server_fields(engine_spec(config), 0, "h", 1)["dtype"] == wire
-    planned = plan_config({"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "cluster": {"device": device}})
-    assert make_plan(planned, hf_config).engine_dtype == wire
 
 
 def test_servers_return_all_that_tie_with_the_last_token_of_top_k(tmp_path: Path) -> None:

@@ -15,13 +15,10 @@ from mslime.backends.megatron.model.moe import share_empty_states
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields, fp8_rows
-from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import critic_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.data.packing import padded_lengths
-from mslime_plugins.planner.trainer_memory import micro_batch_tokens
 from tests.unit.test_megatron_settings import HF
-from tests.unit.test_plan import planned
 
 DENSE = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
@@ -141,17 +138,6 @@ def test_without_it_lengths_are_as_they_were() -> None:
     assert padded_lengths([5, 1], 1, 2) == [5, 1]
     assert padded_lengths([], 1, 1) == [1]
     assert padded_lengths([5, 1], 1, 2, 16) == [5, 27]
-
-
-def test_the_plan_counts_copies_of_the_weights_and_padding() -> None:
-    plain, fp8 = (planned("qwen3-4B", train={"fp8": recipe}).stages[0] for recipe in (None, "blockwise"))
-    vocabulary = 151936 * 2560
-    body = 4_022_468_096 - vocabulary  # the published number, the tied embedding once
-    assert fp8.memory.weights - plain.memory.weights == 2 * body
-    layout = ParallelLayout(tp=2)
-    train = run().train.model_copy(update={"max_tokens_per_micro_batch": 4000})
-    assert micro_batch_tokens(train, layout, 100) == 4096
-    assert micro_batch_tokens(train.model_copy(update={"fp8": None}), layout, 100) == 4000
 
 
 def test_rows_are_whole_blocks_of_the_recipe() -> None:

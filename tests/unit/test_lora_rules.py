@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
 from mslime.backends.cpu.megatron_patches import install
 from mslime.config.lora import LoraConfig
-from mslime.convert.families import get_family
-from mslime.convert.lora_rules import make_adapters
 from tests.fixtures.full_size import published_config
 from tests.fixtures.least import refused
-from tests.unit.test_plan import LAYOUT, planned
 
 install()
 
@@ -45,40 +41,6 @@ def test_settings_that_cannot_be_meant_are_refused(sections: dict[str, Any], wor
 @pytest.mark.parametrize(("rs_lora", "scale"), [(False, 2.0), (True, 8.0)])
 def test_the_scale_is_that_of_the_papers(rs_lora: bool, scale: float) -> None:
     assert LoraConfig(rank=16, alpha=32, rs_lora=rs_lora).scale == scale
-
-
-@pytest.mark.slow
-def test_a_plan_counts_gradients_and_optimizer_of_adapters_alone() -> None:
-    sections = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT, "algorithm": {"kl_coef": 0.1}}
-    full = planned("qwen3-30B-A3B", **sections)
-    lora = planned("qwen3-30B-A3B", **sections, lora={"rank": 8, "targets": ["attention", "experts"]})
-    hf_config = published_config("qwen3-30B-A3B")
-    adapters = make_adapters(get_family(hf_config).rules(hf_config), LoraConfig(rank=8))
-    # Of the whole model, by hand: A and B of q, k, v, o, and of gate, up and down of 128 experts, in 48 layers.
-    hidden, q, kv, ffn = 2048, 32 * 128, 4 * 128, 768
-    attention, expert = (hidden + q) * 2 + (hidden + kv) * 2, (hidden + ffn) * 3
-    assert sum(map(math.prod, adapters.table.hf_shapes().values())) == 8 * 48 * (attention + 128 * expert)
-    for before, after in zip(full.stages, lora.stages, strict=True):
-        assert after.adapters is not None and after.held == before.held
-        # A stage of 24 layers on TP 2: A of q, k, v and B of o are whole, the rest is halved. Experts: EP 4, ETP 2.
-        dense = 8 * 24 * (3 * hidden + (q + 2 * kv) // 2 + q // 2 + hidden)
-        experts = 8 * 24 * 32 * (2 * hidden + 2 * ffn // 2 + ffn // 2 + hidden)
-        assert (after.adapters.dense, after.adapters.expert) == (dense, experts)
-        assert after.memory.gradients == 4 * (dense + experts) and after.trained == dense + experts
-        assert after.memory.weights == before.memory.weights + 2 * (dense + experts)
-        assert after.memory.optimizer * 20 < before.memory.optimizer
-    assert full.host.copies > 0 and lora.host.copies == 0, "the reference is the model without adapters"
-    assert lora.sync_bytes == full.sync_bytes
-
-
-def test_a_plan_counts_what_experts_share_once() -> None:
-    sections = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT}
-    lora = {"rank": 8, "targets": ["experts"], "experts": "shared_outer"}
-    hidden, ffn = 2048, 768
-    for stage in planned("qwen3-30B-A3B", **sections, lora=lora).stages:
-        # A of gate and of up and B of down are whole on every rank; the others are halved by ETP 2, and shared by EP 4.
-        assert stage.adapters is not None
-        assert (stage.adapters.dense, stage.adapters.expert) == (8 * 24 * 3 * hidden, 8 * 24 * 32 * 3 * ffn // 2)
 
 
 class Fused:

@@ -128,7 +128,7 @@ def test_asking_for_wandb_without_its_package_is_a_users_error(tmp_path: Path) -
 
 def test_observe_imports_neither_torch_nor_a_sink_that_nobody_asked_for() -> None:
     code = (
-        "import sys, mslime.observe.metrics, mslime.observe.progress, mslime_plugins.report.page\n"
+        "import sys, mslime.observe.metrics, mslime.observe.progress\n"
         "sys.exit(bool({'torch', 'tensorboard', 'wandb', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -24,8 +24,8 @@ from examples.agents import coding
 from mslime.data.sample import Sample
 from mslime.rollout.agents.server.app import ModelServer
 from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from tests.unit.plugins.test_nemo_gym import newer_python
 from tests.unit.test_chat_session import Chat
-from tests.unit.test_nemo_gym_package import newer_python
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 PROGRAMS = Path(__file__).parents[1] / "clients/programs"

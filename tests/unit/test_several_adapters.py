@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from mslime.config.errors import ConfigError, UserError
+from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge, parse_flags
 from mslime.config.lora import BASE, OWN_SECTIONS, SHARED, directories
 from mslime.config.resolved import ServedLora, engine_spec, policy_spec
 from mslime.config.schema import AdapterConfig, RunConfig
 from mslime.config.settings import all_settings
 from mslime.run.adapter_session import with_base
-from mslime_plugins.api import report
-from mslime_plugins.planner.adapters import served_adapters, together
-from mslime_plugins.report.samples_command import Wanted, find_file
 
 VALUES: dict[str, Any] = {
     "name": "several",
@@ -107,15 +104,6 @@ def test_the_base_of_the_trainer_has_what_all_adapters_need_and_their_specs_shar
             base.checkpoint, base.layout, base.megatron, base.replay, base.train.logits_mib,
         )  # fmt: skip
         assert spec.base_is_reference
-
-
-def test_a_plan_holds_all_adapters_and_serves_the_largest() -> None:
-    run = config(adapters=[*VALUES["adapters"], {"name": "long", "rollout": {"groups_per_step": 500}}])
-    whole = together(run)
-    assert (whole.lora.rank, whole.rollout.groups_per_step, whole.name) == (16, 500, "several")
-    assert "experts" in whole.lora.targets and served_adapters(run).rank == 8
-    alone = run.adapter_runs["maths"]
-    assert together(alone) is alone and served_adapters(alone) == alone.lora
 
 
 def test_rules_hold_for_each_adapter_and_not_for_what_all_of_them_override() -> None:
@@ -259,16 +247,3 @@ def test_the_directories_of_a_run_are_its_own_and_its_adapters(tmp_path: Path) -
         each.run_dir.mkdir(parents=True)
         (each.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     assert directories(run.run_dir) == [run.run_dir, *sorted(each.run_dir for each in run.adapter_runs.values())]
-
-
-def test_a_report_of_a_run_of_several_adapters_compares_them(tmp_path: Path) -> None:
-    run = config(output_dir=str(tmp_path))
-    for each in run.adapter_runs.values():
-        each.run_dir.mkdir(parents=True)
-        (each.run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "reward/mean": 0.5}) + "\n")
-        (each.run_dir / "config.yaml").write_text(json.dumps(each.as_dict()))
-    page = report(run.run_dir)
-    assert page == run.run_dir / "compare.html" and "maths" in page.read_text() and "code-v2" in page.read_text()
-    assert report(run.adapter_runs["maths"].run_dir).name == "report.html"
-    with pytest.raises(UserError, match="is of several adapters(?s:.*)maths"):
-        find_file(run.run_dir, Wanted(None, False, "", "", 0, ""))

@@ -17,7 +17,7 @@ from mslime.rollout import function_contract
 from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.verifiers import Verifiers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tools/serve_verifiers.py"
 ENV = {"taskset": {"id": "sums_of_two"}, "agent": {"harness": {"id": "sums_of_two"}, "runtime": {"type": "subprocess"}}}
 

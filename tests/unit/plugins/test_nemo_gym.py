@@ -20,9 +20,9 @@ from mslime.rollout import function_contract
 from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
 from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.nemo_gym import NemoGym
-from tests.unit.test_environments_elsewhere import one_turn
+from tests.unit.plugins.test_environments_elsewhere import one_turn
 
-SCRIPT = Path(__file__).parents[2] / "tests/fixtures/nemo_gym_env/sums.py"
+SCRIPT = Path(__file__).parents[3] / "tests/fixtures/nemo_gym_env/sums.py"
 ADD = {"type": "function", "name": "add", "description": "adds", "strict": True, "parameters": {
     "type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}},
     "required": ["numbers"]}}  # fmt: skip

@@ -31,7 +31,7 @@ from mslime_plugins.planner.space import MEASURES
 from mslime_plugins.planner.times import Speeds, StepWork, generate_seconds, train_seconds
 from tests.fixtures.marks import nightly_except
 
-CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 LONG = {
     "data": {"prompts": ["unread"], "max_prompt_tokens": 1024},
     "rollout": {"max_response_tokens": 8192, "groups_per_step": 32, "group_size": 8},

@@ -167,7 +167,7 @@ def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_extra_is_the_version_that_is_asked_for() -> None:
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert f'checkpoint-engine = ["checkpoint-engine=={VERSION}"]' in text
 
 

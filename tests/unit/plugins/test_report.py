@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -27,13 +28,16 @@ from mslime.observe.names import METRICS, is_known
 from mslime.observe.run_lock import own_description
 from mslime.observe.samples import file_of
 from mslime.observe.timeline import Span
+from mslime_plugins.api import report
 from mslime_plugins.report.charts import MAX_HEAT_COLUMNS, MAX_POINTS, thin
 from mslime_plugins.report.compare import write_comparison
 from mslime_plugins.report.headline import model_name
 from mslime_plugins.report.lanes import idle_by_step
 from mslime_plugins.report.page import write_report
+from mslime_plugins.report.samples_command import Wanted, find_file
 from mslime_plugins.report.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
+from tests.unit.test_several_adapters import config as several
 
 ALL_CHARTS = [chart for charts in SECTIONS.values() for chart in charts]
 
@@ -527,3 +531,24 @@ def test_thinning_keeps_extremes() -> None:
     found, every = thin(rows, ("reward/min", "reward/max", "lr"), 2)
     assert every == 4 and [row["step"] for row in found] == [3, 7]
     assert [(row["reward/min"], row["reward/max"], row["lr"]) for row in found] == [(0, 0, 1.5), (1, 1, 5.5)]
+
+
+def test_a_report_of_a_run_of_several_adapters_compares_them(tmp_path: Path) -> None:
+    run = several(output_dir=str(tmp_path))
+    for each in run.adapter_runs.values():
+        each.run_dir.mkdir(parents=True)
+        (each.run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "reward/mean": 0.5}) + "\n")
+        (each.run_dir / "config.yaml").write_text(json.dumps(each.as_dict()))
+    page = report(run.run_dir)
+    assert page == run.run_dir / "compare.html" and "maths" in page.read_text() and "code-v2" in page.read_text()
+    assert report(run.adapter_runs["maths"].run_dir).name == "report.html"
+    with pytest.raises(UserError, match="is of several adapters(?s:.*)maths"):
+        find_file(run.run_dir, Wanted(None, False, "", "", 0, ""))
+
+
+def test_a_report_is_written_without_torch_and_without_sinks() -> None:
+    code = (
+        "import sys, mslime_plugins.report.page\n"
+        "sys.exit(bool({'torch', 'tensorboard', 'wandb', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -147,5 +147,5 @@ def test_rules_name_metrics_charts_and_the_page_that_lists_them() -> None:
     charts = {chart.id for charts in SECTIONS.values() for chart in charts}
     assert {rule.chart for rule in RULES} <= charts
     assert {name for rule in RULES for name in rule.needs} <= {*METRICS, *DERIVED}
-    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
     assert markdown() in page, "python -m mslime_plugins.report.verdict prints the table"

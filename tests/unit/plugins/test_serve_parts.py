@@ -25,7 +25,7 @@ from mslime_plugins.serve.served_config import adapted_parts, adapter_config, ba
 from mslime_plugins.serve.sessions import AdapterAsk
 from mslime_plugins.serve.start import _key
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLAIN: dict[str, Any] = {"model": {"path": "models/tiny"}, "lora": {"rank": 8}}
 
 

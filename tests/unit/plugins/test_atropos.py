@@ -46,7 +46,7 @@ def plain(tokenizer: Any, thinking: str) -> _Plain:
 def config_of(directory: Path, algorithm: dict[str, Any] | None = None, **rollout: Any) -> RunConfig:
     atropos = {"port": free_port(), "token": TOKEN, **rollout.pop("atropos", {})}
     settings = {"function": "atropos", "groups_per_step": 1, "group_size": 2, "max_response_tokens": 64,
-                "renderer": "tests.unit.test_atropos:plain", "atropos": atropos, **rollout}  # fmt: skip
+                "renderer": "tests.unit.plugins.test_atropos:plain", "atropos": atropos, **rollout}  # fmt: skip
     return build({
         "output_dir": str(directory), "model": {"path": str(directory)}, "rollout": settings,
         "train": {"quadratic_tokens": 24576},
