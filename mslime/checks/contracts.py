@@ -46,10 +46,11 @@ from mslime.config.errors import ConfigError
 from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
+from mslime.config.train import TrainConfig
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, UserSource, open_prompts
 from mslime.data.tokenizer import Tokenizer, load_tokenizer
-from mslime.observe.hooks import call_step_hook
+from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.observe.names import METRICS
 from mslime.rollout.filters import load_filter, load_sample_hook
 from mslime.rollout.function_contract import check_workflow
@@ -340,13 +341,8 @@ def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> lis
     """Try a hook after a step, in a directory that is removed afterwards. It is really called, whatever it does."""
     made_up = dict.fromkeys((name for name in METRICS if "{" not in name), 1.0) if metrics is None else metrics
     with tempfile.TemporaryDirectory() as directory:
-        config = RunConfig.model_validate({
-            "name": "tried", "output_dir": directory, "model": {"path": directory}, "data": {"prompts": ["unused"]},
-            "hooks": {"step": function},
-        })  # fmt: skip
-        config.run_dir.mkdir()
-        told = call_step_hook(config, 1, made_up)
-        written = sorted(path.name for path in Path(config.run_dir).iterdir())
+        told = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
+        written = sorted(path.name for path in Path(directory).iterdir())
     names = ", ".join(f"{name} {value:.4g}" for name, value in told.items()) or "nothing"
     return [f"told: {names}", *([f"wrote {', '.join(written)}"] if written else [])]
 

@@ -282,9 +282,12 @@ def _add_run(parser: Any) -> None:
 
 
 def _export_run(args: argparse.Namespace) -> int:
-    from mslime.run.run_checkpoints import export
+    from mslime.run.run_checkpoints import export, newest_of
 
-    export(config_of(args), args.checkpoint, args.out)
+    config = config_of(args)
+    config.refuse_several("an export")
+    checkpoint = args.checkpoint or newest_of(config.run_dir)
+    export(checkpoint, config.model.path, args.out, quiet=config.observe.progress == "off")
     print(args.out)
     return 0
 

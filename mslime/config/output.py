@@ -85,6 +85,10 @@ class ObserveConfig(Section):
                               "set observe.wandb_project too, or remove it")  # fmt: skip
         return self
 
+    def evaluation_due(self, step: int, num_steps: int) -> bool:
+        """Whether an evaluation follows `step` (0-based): every so many steps and after the last one, or never."""
+        return self.eval_every > 0 and (step + 1 == num_steps or _ends_interval(step, self.eval_every))
+
 
 # The section `checkpoint`: saving, resuming and exports.
 
@@ -119,6 +123,19 @@ class CheckpointConfig(Section):
     )
     load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
+
+    def save_due(self, step: int, num_steps: int) -> bool:
+        """Whether a checkpoint follows `step` (0-based): every so many steps, and after the last one in any case."""
+        return step + 1 == num_steps or _ends_interval(step, self.save_every)
+
+    def export_due(self, step: int) -> bool:
+        """Whether a Hugging Face checkpoint is written after `step` (0-based)."""
+        return _ends_interval(step, self.hf_every)
+
+
+def _ends_interval(step: int, every: int) -> bool:
+    """Whether `step` (0-based) is the last one of an interval; there is none where `every` is 0."""
+    return every > 0 and (step + 1) % every == 0
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, *, sets: list[str], task: Task, eval_every: int) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from mslime.config.errors import ConfigError
-from mslime.config.schema import RunConfig
 from mslime.extensions import calling, checked_metrics, load_function
 from mslime.logs import phase
 
@@ -35,23 +34,24 @@ class StepRecord:
     metrics: Mapping[str, float]
 
 
-def call_step_hook(config: RunConfig, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the hook returns for the log, as `user/NAME`; empty without a hook.
+def call_step_hook(spec: str, record: StepRecord) -> dict[str, float]:
+    """What the hook returns for the log, as `user/NAME`.
+
+    Args:
+        spec: `hooks.step`.
+        record: the hook receives a copy.
 
     Raises:
         ConfigError: the hook raised, or returned something else than metrics or None. It ends the run.
     """
-    spec = config.hooks.step
-    if spec is None:
-        return {}
-    record = StepRecord(step, config.train.num_steps, config.run_dir, MappingProxyType(dict(metrics)))
-    with phase(_log, f"{SETTING} {spec} of step {step}"), calling(spec, SETTING, f"step {step}"):
-        told: object = load_function(spec, SETTING)(record)
+    step, told_of = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
+    with phase(_log, f"{SETTING} {spec} of {step}"), calling(spec, SETTING, step):
+        told: object = load_function(spec, SETTING)(told_of)
     found = checked_metrics({} if told is None else told)
     if isinstance(found, str):
-        raise ConfigError(SETTING, spec, f"{found} (step {step})", "return a mapping of names and numbers, or None")
+        raise ConfigError(SETTING, spec, f"{found} ({step})", "return a mapping of names and numbers, or None")
     named = {f"user/{name}": number for name, number in found.items()}
-    taken = next((name for name in named if name in metrics), None)
+    taken = next((name for name in named if name in record.metrics), None)
     if taken is not None:
         raise ConfigError(SETTING, spec, f"returned {taken}, which a reward or the loss also returned",
                           "give it another name")  # fmt: skip

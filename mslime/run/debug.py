@@ -22,10 +22,11 @@ from rich.table import Table
 from mslime import __version__
 from mslime.checks.environment import refuse_without_gpu
 from mslime.checks.resolve import ResolvedRun, resolve
+from mslime.config.base import Task
 from mslime.config.cluster import Parts
-from mslime.config.engines import TeacherConfig
+from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.errors import ConfigError
-from mslime.config.schema import RunConfig
+from mslime.config.schema import ModelConfig, RunConfig
 from mslime.data.checkpoints import newest, read_manifest, step_directory, steps
 from mslime.data.sample import Group, Sample
 from mslime.data.tokenizer import load_tokenizer
@@ -86,13 +87,14 @@ def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
         UserError: a user's mistake, or a failed part.
         Stopped: a signal ended it.
     """
-    _wants_engines(config, "mslime rollout")
+    config.refuse_several("mslime rollout")
+    _wants_engines(config.train.task, "mslime rollout")
     if num_steps < 1:
         raise ConfigError("--steps", num_steps, "must be at least 1", "leave it out for one step")
-    run, console = _resolved(config, "rollout", Parts(trainers=False)), Console()
+    run, console = resolve(_alone(config, "rollout"), Parts(trainers=False)), Console()
     directory = out or run.config.run_dir / "groups"
     rows: list[dict[str, float]] = []
-    with _owned(run.config) as stop:
+    with _owned(run.config.run_dir, run.config.observe.log_level) as stop:
         write_resolved(run.config, run.config.run_dir / "config.yaml")
         with Generation(run, stop, num_steps) as generation:
             for step in range(num_steps):
@@ -196,8 +198,8 @@ def replay(config: RunConfig, directory: Path) -> int:
         raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
     files = dict(list(group_files(directory).items())[: config.train.num_steps])
-    run = _resolved(config, "replay", Parts(engines=False))
-    with _owned(run.config) as stop:
+    run = resolve(_alone(config, "replay"), Parts(engines=False))
+    with _owned(run.config.run_dir, run.config.observe.log_level) as stop:
         write_resolved(run.config, run.config.run_dir / "config.yaml")
         with Replay(run, stop, files) as session:
             for step in (number - 1 for number in files):
@@ -254,17 +256,20 @@ class Scores:
 
 def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
     """Evaluate, and write `eval.json`; see `evaluate`."""
-    _wants_engines(config, "mslime eval")
+    config.refuse_several("mslime eval")
+    _wants_engines(config.train.task, "mslime eval")
     if not config.data.eval_sets:
         raise ConfigError("data.eval_sets", [], "there is nothing to evaluate on",
                           "name held-out files: data: {eval_sets: [{name: test, path: test.jsonl}]}")  # fmt: skip
-    source = _checkpoint(config, checkpoint) if checkpoint is not None else None
-    config = _alone(resolved_device(config), "eval")
-    # Its scores are for training only.
-    config = config.model_copy(update={"teacher": TeacherConfig()})
-    refuse_without_gpu(config.cluster)
-    with _owned(config) as stop, _weights(config, source) as served:
-        run = resolve(served, Parts(trainers=False))
+    source = None if checkpoint is None else _checkpoint(config.run_dir / "checkpoints", checkpoint, config.sglang)
+    # The teacher's scores are for training only.
+    config = _alone(config, "eval").model_copy(update={"teacher": TeacherConfig()})
+    quiet = config.observe.progress == "off"
+    with (
+        _owned(config.run_dir, config.observe.log_level) as stop,
+        _loadable(config.model, source, config.run_dir, quiet) as model,
+    ):
+        run = resolve(config.model_copy(update={"model": model}), Parts(trainers=False))
         write_resolved(config, config.run_dir / "config.yaml")
         with Generation(run, stop, 1) as generation:
             found = generation.rollouts.service.call(RunRollouts.evaluate)
@@ -286,31 +291,39 @@ def _write_scores(scores: Scores, seconds: float) -> None:
 
 
 @contextmanager
-def _weights(config: RunConfig, checkpoint: Path | None) -> Iterator[RunConfig]:
-    """The configuration with a model that engines can load: a checkpoint's weights are exported for so long."""
-    for left in config.run_dir.glob(f"{_WEIGHTS}*"):  # by one that was killed: the directory is ours
+def _loadable(model: ModelConfig, checkpoint: Path | None, run_dir: Path, quiet: bool) -> Iterator[ModelConfig]:
+    """The model as engines can load it: a checkpoint's weights are exported into `run_dir` for so long.
+
+    Args:
+        checkpoint: None: the model itself.
+        quiet: show no progress.
+    """
+    for left in run_dir.glob(f"{_WEIGHTS}*"):  # by one that was killed: the directory is ours
         shutil.rmtree(left)
     if checkpoint is None:
-        yield config
+        yield model
         return
-    directory = config.run_dir / f"{_WEIGHTS}{checkpoint.name}"
+    directory = run_dir / f"{_WEIGHTS}{checkpoint.name}"
     try:
-        export(config, checkpoint, directory)
-        model = {"path": directory, "tokenizer_path": config.model.tokenizer}
-        yield config.model_copy(update={"model": config.model.model_copy(update=model)})
+        export(checkpoint, model.path, directory, quiet=quiet)
+        yield model.model_copy(update={"path": directory, "tokenizer_path": model.tokenizer})
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _checkpoint(config: RunConfig, text: str) -> Path:
-    """The training checkpoint that `--checkpoint` names."""
-    if config.sglang.urls:
+def _checkpoint(root: Path, text: str, engines: SGLangConfig) -> Path:
+    """The training checkpoint that `--checkpoint` names.
+
+    Args:
+        root: where the run's own are.
+        engines: that are to serve it.
+    """
+    if engines.urls:
         raise ConfigError(
             "--checkpoint", text, "servers that run already (sglang.urls) serve what they were started with",
             "export it with `mslime convert run`, start a server on that, and leave --checkpoint out; or let mslime "
             "launch the engines (no sglang.urls)",
         )  # fmt: skip
-    root = config.run_dir / "checkpoints"
     known = [path.name.removeprefix("step_") for path in steps(root)]
     if text == "newest":
         found = newest(root)
@@ -328,27 +341,22 @@ def _checkpoint(config: RunConfig, text: str) -> Path:
 # ---------------------------------------------------------------------------------------------------------- together
 
 
-def _wants_engines(config: RunConfig, command: str) -> None:
-    config.refuse_several(command)
-    if config.train.task == "sft":
+def _wants_engines(task: Task, command: str) -> None:
+    if task == "sft":
         raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
                           "add --train.task rl, and a reward if there is none")  # fmt: skip
 
 
 @contextmanager
-def _owned(config: RunConfig) -> Iterator[StopSignals]:
+def _owned(run_dir: Path, log_level: str) -> Iterator[StopSignals]:
     """The run directory is this process's, signals are followed, and what is done is logged."""
-    log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
-    with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
+    log = log_file(run_dir / "logs" / "driver.log", "driver", log_level)
+    with only_run(run_dir.name), StopSignals() as stop, owned(run_dir), log:
         yield stop
 
 
 def _alone(config: RunConfig, what: str) -> RunConfig:
-    return config.model_copy(update={"name": f"{config.name}-{what}"})
-
-
-def _resolved(config: RunConfig, what: str, parts: Parts) -> ResolvedRun:
-    """The run under a name of its own, checked as far as these parts go."""
-    config = _alone(resolved_device(config), what)
+    """The run under a name of its own, on the device that it finds. Raises ConfigError when that is missing."""
+    config = resolved_device(config).model_copy(update={"name": f"{config.name}-{what}"})
     refuse_without_gpu(config.cluster)
-    return resolve(config, parts)
+    return config

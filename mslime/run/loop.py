@@ -6,7 +6,6 @@ what is generated meanwhile and what is too old to train on. What each line does
 
 from __future__ import annotations
 
-from mslime.config.schema import RunConfig
 from mslime.run.training_run import TrainingRun
 
 
@@ -24,7 +23,7 @@ def train_rl(session: TrainingRun) -> None:
                 record.update(session.train(batch.shards, batch.watched))
                 record.update(session.evaluated())  # of the weights that are now replaced
                 record.update(session.publish_weights(version=step + 1))
-                if evaluation_due(config, step):
+                if config.observe.evaluation_due(step, config.train.num_steps):
                     record.update(session.evaluate(step=step + 1))
             _keep(session, step)
         session.finish()
@@ -40,7 +39,7 @@ def train_sft(session: TrainingRun) -> None:
             with session.step(step) as record:
                 record.update(session.train(session.supervised_batch()))
                 record.update(session.rows_metrics())
-                if evaluation_due(config, step):
+                if config.observe.evaluation_due(step, config.train.num_steps):
                     record.update(session.held_out_loss(step=step + 1))
             _keep(session, step)
         session.finish()
@@ -48,34 +47,16 @@ def train_sft(session: TrainingRun) -> None:
 
 def _keep(session: TrainingRun, step: int) -> None:
     """What is written after a step: a checkpoint, and a Hugging Face checkpoint beside the run."""
-    if save_due(session.config, step):
+    config = session.config
+    if config.checkpoint.save_due(step, config.train.num_steps):
         session.save(next_step=step + 1)
-    if _multiple(session.config.checkpoint.hf_every, step):
-        session.export_hf(session.config.run_dir / f"hf_step_{step + 1}")
-
-
-def save_due(config: RunConfig, step: int) -> bool:
-    """Whether a checkpoint follows `step` (0-based): every so many steps, and after the last one in any case."""
-    return _is_last(config, step) or _multiple(config.checkpoint.save_every, step)
-
-
-def evaluation_due(config: RunConfig, step: int) -> bool:
-    """Whether an evaluation follows `step` (0-based): every so many steps and after the last one, or never."""
-    every = config.observe.eval_every
-    return every > 0 and (_is_last(config, step) or _multiple(every, step))
+    if config.checkpoint.export_due(step):
+        session.export_hf(config.run_dir / f"hf_step_{step + 1}")
 
 
 def _evaluation_owed(session: TrainingRun) -> bool:
     """Whether the weights that the session begins with are to be evaluated: those of a new run, or those that an
     earlier session was stopped with before their scores were there."""
-    config, done = session.config, session.first_step
-    due = evaluation_due(config, done - 1) if done else config.observe.eval_at_start
+    observe, done = session.config.observe, session.first_step
+    due = observe.evaluation_due(done - 1, session.config.train.num_steps) if done else observe.eval_at_start
     return due and not session.has_scores(done)
-
-
-def _multiple(every: int, step: int) -> bool:
-    return every > 0 and (step + 1) % every == 0
-
-
-def _is_last(config: RunConfig, step: int) -> bool:
-    return step + 1 == config.train.num_steps

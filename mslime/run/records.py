@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from mslime.config.schema import RunConfig
-from mslime.observe.hooks import call_step_hook
+from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import Progress, open_progress, summary_line
 from mslime.observe.rows import are_scores
@@ -81,8 +81,10 @@ class StepRecords:
             return
         (begin, record), end, self._begun = self._begun, self.timeline.now(), None
         record |= {"version": self.step, "perf/step_seconds": end - begin}
+        config, spec = self._config, self._config.hooks.step if hook else None
         try:
-            record |= call_step_hook(self._config, self.step, record) if hook else {}
+            if spec is not None:
+                record |= call_step_hook(spec, StepRecord(self.step, config.train.num_steps, config.run_dir, record))
         finally:
             self.last_row = self._metrics.log(self.step, record)
             self._checkpoints.score(self.step, record)

@@ -13,7 +13,7 @@ from rich.console import Console
 from mslime.config.dtypes import export_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.lora import LORA_KEY
-from mslime.config.schema import RunConfig
+from mslime.config.output import CheckpointConfig
 from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import ModelPlacement
 from mslime.data.checkpoints import (
@@ -41,6 +41,10 @@ from mslime.run.stop import StopSignals
 class RunCheckpoints:
     """What a run finds in its directory, or is told to load, and what it leaves there.
 
+    Args:
+        settings: `checkpoint`.
+        has_critic: its checkpoints lie beside the policy's.
+
     Attributes:
         loaded: the checkpoint that the run begins with, if any.
         own: whether that is the run's own, which then continues, and not another run's (`checkpoint.load`).
@@ -48,9 +52,10 @@ class RunCheckpoints:
         first_step: steps done before this session.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, run_dir: Path, settings: CheckpointConfig, has_critic: bool) -> None:
         """Raises CheckpointError: the checkpoint to begin with is damaged, or of another kind."""
-        self._config, self._root = config, config.run_dir / "checkpoints"
+        self._run_dir, self._settings, self._has_critic = run_dir, settings, has_critic
+        self._root = run_dir / "checkpoints"
         self._chosen = self._choose()
         self.loaded = self._chosen.directory
         self._manifest = read_manifest(self.loaded) if self.loaded else None
@@ -90,30 +95,29 @@ class RunCheckpoints:
 
     def read_scores(self) -> None:
         """Of the steps before this session, for `checkpoint.keep_best`."""
-        for row in read_metrics(self._config.run_dir / FILE_NAME) if self._config.checkpoint.keep_best else ():
+        for row in read_metrics(self._run_dir / FILE_NAME) if self._settings.keep_best else ():
             self.score(row["step"], row)
 
     def score(self, step: int, row: Mapping[str, Any]) -> None:
         """Note what a row of metrics says of a step's weights, if it holds the metric of `checkpoint.keep_best`."""
-        settings = self._config.checkpoint
+        settings = self._settings
         value = row.get(settings.keep_best) if settings.keep_best else None
         if isinstance(value, int | float):
             self._scores[step] = value if settings.keep_best_is == "max" else -value
 
     def prune(self) -> None:
         """Remove the checkpoints, of policy and critic, that `checkpoint` does not keep."""
-        settings = self._config.checkpoint
 
         def keep(saved: Sequence[int]) -> set[int]:
-            return retained(saved, settings.keep, settings.keep_every, self._scores)
+            return retained(saved, self._settings.keep, self._settings.keep_every, self._scores)
 
         prune(self._root, keep)
-        if self._config.has_critic:
+        if self._has_critic:
             prune(critic_directory(self.directory(0)).parent, keep)
 
     def _choose(self) -> Chosen:
         """The run's own checkpoint when there is one, else `checkpoint.load`, else none."""
-        own, load = choose(self._root, self._config.checkpoint.resume), self._config.checkpoint.load
+        own, load = choose(self._root, self._settings.resume), self._settings.load
         if own.directory is not None or load is None:
             return own
         if not load.is_dir():
@@ -137,29 +141,33 @@ class RunCheckpoints:
 # Joins the offline conversions to megatron-core, which alone knows where it keeps a model's parameters.
 
 
-def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
+def newest_of(run_dir: Path) -> Path:
+    """The newest checkpoint of a run. Raises ConfigError when it has none."""
+    found = newest(run_dir / "checkpoints")
+    if found is None:
+        raise ConfigError("--checkpoint", str(run_dir), "holds no checkpoint", "name one with --checkpoint")
+    return found
+
+
+def export(checkpoint: Path, model: Path, out: Path, *, quiet: bool) -> None:
     """Write what the trainer itself would export of a training checkpoint: a Hugging Face checkpoint, or an adapter.
 
     Args:
-        checkpoint: default: the run's newest.
+        model: the Hugging Face checkpoint that was trained from.
         out: directory to write; must not exist.
+        quiet: show no progress.
 
     Raises:
-        UserError: there is no checkpoint or it is damaged, or `out` exists.
+        UserError: the checkpoint is damaged, or `out` exists.
     """
-    config.refuse_several("an export")
     refuse_existing(out)
-    source = checkpoint or newest(config.run_dir / "checkpoints")
-    if source is None:
-        raise ConfigError("--checkpoint", str(config.run_dir), "holds no checkpoint", "name one with --checkpoint")
-    check_checkpoint(source)
-    if (lora := _adapters(source)) is not None:
-        tensors = export_adapter(source, lora, config.model.path, out)
+    check_checkpoint(checkpoint)
+    if (lora := _adapters(checkpoint)) is not None:
+        tensors = export_adapter(checkpoint, lora, model, out)
         Console(stderr=True).print(f"{out}: an adapter of {tensors} tensors, in peft's format")
         return
-    dtype = export_dtype(read_hf_config(config.model.path))
-    job = export_job(source, config.model.path, dtype=dtype)
-    with StopSignals(), ConversionBars(Console(stderr=True), config.observe.progress == "off") as bars:
+    job = export_job(checkpoint, model, dtype=export_dtype(read_hf_config(model)))
+    with StopSignals(), ConversionBars(Console(stderr=True), quiet) as bars:
         run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)
 
 

@@ -85,10 +85,11 @@ class TrainingRun(Started):
         """
         super().__init__(run, stop or StopSignals(), resources)
         self._quiet = quiet
-        self.checkpoints = RunCheckpoints(self.config)
+        config = self.config
+        self.checkpoints = RunCheckpoints(config.run_dir, config.checkpoint, config.has_critic)
         self.first_step = self.checkpoints.first_step
         self._learnt = Learnt(self.first_step, self.first_step)
-        self._records = StepRecords(self.config, self.checkpoints)
+        self._records = StepRecords(config, self.checkpoints)
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None

@@ -11,9 +11,8 @@ import pytest
 from mslime.config.base import adapter_directory
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LoraConfig
-from mslime.config.schema import RunConfig
 from mslime.convert.peft import AdapterFile
-from mslime.run.run_checkpoints import export, export_job
+from mslime.run.run_checkpoints import export, export_job, newest_of
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, settings
 
@@ -66,8 +65,7 @@ def test_what_is_exported_and_saved_is_the_same_adapter(trained: tuple[Run, Any,
     exported = AdapterFile.open(run.directory / "hf")
     assert exported.lora == LoraConfig(rank=4, alpha=8)
     assert any(float(exported.reader()(name).abs().max()) > 0 for name in exported.info if ".lora_B." in name)
-    config = RunConfig.model_validate({**values, "output_dir": str(run.directory.parent)})
-    export(config, None, tmp_path / "again")
+    export(newest_of(run.directory), Path(values["model"]["path"]), tmp_path / "again", quiet=True)
     again = AdapterFile.open(tmp_path / "again")
     assert again.info.keys() == exported.info.keys()
     assert all(again.reader()(name).equal(exported.reader()(name)) for name in exported.info)
@@ -127,8 +125,7 @@ def test_engines_that_are_given_adapters_alone_go_on_while_they_load(
     assert sum(row["staleness/mean"] for row in before) > 0, "nothing was sampled by an older version"
     assert any("mismatch/kl_age_0" in row for row in before)
     saved = max(int(path.name.split("_")[1]) for path in (run.directory / "checkpoints").glob("step_*"))
-    config = RunConfig.model_validate({**values, "name": "run", "output_dir": str(tmp_path)})
-    export(config, None, tmp_path / "saved")
+    export(newest_of(tmp_path / "run"), Path(values["model"]["path"]), tmp_path / "saved", quiet=True)
     again = start_run({**values, "train": {**values["train"], "num_steps": saved + 2}}, tmp_path)
     rows = [row for row in finish(again, 2) if row["step"] > saved]
     assert [row["step"] for row in rows] == [saved + 1, saved + 2]

@@ -21,7 +21,7 @@ from mslime.config.data import DataConfig
 from mslime.config.loader import build
 from mslime.data.sample import Group, Sample
 from mslime.data.source import UserSource
-from mslime.observe.hooks import call_step_hook
+from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.rollout.rewards.result import checked
 from tests.fixtures.pages import ROOT, blocks, read_page, shown
 from tests.unit.rollout_fakes import FakeTokenizer
@@ -115,11 +115,7 @@ def test_the_prompts_are_sums_that_grow_and_resume() -> None:
 
 
 def test_the_hook_writes_a_line_and_tells_a_number(tmp_path: Path) -> None:
-    config = build({
-        "output_dir": str(tmp_path), "name": "r", "model": {"path": "m"}, "data": {"prompts": ["p"]},
-        "train": {"num_steps": 4}, "hooks": {"step": "examples.extending.hook:tell"},
-    })  # fmt: skip
-    config.run_dir.mkdir()
-    told = call_step_hook(config, 1, {"loss/tokens": 60.0, "rollout/responses": 20.0, "reward/mean": 0.5})
+    metrics = {"loss/tokens": 60.0, "rollout/responses": 20.0, "reward/mean": 0.5}
+    told = call_step_hook("examples.extending.hook:tell", StepRecord(1, 4, tmp_path, metrics))
     assert told == {"user/tokens_per_response": 3.0}
-    assert json.loads((config.run_dir / "progress.jsonl").read_text()) == {"done": 0.25, "reward": 0.5}
+    assert json.loads((tmp_path / "progress.jsonl").read_text()) == {"done": 0.25, "reward": 0.5}

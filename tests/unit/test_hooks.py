@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from mslime.config.errors import ConfigError
-from mslime.config.schema import HooksConfig, RunConfig
+from mslime.config.schema import HooksConfig
 from mslime.data.source import Prompt
-from mslime.observe.hooks import call_step_hook
+from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.rollout.filters import load_sample_hook
 from mslime.rollout.group_tracker import new_group
-from tests.fixtures.least import least, refused
+from tests.fixtures.least import refused
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
 
 USER = "tests.unit.user_functions"
 METRICS = {"reward/mean": 0.5, "user/kl": 0.1}
 
 
-def config(function: str) -> RunConfig:
-    return least(name="r", output_dir="out", train={"num_steps": 8}, hooks={"step": f"{USER}:{function}"})
+def called(function: str, metrics: Mapping[str, float] = METRICS) -> dict[str, float]:
+    """What the hook adds to step 2 of 8."""
+    return call_step_hook(f"{USER}:{function}", StepRecord(2, 8, Path("out"), metrics))
 
 
 def test_a_hook_is_told_of_the_step_and_tells_metrics() -> None:
-    assert call_step_hook(config("share_of_steps"), 2, METRICS) == {"user/done": 0.25}
-
-
-def test_without_a_hook_nothing_is_told() -> None:
-    assert call_step_hook(least(), 2, METRICS) == {}
+    assert called("share_of_steps") == {"user/done": 0.25}
 
 
 @pytest.mark.parametrize(("function", "said"), [
@@ -40,13 +38,13 @@ def test_without_a_hook_nothing_is_told() -> None:
 def test_a_hooks_mistakes_are_named(function: str, said: str) -> None:
     metrics = dict(METRICS)
     with pytest.raises(ConfigError, match=said):
-        call_step_hook(config(function), 2, metrics)
+        called(function, metrics)
     assert metrics == METRICS
 
 
 def test_a_number_that_was_told_already_is_refused() -> None:
     with pytest.raises(ConfigError, match="returned user/done"):
-        call_step_hook(config("share_of_steps"), 2, {"user/done": 1.0})
+        called("share_of_steps", {"user/done": 1.0})
 
 
 def test_names_are_checked_with_the_settings() -> None:

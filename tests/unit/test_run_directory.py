@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ import pytest
 
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build, load_config
-from mslime.config.output import ObserveConfig
+from mslime.config.output import CheckpointConfig, ObserveConfig
 from mslime.config.schema import RunConfig
 from mslime.observe.metrics import MetricsLogger, read_metrics
-from mslime.run.loop import evaluation_due, save_due
 from mslime.run.run_directory import changed_settings, owned, write_resolved
 from mslime.run.stop import Stopped, StopSignals
 
@@ -255,15 +255,15 @@ def test_a_best_checkpoint_follows_what_the_task_measures(
         config(tmp_path, data=data, train={"task": task}, checkpoint={"keep_best": metric, "keep_best_is": best})
 
 
-def test_a_checkpoint_always_follows_the_last_step_and_an_evaluation_never_when_off(tmp_path: Path) -> None:
-    def steps(due: Any, **sections: Any) -> list[int]:
-        return [step + 1 for step in range(10) if due(config(tmp_path, **sections), step)]
+def test_a_checkpoint_always_follows_the_last_step_and_an_evaluation_never_when_off() -> None:
+    def steps(due: Callable[[int, int], bool]) -> list[int]:
+        return [step + 1 for step in range(10) if due(step, 10)]
 
-    assert steps(save_due, checkpoint={"save_every": 4}) == [4, 8, 10] and steps(
-        save_due, checkpoint={"save_every": 0}
-    ) == [10]
-    assert steps(evaluation_due, observe={"eval_every": 4}) == [4, 8, 10]
-    assert steps(evaluation_due, observe={"eval_every": 0}) == []
+    assert steps(CheckpointConfig(save_every=4).save_due) == [4, 8, 10]
+    assert steps(CheckpointConfig(save_every=0).save_due) == [10]
+    assert steps(ObserveConfig(eval_every=4).evaluation_due) == [4, 8, 10]
+    assert steps(ObserveConfig(eval_every=0).evaluation_due) == []
+    assert [step for step in range(10) if CheckpointConfig(hf_every=4).export_due(step)] == [3, 7]
 
 
 def test_the_written_configuration_reads_the_same_from_another_directory(
