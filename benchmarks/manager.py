@@ -203,7 +203,9 @@ async def one_manager(
     tokenizer, pool = load_tokenizer(directory), make_pool(urls, load)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
     manager = Manager(config, pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
-    service = RolloutService(config, [Local(manager)], source, load.case.facts.max_positions)
+    service = RolloutService(
+        config.rollout, config.deadlines.rollout_step_s, [Local(manager)], source, load.case.facts.max_positions
+    )
     if not gc.get_freeze_count():
         search_seldom()  # as in a run
     wall, started = time.perf_counter(), time.process_time()
@@ -256,7 +258,9 @@ async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Seque
         for index, actor in enumerate(actors)
     ]
     source = PromptSource(config.data.prompts, config.data, load_tokenizer(directory), config.seed)
-    front = RolloutService(config, ports, source, load.case.facts.max_positions)
+    front = RolloutService(
+        config.rollout, config.deadlines.rollout_step_s, ports, source, load.case.facts.max_positions
+    )
     before, started = await asyncio.gather(*(a.spent.remote() for a in actors)), time.process_time()
     batch = await front.take(0)
     front_s = time.process_time() - started

@@ -13,13 +13,14 @@ from mslime.checks.datasets import check_data, check_supervised_data, glance_at_
 from mslime.checks.user_functions import check_seams
 from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
-from mslime.config.dtypes import engine_dtype, trainer_dtype
+from mslime.config.dtypes import trainer_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
 from mslime.config.model_facts import language_model
 from mslime.config.output import ObserveConfig
 from mslime.config.plugins import found, load
+from mslime.config.resolved import engine_spec
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.transports import AUTO, transport_names
@@ -143,7 +144,7 @@ class ResolvedRun:
         if check_quantisation(self.hf_config) is not None and not self.config.sglang.urls:
             return QUANTISED_TOLERANCE
         trainer = trainer_dtype(self.config.megatron, cpu=self.config.cluster.device == "cpu")
-        exact = trainer == engine_dtype(self.config, self.hf_config) == "float32"
+        exact = trainer == engine_spec(self.config).dtype(self.hf_config) == "float32"
         return EXACT_TOLERANCE if exact else ROUNDED_TOLERANCE
 
 
@@ -175,7 +176,7 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
         check_quantised(config, checkpoint, hf_config)
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config.sglang.tp_size, family)
-        engine_dtype(config, hf_config)
+        engine_spec(config).dtype(hf_config)
         config.sglang.keys()
         config.teacher.keys()
     if config.lora.on:

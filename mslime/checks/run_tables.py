@@ -12,11 +12,12 @@ from rich.text import Text
 from mslime.checks.environment import gpu_warnings
 from mslime.checks.resolve import ResolvedRun
 from mslime.config.algorithm import CriticConfig
-from mslime.config.engines import TeacherConfig
+from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.reward import RewardConfig, RewardPartConfig
 from mslime.config.rollout import FUNCTION as ATROPOS
-from mslime.config.schema import RunConfig
+from mslime.config.rollout import RolloutConfig
+from mslime.config.train import TrainConfig
 from mslime.config.warnings import warnings
 from mslime.rollout.group_tracker import SubmitGate
 from mslime.tables import facts_table
@@ -33,7 +34,7 @@ def describe(run: ResolvedRun) -> RichGroup:
         parts += [Text(f"warning: {text}", style="yellow") for text in [*told, *gpu_warnings(config.cluster)]]
         return RichGroup(*parts)
     if config.train.task == "rl":
-        parts += [_batch_table(config), _switch_table(run)]
+        parts += [_batch_table(config.rollout, config.train, config.sglang, config.layout.cp), _switch_table(run)]
     parts += [Text(f"note: {text}") for text in run.notes]
     parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config.cluster)]]
     return RichGroup(*parts)
@@ -125,13 +126,11 @@ def _layout_table(layout: ParallelLayout) -> Table:
     return table
 
 
-def _batch_table(config: RunConfig) -> Table:
-    r, t = config.rollout, config.train
+def _batch_table(r: RolloutConfig, t: TrainConfig, engines: SGLangConfig, cp: int) -> Table:
     responses = r.groups_per_step * r.group_size
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
-    engines = config.sglang.servers
-    budget = t.max_tokens_per_micro_batch * config.layout.cp
-    in_flight = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups).limit(0)
+    budget = t.max_tokens_per_micro_batch * cp
+    in_flight = SubmitGate.of(r).limit(0)
     return facts_table(
         "One step",
         [
@@ -146,7 +145,7 @@ def _batch_table(config: RunConfig) -> Table:
             ("balance", _balance(t.quadratic_tokens)),
             (
                 "engines",
-                f"{engines} x {config.sglang.shape}, {r.concurrency} requests each; {in_flight} groups in flight"
+                f"{engines.servers} x {engines.shape}, {r.concurrency} requests each; {in_flight} groups in flight"
                 + (f"; {r.managers} rollout managers" if r.managers > 1 else ""),
             ),
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
@@ -181,7 +180,7 @@ def _switch_table(run: ResolvedRun) -> Table:
             ),
             (
                 "over-sampling",
-                f"{config.spare_groups} spare groups" if config.spare_groups else "off",
+                f"{r.spare_groups} spare groups" if r.spare_groups else "off",
             ),
             ("dynamic filter", r.dynamic_filter),
             (

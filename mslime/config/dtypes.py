@@ -16,7 +16,6 @@ from mslime.config.model_facts import checkpoint_dtype, language_model
 
 if TYPE_CHECKING:
     from mslime.config.megatron import MegatronConfig
-    from mslime.config.schema import RunConfig
 
 
 EXPORTED = ("float32", "bfloat16")
@@ -25,13 +24,6 @@ EXPORTED = ("float32", "bfloat16")
 def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
     """The dtype of the trainer's parameters: as configured, else float32 on a CPU and bfloat16 on a GPU."""
     return megatron.params_dtype or ("float32" if cpu else "bfloat16")
-
-
-def engine_dtype(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
-    """The dtype that the run's engines hold weights in (`served_dtype`); `cluster.device: auto` counts as a GPU."""
-    cpu = config.cluster.device == "cpu"
-    trainer = trainer_dtype(config.megatron, cpu=False)
-    return served_dtype(config.sglang.dtype, hf_config, config.model.path, trainer, cpu=cpu)
 
 
 def served_dtype(

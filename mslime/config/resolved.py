@@ -5,7 +5,7 @@ A policy and a critic are two models of one run. Each has a spec of its own, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -224,8 +224,9 @@ class ServerSpec:
     gives_back: bool = False
     lora: ServedLora | None = None
 
-    def dtype(self, hf_config: dict[str, Any]) -> str:
-        """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
+    def dtype(self, hf_config: Mapping[str, Any]) -> str:
+        """The dtype that the servers hold weights in (`config.dtypes.served_dtype`); the device `auto` counts as a GPU.
+        Raises ConfigError."""
         return served_dtype(
             self.settings.dtype, hf_config, self.checkpoint, self.trainer_dtype,
             cpu=self.device == "cpu", trained=self.role == "engine",

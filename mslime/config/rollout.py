@@ -189,6 +189,9 @@ FUNCTIONS = ("single_turn", "environment")
 DynamicFilter = Literal["none", "zero_variance"]
 """Which groups leave, beside functions of the user's."""
 
+OnStale = Literal["keep", "mask", "reroll", "drop"]
+"""What becomes of tokens older than the bound, once `auto` is decided."""
+
 
 class RolloutConfig(Section):
     """Generation: how much, how far ahead, and what becomes of work in flight."""
@@ -339,6 +342,13 @@ class RolloutConfig(Section):
     def longest(self, max_positions: int) -> int:
         """Tokens that prompt and response may have together; `max_positions` are the model's."""
         return self.max_total_tokens or max_positions
+
+    @property
+    def spare_groups(self) -> int:
+        """Groups begun beyond what the steps need, see `over_sampling`."""
+        if self.max_staleness > 0 and self.dynamic_filter == "none":
+            return 0
+        return int((self.over_sampling - 1.0) * self.groups_per_step)
 
     @property
     def truncated(self) -> bool:

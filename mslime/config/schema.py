@@ -11,7 +11,7 @@ beside other sections, the function `check_SECTION` in its module says, which is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 from pydantic import (
     AfterValidator,
@@ -47,7 +47,7 @@ from mslime.config.megatron import MegatronConfig, check_megatron
 from mslime.config.output import CheckpointConfig, ObserveConfig, check_checkpoint
 from mslime.config.reward import RewardConfig, check_reward
 from mslime.config.rollout import FUNCTION as ATROPOS
-from mslime.config.rollout import RolloutConfig, check_rollout
+from mslime.config.rollout import OnStale, RolloutConfig, check_rollout
 from mslime.config.serve import ServeConfig
 from mslime.config.train import TrainConfig, check_train
 from mslime.config.transports import AUTO, choose
@@ -280,20 +280,12 @@ class RunConfig(Section):
         return self.layout.world_size if self.has_critic and not self.shares_critic else 0
 
     @property
-    def on_stale(self) -> Literal["keep", "mask", "reroll", "drop"]:
+    def on_stale(self) -> OnStale:
         """`rollout.on_stale`, decided: tokens beyond the bound are kept where something corrects for their age."""
         chosen, correction = self.rollout.on_stale, self.algorithm.correction
         if chosen != "auto":
             return chosen
         return "keep" if correction.corrects and self.rollout.max_staleness > 0 else "mask"
-
-    @property
-    def spare_groups(self) -> int:
-        """Groups begun beyond what the steps need, see `rollout.over_sampling`."""
-        rollout = self.rollout
-        if rollout.max_staleness > 0 and rollout.dynamic_filter == "none":
-            return 0
-        return int((rollout.over_sampling - 1.0) * rollout.groups_per_step)
 
     @property
     def policy_steps(self) -> int:

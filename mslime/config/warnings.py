@@ -36,7 +36,7 @@ def warnings(config: RunConfig) -> list[str]:
     algorithm, rollout, train = config.algorithm, config.rollout, config.train
     steps, staleness, on_stale = train.optimizer_steps_per_rollout, rollout.max_staleness, config.on_stale
     return [
-        *_stale_tokens(rollout, on_stale, config.spare_groups),
+        *_stale_tokens(rollout, on_stale),
         *_ratio_is_one(algorithm, steps),
         *_unbounded_weights(algorithm, steps, staleness),
         *_correction_without_effect(algorithm.correction, steps, staleness, on_stale),
@@ -230,13 +230,13 @@ def _rewards_of_others(reward: RewardConfig, function: str) -> Iterator[str]:
             )
 
 
-def _stale_tokens(rollout: RolloutConfig, on_stale: str, spare_groups: int) -> Iterator[str]:
+def _stale_tokens(rollout: RolloutConfig, on_stale: str) -> Iterator[str]:
     if rollout.over_sampling > 1 and rollout.max_staleness > 0 and rollout.dynamic_filter == "none":
         yield (
             f"rollout.over_sampling {rollout.over_sampling:g} has no effect with max_staleness {rollout.max_staleness} "
             "and no dynamic_filter: work for later steps is under way already, and no group is refused."
         )
-    if rollout.max_staleness == 0 and spare_groups and rollout.partial and on_stale == "mask":
+    if rollout.max_staleness == 0 and rollout.spare_groups and rollout.partial and on_stale == "mask":
         yield (
             "rollout.partial with max_staleness 0 and over_sampling: the tokens of responses that are cut short are "
             "kept, and masked a step later, up to half of all tokens. Set max_staleness 1, partial false, or "

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mslime.config.schema import RunConfig
+from mslime.config.rollout import OnStale, RolloutConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
@@ -189,9 +189,9 @@ class SubmitGate:
     spare: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig) -> SubmitGate:
+    def of(cls, rollout: RolloutConfig) -> SubmitGate:
         """Of a run."""
-        return cls(config.rollout.groups_per_step, config.rollout.max_staleness, config.spare_groups)
+        return cls(rollout.groups_per_step, rollout.max_staleness, rollout.spare_groups)
 
     def limit(self, version: int) -> int:
         """Groups that may be accepted or running, counted since the gate opened, under weights of `version`."""
@@ -229,7 +229,8 @@ class GroupTracker:
     """Every group and every token of a run's rollouts.
 
     Args:
-        config: `rollout` is read, and what follows from it.
+        on_stale: `rollout.on_stale`, decided.
+        counted: names of further counters whose step's counts are metrics.
 
     Attributes:
         version: weight version that the engines serve and the trainer holds.
@@ -240,10 +241,10 @@ class GroupTracker:
         on_discard: told (group, number) of every rollout that is thrown away.
     """
 
-    def __init__(self, config: RunConfig, counted: tuple[str, ...] = ()) -> None:
-        self._rollout, self._on_stale = config.rollout, config.on_stale
-        self._filter_name, self._keep = load_filter(config.rollout.dynamic_filter)
-        self._counted = (*COUNTED, *(("truncated_groups",) if config.rollout.mask_truncated else ()))
+    def __init__(self, rollout: RolloutConfig, on_stale: OnStale, counted: tuple[str, ...] = ()) -> None:
+        self._rollout, self._on_stale = rollout, on_stale
+        self._filter_name, self._keep = load_filter(rollout.dynamic_filter)
+        self._counted = (*COUNTED, *(("truncated_groups",) if rollout.mask_truncated else ()))
         self._counted += counted
         self.version = self.allowance = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
@@ -573,17 +574,14 @@ def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> lis
 class JoinedTrackers:
     """Several managers' trackers.
 
-    Args:
-        config: `rollout` is read, and what follows from it.
-
     Attributes:
         version: weight version that all engines serve.
         next_group_id: groups that were begun.
         allowances: groups that each manager may take, accept and run since the gate opened.
     """
 
-    def __init__(self, config: RunConfig, managers: int) -> None:
-        self._gate, self._groups_per_step = SubmitGate.of(config), config.rollout.groups_per_step
+    def __init__(self, rollout: RolloutConfig, managers: int) -> None:
+        self._gate, self._groups_per_step = SubmitGate.of(rollout), rollout.groups_per_step
         self._base_version: int | None = None
         self._settled = Ledger()  # tokens whose fate was known before the managers began
         self._counted = Counter[str]()  # before they did

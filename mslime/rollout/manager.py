@@ -154,7 +154,7 @@ class Manager:
         self._eval_scorers = eval_scorers or {}
         self._workflow = open_workflow(config, tokenizer)
         hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
-        self.tracker = GroupTracker(config, hosted.counted if hosted is not None else ())
+        self.tracker = GroupTracker(config.rollout, config.on_stale, hosted.counted if hosted is not None else ())
         self._generator = Generator(
             config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
         )
@@ -290,9 +290,8 @@ class Manager:
             await rollout.play(self._workflow, asked, self._config.rollout.on_error)
 
         scorer = self._eval_scorers.get(eval_set.name, self._scorer)
-        most = (
-            SubmitGate.of(self._config).limit(0) * self._config.rollout.group_size
-        )  # under way before a step is taken
+        rollout = self._config.rollout
+        most = SubmitGate.of(rollout).limit(0) * rollout.group_size  # under way before a step is taken
         at_once = sys.maxsize if self._workflow is single_turn else most
         await answer(groups, roll, scorer, at_once)
         return groups

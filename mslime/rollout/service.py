@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from mslime.backends.sglang.engine_pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, UserError
-from mslime.config.schema import RunConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
@@ -43,6 +43,7 @@ class RolloutService:
     """Hands out groups that its managers generate and score.
 
     Args:
+        step_limit_s: within which the groups of a step are complete.
         source: training prompts.
         longest_input: prompts of so many tokens, or more, leave no room for a response.
         taught: a served teacher scores responses.
@@ -55,7 +56,8 @@ class RolloutService:
 
     def __init__(
         self,
-        config: RunConfig,
+        rollout: RolloutConfig,
+        step_limit_s: float,
         managers: Sequence[Asked[Manager]],
         source: PromptStream,
         longest_input: int,
@@ -65,11 +67,13 @@ class RolloutService:
         on_span: SpanHook | None = None,
         on_evaluated: EvaluatedHook | None = None,
     ) -> None:
-        self._config, self._managers, self._source = config, list(managers), source
+        self._managers, self._source = list(managers), source
+        self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
+        self._step_limit_s = step_limit_s
         self._longest_input, self._taught = longest_input, taught
         self._on_progress, self._on_span, self._on_evaluated = on_progress, on_span, on_evaluated
-        self.joined = JoinedTrackers(config, len(self._managers))
-        self._works_ahead = config.rollout.max_staleness > 0
+        self.joined = JoinedTrackers(rollout, len(self._managers))
+        self._works_ahead = rollout.max_staleness > 0
         self._reports = [_NOT_ASKED] * len(self._managers)
         self._watching: list[asyncio.Task[None]] = []
         self._moved = asyncio.Event()
@@ -100,7 +104,7 @@ class RolloutService:
             EngineError: not enough groups within `deadlines.rollout_step_s`.
         """
         self._step, started = step, time.time()
-        limit = asyncio.timeout(self._config.deadlines.rollout_step_s)
+        limit = asyncio.timeout(self._step_limit_s)
         try:
             async with limit:
                 await self._go_on()
@@ -110,7 +114,7 @@ class RolloutService:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise too_late(step, self._config, await self._standing()) from error
+            raise self._too_late(await self._standing()) from error
         self._chosen = self.joined.choose(await self._all(lambda manager: manager.ask(Manager.accepted)))
         parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
         self._note_all(await self._all(lambda manager: manager.ask(Manager.report)))
@@ -281,7 +285,7 @@ class RolloutService:
     def _new_group(self) -> Group:
         prompt = next_prompt(self._source, self._longest_input)
         self.joined.next_group_id += 1
-        return new_group(self.joined.next_group_id - 1, prompt, self._config.rollout.group_size)
+        return new_group(self.joined.next_group_id - 1, prompt, self._group_size)
 
     def _note_all(self, reports: Sequence[Report]) -> None:
         for index, report in enumerate(reports):
@@ -296,7 +300,7 @@ class RolloutService:
         if self._on_progress is not None:
             every = self._reports
             self._on_progress(
-                needed=self._config.rollout.groups_per_step,
+                needed=self._groups_per_step,
                 accepted=sum(r.accepted for r in every),
                 running=sum(r.running for r in every),
                 done=sum(r.done for r in every),
@@ -309,6 +313,18 @@ class RolloutService:
 
     # ------------------------------------------------------------------------------------------------- waiting
 
+    def _too_late(self, found: Standing) -> EngineError:
+        """The error of a step that has not enough groups in time."""
+        return EngineError(
+            f"rollout of step {self._step}",
+            f"{found.accepted} of {self._groups_per_step} groups",
+            f"not complete within {self._step_limit_s:g} s ({found.running} groups running, "
+            f"{found.outside} rollouts busy with something else than generation, {found.failed} failed, "
+            f"{found.filtered} refused by the dynamic filter, {found.truncated} truncated and masked whole, "
+            f"{found.engines} engines alive)",
+            "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
+        )
+
     async def _enough(self) -> None:
         """Return when a step's groups are accepted, over all managers. Raises what failed meanwhile, once all is at
         rest."""
@@ -316,7 +332,7 @@ class RolloutService:
             self._moved.clear()
             if self._failure is not None or any(report.failed for report in self._reports):
                 raise await self._end_failing()
-            if sum(report.accepted for report in self._reports) >= self._config.rollout.groups_per_step:
+            if sum(report.accepted for report in self._reports) >= self._groups_per_step:
                 return
             await self._moved.wait()
 
@@ -385,16 +401,3 @@ def next_prompt(source: PromptStream, longest_input: int) -> Prompt:
                         "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' "
                         "context")  # fmt: skip
     return prompt
-
-
-def too_late(step: int, config: RunConfig, found: Standing) -> EngineError:
-    """The error of a step that has not enough groups in time."""
-    return EngineError(
-        f"rollout of step {step}",
-        f"{found.accepted} of {config.rollout.groups_per_step} groups",
-        f"not complete within {config.deadlines.rollout_step_s:g} s ({found.running} groups running, "
-        f"{found.outside} rollouts busy with something else than generation, {found.failed} failed, "
-        f"{found.filtered} refused by the dynamic filter, {found.truncated} truncated and masked whole, "
-        f"{found.engines} engines alive)",
-        "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
-    )

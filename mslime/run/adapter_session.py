@@ -118,7 +118,7 @@ class AdapterSession(TrainingRun):
         self._trainers = self._adapter = shared.ranks.create(self.name, self.config)
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
-        self._rollouts = shared.rollouts.of(self.name, self.config, self._at_rest)
+        self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
         self._publisher = self._publishes_by(self._make_delivery())
 
     def _open_records(self) -> None:

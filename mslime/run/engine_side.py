@@ -8,9 +8,8 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from mslime.config.dtypes import engine_dtype
 from mslime.config.model_facts import checkpoint_dtype
-from mslime.config.resolved import served_lora
+from mslime.config.resolved import engine_spec
 from mslime.logs import hide
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mslime.checks.resolve import ResolvedRun
     from mslime.config.errors import EngineError
     from mslime.config.model_facts import ModelFacts
-    from mslime.config.schema import RunConfig
 
 _log = logging.getLogger(__name__)
 GREET_S = 15.0
@@ -31,9 +29,6 @@ GREET_S = 15.0
 class EngineSide:
     """Engines are met before a service is opened, and left after it was closed.
 
-    Args:
-        config: of the run, or what one of several managers has of it.
-
     Attributes:
         pool: the engines, once they were met.
     """
@@ -41,8 +36,8 @@ class EngineSide:
     pool: EnginePool
     _needs: Needs
 
-    def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run, self._config = run, run.config
 
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
@@ -51,11 +46,11 @@ class EngineSide:
 
         run, r = self._run, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
-        clients = self._clients(addresses, run.model)
+        clients, spec = self._clients(addresses, run.model), engine_spec(self._config, run.adapted_modules)
         self._needs = Needs(
             bool(run.replayed_layers), architectures=(run.family.architecture,),
-            dtype=engine_dtype(self._config, run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
-            memory=self._config.colocated, lora=served_lora(self._config, run.adapted_modules),
+            dtype=spec.dtype(run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
+            memory=spec.gives_back, lora=spec.lora,
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
         refused_input = await handshake_all(clients, self._needs)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.server_process import EngineAddress
     from mslime.checks.resolve import ResolvedRun
     from mslime.config.base import EngineTag
-    from mslime.config.schema import RunConfig
+    from mslime.config.schema import DeadlineConfig, RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
     from mslime.rollout.protocols import Asked, Engines
@@ -114,7 +114,7 @@ class RolloutActor(Host):
         from mslime.rollout.shared_room import SharedRoom
         from mslime.run.engine_side import EngineSide
 
-        config, side = self._config, EngineSide(self._run, self._config)
+        config, side = self._config, EngineSide(self._run)
         refused_input = await side.meet_engines(addresses)
         self._close_engines = side.close
         room: SharedRoom | None = None
@@ -180,17 +180,17 @@ class RolloutProcess:
         made = remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=several)
         self._log, self._actor = str(log_path), made.remote(run, str(log_path), adapters)
         self._process = Remote[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
-        self._connect(ONLY, run.config, check)
+        self._connect(ONLY, run.config.deadlines, check)
 
-    def _connect(self, adapter: str, config: RunConfig, check: Callable[[], None]) -> None:
-        common = (WHO, self._log, config.deadlines, check)
+    def _connect(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> None:
+        common = (WHO, self._log, deadlines, check)
         self.engines = Remote(self._actor, "engines", *common)
         self.service = Remote(self._actor, _key(adapter), *common)
 
-    def of(self, adapter: str, config: RunConfig, check: Callable[[], None]) -> RolloutProcess:
-        """The same process, for one of its adapters, with its configuration and its check."""
+    def of(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> RolloutProcess:
+        """The same process, for one of its adapters, with its deadlines and its check."""
         other = copy(self)
-        other._connect(adapter, config, check)
+        other._connect(adapter, deadlines, check)
         return other
 
     def start(
@@ -308,7 +308,7 @@ class ManagerActor(Host):
 
         check_seams(self._config, "rollout service")
         hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
-        self._side = EngineSide(self._run, self._config)
+        self._side = EngineSide(self._run)
         refused_input = await self._side.meet_engines(addresses)
         self.objects |= {"engines": self._side, "weight sync": self._side.pool}
         return refused_input

@@ -93,8 +93,9 @@ class RunRollouts:
         config = self.config
         limits = EngineLimits(refused_input)
         sampling = Sampling.for_training(config.rollout, config.train.replay, self._run.model, limits)
+        prompts = open_prompts(config.data, config.seed, self._tokenizer)
         self.service = RolloutService(
-            config, managers, open_prompts(config.data, config.seed, self._tokenizer), sampling.longest_input,
+            config.rollout, config.deadlines.rollout_step_s, managers, prompts, sampling.longest_input,
             taught=taught, on_progress=self.on_progress, on_span=self.on_span, on_evaluated=self.on_evaluated,
         )  # fmt: skip
 

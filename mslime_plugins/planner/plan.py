@@ -10,10 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mslime.config.cluster import ClusterConfig, usual_gpu
-from mslime.config.dtypes import engine_dtype, export_dtype
+from mslime.config.dtypes import export_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.layout import ParallelLayout
-from mslime.config.resolved import PolicySpec, ServerSpec, TrainingSpec, critic_spec, policy_spec, teacher_spec
+from mslime.config.resolved import (
+    PolicySpec,
+    ServerSpec,
+    TrainingSpec,
+    critic_spec,
+    engine_spec,
+    policy_spec,
+    teacher_spec,
+)
 from mslime.config.schema import RunConfig
 from mslime.config.transports import traits_of
 from mslime.config.weights import WeightsConfig
@@ -241,7 +249,7 @@ def make_plan(
     gpu_bytes, per_node = int(cluster.gpu_memory_gb * GIB * USABLE), cluster.gpus_per_node
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
-    wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
+    wire = engine_spec(config).dtype(hf_config) if serves else export_dtype(hf_config)
     # Engines that mslime starts hold quantised what the checkpoint does.
     served = ServedWeights(table, wire, expected_weights(table, hf_config) if serves and not servers.urls else None)
     factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None

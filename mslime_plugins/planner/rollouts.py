@@ -90,7 +90,7 @@ def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> Rollou
     routes = model.sends_routes(config.train.replay)
     sample = _of_sample(r, model, longest, sampled, routes=routes)
     answer = _of_answer(r, model, longest, sampled, routes=routes, attached=bool(config.sglang.urls))
-    groups = r.groups_per_step * (2 + r.max_staleness) + config.spare_groups
+    groups = r.groups_per_step * (2 + r.max_staleness) + r.spare_groups
     stages, taught = config.megatron.stage_layers(model.num_layers), 4 if config.teacher.serves else 0
     shards = [
         _of_shard(r, model, longest, sampled, [*chain(*stage)], routes=routes, last=stage is stages[-1], taught=taught)

@@ -12,12 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from mslime.config.cluster import GPUS, nominal, usual_gpu
-from mslime.config.dtypes import engine_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build, merge
-from mslime.config.resolved import PolicySpec, policy_spec
+from mslime.config.resolved import PolicySpec, engine_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.config.transports import for_shared_gpus
 from mslime.convert.encoding import expected_weights
@@ -198,7 +197,7 @@ class Search:
     @cached_property
     def served(self) -> ServedWeights:
         """Its weights as engines hold them; mslime starts all engines of a search."""
-        wire = engine_dtype(self.base, self.hf_config)
+        wire = engine_spec(self.base).dtype(self.hf_config)
         return ServedWeights(self.table, wire, expected_weights(self.table, self.hf_config))
 
     @cached_property

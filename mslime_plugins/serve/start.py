@@ -120,7 +120,7 @@ class Serving(Started):
         asyncio.run(self._answer(listening, key))
 
     async def _answer(self, listening: socket.socket, key: str) -> None:
-        config, side = self.config, EngineSide(self._run, self.config)
+        config, side = self.config, EngineSide(self._run)
         hide(*(key for address in self._addresses for key in (address.keys.api, address.keys.admin)))
         try:
             refused = await side.meet_engines(self._addresses)

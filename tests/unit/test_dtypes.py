@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.flags import server_fields
-from mslime.config.dtypes import declared_dtype, engine_dtype, export_dtype
+from mslime.config.dtypes import declared_dtype, export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.model_facts import checkpoint_dtype
 from mslime.config.resolved import engine_spec, teacher_spec
@@ -25,16 +25,16 @@ def on(device: str, **sections: Any) -> RunConfig:
 
 @pytest.mark.parametrize("hf_config", [BF16, FP32, FP16, {}, {"text_config": BF16}])
 def test_engines_on_a_cpu_are_float32_whatever_the_checkpoint_is(hf_config: dict[str, Any]) -> None:
-    assert engine_dtype(on("cpu"), hf_config) == "float32"
+    assert engine_spec(on("cpu")).dtype(hf_config) == "float32"
 
 
 def test_engines_on_a_gpu_are_never_float16_by_themselves() -> None:
-    assert engine_dtype(on("cuda"), BF16) == engine_dtype(on("auto"), {"text_config": BF16}) == "bfloat16"
-    assert engine_dtype(on("cuda"), FP32) == engine_dtype(on("cuda"), {}) == "bfloat16"
-    assert engine_dtype(on("cuda", megatron={"params_dtype": "float32"}), FP32) == "float32"
+    assert engine_spec(on("cuda")).dtype(BF16) == engine_spec(on("auto")).dtype({"text_config": BF16}) == "bfloat16"
+    assert engine_spec(on("cuda")).dtype(FP32) == engine_spec(on("cuda")).dtype({}) == "bfloat16"
+    assert engine_spec(on("cuda", megatron={"params_dtype": "float32"})).dtype(FP32) == "float32"
     with pytest.raises(ConfigError, match=r"sglang\.dtype.*float16.*rounded"):
-        engine_dtype(on("cuda"), FP16)
-    assert engine_dtype(on("cuda", sglang={"dtype": "bfloat16"}), FP16) == "bfloat16"
+        engine_spec(on("cuda")).dtype(FP16)
+    assert engine_spec(on("cuda", sglang={"dtype": "bfloat16"})).dtype(FP16) == "bfloat16"
 
 
 def test_a_teacher_is_sent_nothing_and_may_keep_its_float16(tmp_path: Path) -> None:

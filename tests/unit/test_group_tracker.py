@@ -263,7 +263,7 @@ def test_room_is_what_the_formula_says(staleness, spare, version, accepted, runn
     ],
 )
 def test_spare_groups_are_begun_only_where_a_group_can_be_refused_or_left_for_later(tmp_path, rollout, spare):
-    assert run_config(tmp_path, groups_per_step=8, **rollout).spare_groups == spare
+    assert run_config(tmp_path, groups_per_step=8, **rollout).rollout.spare_groups == spare
 
 
 @settings(max_examples=150, deadline=None)

@@ -57,7 +57,9 @@ def make_joined(
         for engine, scorer in zip(engines, scorers, strict=True)
     ]
     source = open_prompts(config.data, config.seed, tokenizer)
-    return RolloutService(config, asked(managers), source, MODEL.max_positions, **hooks)
+    return RolloutService(
+        config.rollout, config.deadlines.rollout_step_s, asked(managers), source, MODEL.max_positions, **hooks
+    )
 
 
 async def publish(service: RolloutService, engines: Sequence[FakeSlowEngine], version: int) -> None:
@@ -385,7 +387,9 @@ async def test_a_manager_that_dies_ends_the_step_at_once_with_its_name(tmp_path:
         for kind, engine in zip(kinds, engines, strict=True)
     ]
     source = open_prompts(config.data, config.seed, tokenizer)
-    joined = RolloutService(config, asked(managers), source, MODEL.max_positions)
+    joined = RolloutService(
+        config.rollout, config.deadlines.rollout_step_s, asked(managers), source, MODEL.max_positions
+    )
     with pytest.raises(TrainerError, match="rollout manager 1"):
         await joined.take(0)
     await joined.close()
@@ -397,7 +401,7 @@ async def test_a_prompt_without_room_for_a_response_ends_the_step_and_loses_none
     tokenizer = FakeTokenizer()
     managers = [Manager(config, e, tokenizer, FakeScorer(), MODEL, EngineLimits()) for e in engines]
     source = open_prompts(config.data, config.seed, tokenizer)
-    joined = RolloutService(config, asked(managers), source, longest_input=3)
+    joined = RolloutService(config.rollout, config.deadlines.rollout_step_s, asked(managers), source, longest_input=3)
     assert ids_of(await steps(joined, engines, 0, 1)) == [[0, 1, 2, 3, 4, 5]]
     with pytest.raises(DataError, match="leaves no room"):  # P10, after P9 for the same manager
         await joined.take(1)
@@ -432,7 +436,9 @@ async def test_a_report_of_before_the_last_step_is_ignored(tmp_path: Path) -> No
     engines = [FakeSlowEngine(uneven), FakeSlowEngine(uneven)]
     managers = [FakeTardyManager(config, e, tokenizer, FakeScorer(), MODEL, EngineLimits()) for e in engines]
     source = open_prompts(config.data, config.seed, tokenizer)
-    joined = RolloutService(config, asked(managers), source, MODEL.max_positions)
+    joined = RolloutService(
+        config.rollout, config.deadlines.rollout_step_s, asked(managers), source, MODEL.max_positions
+    )
     assert [len(ids) for ids in ids_of(await steps(joined, engines, 0, 5))] == [4] * 5
     await joined.close()
 

@@ -69,8 +69,8 @@ class Pair:
         self._open()
 
     def _begin_joined(self, managers: int) -> None:
-        self.parts = [GroupTracker(self.config) for _ in range(managers)]
-        self.joined = JoinedTrackers(self.config, managers)
+        self.parts = [GroupTracker(self.config.rollout, self.config.on_stale) for _ in range(managers)]
+        self.joined = JoinedTrackers(self.config.rollout, managers)
 
     def _open(self) -> None:
         self.one.open_gate()
@@ -222,5 +222,5 @@ def test_new_groups_go_where_the_fewest_wait_for_each_engine(
 
 
 def test_managers_without_engines_are_allowed_groups_whose_requests_tell_of_it() -> None:
-    joined = JoinedTrackers(config_of(max_staleness=1), 2)
+    joined = JoinedTrackers(config_of(max_staleness=1).rollout, 2)
     assert sum(joined.allow([ManagerShare(0, 0), ManagerShare(0, 0)])) == 6

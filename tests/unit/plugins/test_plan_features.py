@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.flags import server_fields
-from mslime.config.dtypes import engine_dtype
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.resolved import engine_spec
@@ -109,7 +108,7 @@ def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, n
     hf_config = published | ({"dtype": named} if named else {})
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = least(cluster={"device": device}, model={"path": str(tmp_path)})
-    wire = engine_dtype(config, hf_config)
+    wire = engine_spec(config).dtype(hf_config)
     assert server_fields(engine_spec(config), 0, "h", 1)["dtype"] == wire
     planned = plan_config({"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "cluster": {"device": device}})
     assert make_plan(planned, hf_config).engine_dtype == wire
