@@ -114,6 +114,9 @@ class CriticSpec(TrainingSpec):
 def policy_spec(config: RunConfig) -> PolicySpec:
     """The policy of a run."""
     rl, model = config.train.task == "rl", config.model
+    # Senders ask engines what the transport `auto` comes to, but where both take turns, settings alone say it.
+    transport = config.transport if config.colocated else config.weights.transport
+    sent = {"transport": transport, "directory": config.weights_directory}
     return PolicySpec(
         checkpoint=model.path,
         layout=config.layout,
@@ -132,22 +135,11 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         temperature=config.rollout.temperature if rl else 1.0,
         reference=(model.reference_path or model.path) if rl and config.algorithm.kl_coef > 0 else None,
         teacher=model.teacher_path if rl else None,
-        weights=_sent(config),
+        weights=config.weights.model_copy(update=sent),
         asked_engine_dtype=config.sglang.dtype,
         lora=config.lora,
         as_stored=rl and not config.sglang.urls,
     )
-
-
-def _sent(config: RunConfig) -> WeightsConfig:
-    """How weights are sent, with the directory of this run's alone.
-
-    Senders ask engines what `auto` comes to, but where both take turns, settings alone say it.
-    """
-    weights = config.weights
-    if config.colocated:
-        weights = weights.model_copy(update={"transport": config.transport})
-    return weights.model_copy(update={"directory": config.weights_directory})
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:

@@ -11,7 +11,7 @@ beside other sections, the function `check_SECTION` in its module says, which is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -336,7 +336,7 @@ class RunConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
         what all adapters override needs not be right."""
         config = handler(values)

@@ -18,10 +18,8 @@ from pathlib import Path
 from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
-from mslime.config.layout import ParallelLayout
-from mslime.config.schema import RunConfig
+from mslime.config.schema import DeadlineConfig
 from mslime.weights.transport import group_name
-from mslime.weights.weight_plan import Senders
 
 RECORD = "weight_groups.json"
 LEAVE_SECONDS = 15.0
@@ -38,13 +36,15 @@ class AttachedEngines:
     Args:
         engines: where they are, and their keys; none where all are launched, until one is added.
         group: from `new_group`.
+        senders: ranks that send weights.
     """
 
-    def __init__(self, config: RunConfig, engines: Sequence[Endpoint], group: str) -> None:
-        self._engines = tuple(engines)
-        self._deadlines = config.deadlines
-        self._record = config.run_dir / RECORD
-        self._config, self._groups = config, groups_of(config.layout, config.weights.senders, [group])
+    def __init__(
+        self, engines: Sequence[Endpoint], group: str, senders: Sequence[int], run_dir: Path, deadlines: DeadlineConfig
+    ) -> None:
+        self._engines, self._deadlines = tuple(engines), deadlines
+        self._record = run_dir / RECORD
+        self._senders, self._groups = senders, groups_of(senders, [group])
 
     def take_over(self) -> None:
         """Undo what a killed run may have left, and write down what this one will leave if it is killed.
@@ -58,7 +58,7 @@ class AttachedEngines:
 
     def also(self, group: str) -> None:
         """Groups of other names follow: write them down before they are made."""
-        self._groups += groups_of(self._config.layout, self._config.weights.senders, [group])
+        self._groups += groups_of(self._senders, [group])
         self._write({*_recorded(self._record), *self._groups})
 
     def add(self, engine: Endpoint) -> None:
@@ -106,10 +106,8 @@ class AttachedEngines:
         return blocking(made_clean(clients, groups))
 
 
-def groups_of(layout: ParallelLayout, most: int, beginnings: Iterable[str]) -> list[str]:
-    """Names of the process groups that at most so many senders make with the engines, from what they begin with
-    (`new_group`)."""
-    senders = Senders.at_most(layout, most).everyone()
+def groups_of(senders: Sequence[int], beginnings: Iterable[str]) -> list[str]:
+    """Names of the process groups that these ranks make with the engines, from what they begin with (`new_group`)."""
     return [group_name(beginning, rank) for beginning in beginnings for rank in senders]
 
 

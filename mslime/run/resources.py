@@ -7,14 +7,14 @@ newest checkpoint: with the same books as a run that was started anew by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from mslime.backends.sglang.client import blocking
 from mslime.backends.sglang.pair import client_of
-from mslime.config.schema import RunConfig
+from mslime.config.schema import DeadlineConfig
 from mslime.run.attached import groups_of, made_clean
 from mslime.run.engine_actors import EngineGroup
 from mslime.run.ray_cluster import Cluster
@@ -42,17 +42,18 @@ class Resources:
         self.teachers: EngineGroup | None = None
         self.groups: list[str] = []
 
-    def clean(self, engines: EngineGroup, config: RunConfig, note: Callable[[str], None]) -> None:
+    def clean(
+        self, engines: EngineGroup, senders: Sequence[int], deadlines: DeadlineConfig, note: Callable[[str], None]
+    ) -> None:
         """Let the engines forget a session that has ended; start those again that do not answer as they should.
 
         Args:
+            senders: ranks that sent weights.
             note: shows a line.
         """
-        limits = config.deadlines.controls_within(CLEAN_S)
+        limits = deadlines.controls_within(CLEAN_S)
         clients = [client_of(address, limits) for address in engines.addresses]
-        unsound = blocking(
-            made_clean(clients, groups_of(config.layout, config.weights.senders, self.groups), flush=True)
-        )
+        unsound = blocking(made_clean(clients, groups_of(senders, self.groups), flush=True))
         engines.replace(unsound)
         for name, error in unsound.items():
             note(f"{name} is gone ({error.brief}): it {'is started again' if name in engines.starting else 'has left'}")

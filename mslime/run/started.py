@@ -24,6 +24,7 @@ from mslime.run.ray_cluster import Cluster
 from mslime.run.ray_watch import RayWatch
 from mslime.run.resources import Resources
 from mslime.run.stop import StopSignals
+from mslime.weights.weight_plan import Senders
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server_process import EngineAddress
@@ -76,6 +77,11 @@ class Started(ABC):
     @property
     def _logs(self) -> Path:
         return self.config.run_dir / "logs"
+
+    @property
+    def _senders(self) -> Sequence[int]:
+        """Ranks that send weights."""
+        return Senders.at_most(self.config.layout, self.config.weights.senders).everyone()
 
     @abstractmethod
     def _start(self) -> None:
@@ -155,7 +161,7 @@ class Started(ABC):
         """
         group = new_group(self.config.name)
         self._resources.groups.append(group)
-        self._attached = AttachedEngines(self.config, endpoints, group)
+        self._attached = AttachedEngines(endpoints, group, self._senders, self.config.run_dir, self.config.deadlines)
         self._attached.take_over()
         self._stack.callback(self._attached.leave, disconnect)
         return group

@@ -166,7 +166,7 @@ class TrainingRun(Started):
         """(engines, teachers) that an earlier session has left, while another trainer starts."""
         self._engines, teachers = engines, self._resources.teachers
         assert teachers is not None, "they are started together"
-        self._resources.clean(engines, self.config, self.progress.note)
+        self._resources.clean(engines, self._senders, self.config.deadlines, self.progress.note)
         self._start_trainers(cluster.check_trainer_machines)
         engines.wait_for_one(self._at_rest)
         self._say_where(engines, teachers)

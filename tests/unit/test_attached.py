@@ -72,16 +72,20 @@ def config_of(tmp_path: Path, url: str = "http://h") -> RunConfig:
     return RunConfig.model_validate(values | {"sglang": {"urls": [url]}, "deadlines": {"engine_control_s": 5}})
 
 
+def attached_engines(config: RunConfig, engines: list[Endpoint], group: str) -> AttachedEngines:
+    return AttachedEngines(engines, group, [0], config.run_dir, config.deadlines)
+
+
 def test_groups_of_each_attempt_have_names_of_their_own(tmp_path: Path) -> None:
     assert len({new_group(config_of(tmp_path).name) for _ in range(10)}) == 10
 
 
 def test_an_engine_is_taken_over_from_a_killed_run(tmp_path: Path, engine: LeftBehind) -> None:
     config = config_of(tmp_path)
-    killed = AttachedEngines(config, [engine.endpoint], "old")
+    killed = attached_engines(config, [engine.endpoint], "old")
     killed.take_over()  # and then it is killed, in the middle of a sync:
     engine.paused, engine.updating, engine.groups = True, True, {"old-rank0"}
-    following = AttachedEngines(config, [engine.endpoint], "new")
+    following = attached_engines(config, [engine.endpoint], "new")
     following.take_over()
     assert engine.clean and engine.aborted
     engine.groups.add("new-rank0")
@@ -92,7 +96,7 @@ def test_an_engine_is_taken_over_from_a_killed_run(tmp_path: Path, engine: LeftB
 
 def test_leaving_goes_on_without_ranks_and_without_an_engine(tmp_path: Path, engine: LeftBehind) -> None:
     config, gone = config_of(tmp_path), Endpoint("http://127.0.0.1:9")
-    attached = AttachedEngines(config, [gone, engine.endpoint], "old")
+    attached = attached_engines(config, [gone, engine.endpoint], "old")
 
     def dead_ranks(_: float) -> None:
         raise TrainerError("weight sync: disconnect", "trainer rank 0", "the process died", "read its log")
@@ -107,7 +111,7 @@ def test_a_damaged_record_is_no_obstacle(tmp_path: Path, engine: LeftBehind) -> 
     config = config_of(tmp_path)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / RECORD).write_text('{"broken')
-    AttachedEngines(config, [engine.endpoint], "new").take_over()
+    attached_engines(config, [engine.endpoint], "new").take_over()
     assert json.loads((config.run_dir / RECORD).read_text()) == ["new-rank0"]
 
 
@@ -117,4 +121,4 @@ def test_an_engine_that_does_not_let_us_in_is_named(
 ) -> None:
     at = Endpoint(engine.endpoint.url, EngineKeys(key)) if key else Endpoint("http://127.0.0.1:9")
     with pytest.raises(EngineError, match=rf"(?s)sglang\.urls.*{says}"):
-        AttachedEngines(config_of(tmp_path), [at], "new").take_over()
+        attached_engines(config_of(tmp_path), [at], "new").take_over()
