@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mslime.checks.datasets import check_data, check_supervised_data, glance_at_files
-from mslime.checks.user_functions import check_seams
+from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import trainer_dtype
@@ -20,9 +20,10 @@ from mslime.config.megatron import check_model
 from mslime.config.model_facts import language_model
 from mslime.config.output import ObserveConfig
 from mslime.config.plugins import found, load
-from mslime.config.resolved import engine_spec
+from mslime.config.resolved import CriticSpec, ModelSpec, critic_spec, engine_spec, policy_spec
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import RunConfig
+from mslime.config.schema import ModelConfig, RunConfig
+from mslime.config.train import TrainConfig
 from mslime.config.transports import AUTO, transport_names
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
@@ -164,12 +165,12 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
 def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     """Check a run of one model or adapter, but for the checks of plug-ins."""
     check_machines(config.cluster, config.claims(parts))
-    check_seams(config)
-    _check_paths(config)
+    check_seams(seams_of(config))
+    _check_paths(config.run_dir, config.checkpoint.load, config.model)
     if data:
         read_hf_config(config.model.path)  # the first thing that a run needs, and is told of
         glance_at_files(config.data)
-    hf_config, checkpoint = _read_model(config, config.model.path)
+    hf_config, checkpoint = _read_model(policy_spec(config), config.model.ignored_config_fields)
     family = get_family(hf_config)
     model = replace(family.model_fields(hf_config), renderers=family.support.renderers)
     if config.train.task == "rl":
@@ -185,7 +186,9 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
         if config.syncs_adapters:
             check_served(adapters, family)
     _check_lengths(config.rollout, config.train.task, model)
-    _check_critic(config, model)
+    if config.has_critic and config.critic.path is not None:
+        longest = config.rollout.longest(model.max_positions)
+        _check_critic(critic_spec(config), config.model.ignored_config_fields, model.vocab_size, longest)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
             "train.replay",
@@ -205,7 +208,8 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     elif data:
         notes = check_data(config, tokenizer, limit)
     _check_optional_packages(config.observe)
-    return ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
+    config = config.model_copy(update={"train": with_quadratic_tokens(config.train, hf_config)})
+    return ResolvedRun(config, hf_config, family, model, tuple(notes))
 
 
 def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
@@ -218,21 +222,26 @@ def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
             raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
     first = next(iter(found.values()))
     notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
-    return ResolvedRun(with_model(config, first.hf_config), first.hf_config, first.family, first.model, notes, found)
+    config = config.model_copy(update={"train": with_quadratic_tokens(config.train, first.hf_config)})
+    return ResolvedRun(config, first.hf_config, first.family, first.model, notes, found)
 
 
-def _check_paths(config: RunConfig) -> None:
-    """Directories that the run will write to and read from, tried before anything waits for them."""
-    nearest = config.run_dir
+def _check_paths(run_dir: Path, load: Path | None, model: ModelConfig) -> None:
+    """Directories that the run will write to and read from, tried before anything waits for them.
+
+    Args:
+        load: `checkpoint.load`.
+    """
+    nearest = run_dir
     while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not _takes_a_file(nearest):
-        raise ConfigError("output_dir", str(config.output_dir), f"{nearest} is no directory that can be written",
+        raise ConfigError("output_dir", str(run_dir.parent), f"{nearest} is no directory that can be written",
                           "give a directory of yours, or mend its permissions")  # fmt: skip
-    if config.checkpoint.load is not None and not (config.checkpoint.load / "manifest.json").is_file():
-        raise CheckpointError("checkpoint.load", str(config.checkpoint.load), "is no checkpoint: it has no "
+    if load is not None and not (load / "manifest.json").is_file():
+        raise CheckpointError("checkpoint.load", str(load), "is no checkpoint: it has no "
                               "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
-    for key, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
+    for key, path in (("reference_path", model.reference_path), ("teacher_path", model.teacher_path)):
         if path is not None and not (path / "config.json").is_file():
             raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
                                   "give a Hugging Face checkpoint")  # fmt: skip
@@ -247,49 +256,53 @@ def _takes_a_file(directory: Path) -> bool:
         return False
 
 
-def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFCheckpoint]:
-    """config.json and tensors of a checkpoint that the trainer can build in the run's layout, and load. UserError."""
+def _read_model(spec: ModelSpec, ignored: Sequence[str]) -> tuple[dict[str, object], HFCheckpoint]:
+    """config.json and tensors of a checkpoint that the trainer can build in its layout, and load. Raises UserError.
+
+    Args:
+        ignored: `model.ignored_config_fields`.
+    """
+    path = spec.checkpoint
     hf_config = read_hf_config(path)
     family = get_family(hf_config)
-    refuse_unread(family, hf_config, config.model.ignored_config_fields)
+    refuse_unread(family, hf_config, ignored)
     with reading(CheckpointError, str(path / "config.json"), "a setting has a value of another kind than transformers "
                  "writes", "download the file again"):  # fmt: skip
         family.model_fields(hf_config)
         table = family.rules(hf_config)
-        table.check_layout(config.layout)
+        table.check_layout(spec.layout)
         fields = family.transformer_fields(hf_config)
     checkpoint = HFCheckpoint(path)
     table.check_hf(checkpoint.shapes, str(path))
-    check_model(config.megatron, config.cluster.device, fields, config.train.fp8)
+    check_model(spec.megatron, spec.device, fields, spec.fp8)
     return hf_config, checkpoint
 
 
-def _check_critic(config: RunConfig, policy: ModelFields) -> None:
-    """A critic of another checkpoint must read every token that the policy writes, as far as it writes."""
-    path = config.critic.path
-    if not config.has_critic or path is None:
-        return
-    hf_config, _ = _read_model(config, path)
+def _check_critic(spec: CriticSpec, ignored: Sequence[str], vocab_size: int, longest: int) -> None:
+    """A critic of another checkpoint must read every token that the policy writes, as far as it writes.
+
+    Args:
+        ignored: `model.ignored_config_fields`. vocab_size: of the policy. longest: sequence that it writes, in tokens.
+    """
+    hf_config, _ = _read_model(spec, ignored)
     critic = get_family(hf_config).model_fields(hf_config)
-    limit = config.rollout.longest(policy.max_positions)
     for what, has, needs in (
-        ("token ids", critic.vocab_size, policy.vocab_size),
-        ("positions", critic.max_positions, limit),
+        ("token ids", critic.vocab_size, vocab_size),
+        ("positions", critic.max_positions, longest),
     ):
         if has < needs:
             raise ConfigError(
-                "critic.path", str(path), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "critic.path", str(spec.checkpoint), f"this model has {has} {what}, and the policy uses up to {needs}",
                 "start the critic from a model of the policy's family, or remove critic.path",
             )  # fmt: skip
 
 
-def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
-    """The configuration with what it leaves to the model filled in: `train.quadratic_tokens`."""
-    if config.train.quadratic_tokens != "auto":
-        return config
+def with_quadratic_tokens(train: TrainConfig, hf_config: dict[str, object]) -> TrainConfig:
+    """The section with what it leaves to the model filled in."""
+    if train.quadratic_tokens != "auto":
+        return train
     counted = quadratic_tokens(hf_config)
-    known = {"quadratic_tokens": None if counted is None else float(round(counted))}
-    return config.model_copy(update={"train": config.train.model_copy(update=known)})
+    return train.model_copy(update={"quadratic_tokens": None if counted is None else float(round(counted))})
 
 
 def _check_engine_tp(tp: int, family: Family) -> None:

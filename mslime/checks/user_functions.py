@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.base import is_function
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
 from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import RunConfig
+from mslime.config.schema import HooksConfig, RunConfig
+from mslime.config.weights import WeightsConfig
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
@@ -284,8 +286,7 @@ def _shown(observation: Observation) -> str:
 #
 # Reward functions are not here: they are imported in worker processes of their own, and tried there (`check_rewards`).
 
-Process = Literal["driver", "rollout service", "trainer"]
-"""What calls a function: `mslime check` imports all of them, each process of a run its own."""
+# `mslime check` imports all of them, each process of a run those that it calls itself.
 
 
 @dataclass(frozen=True)
@@ -295,52 +296,62 @@ class Seam:
     Attributes:
         setting: that names it.
         function: `module:function`, or a class.
-        parameters: what it is called with, in this order; of an environment, what its constructor is given.
-        process: where it is called.
+        parameters: what it is called with, in this order.
+        options: of an environment, what its constructor is given.
     """
 
     setting: str
     function: str
     parameters: tuple[str, ...]
-    process: Process
+    options: Mapping[str, Any] | None = None
 
 
 def seams_of(config: RunConfig) -> list[Seam]:
     """The functions that a run's settings name, in the order in which a step calls them."""
-    algorithm = config.algorithm
-    of_rl: list[tuple[str, str | None, tuple[str, ...], Process]] = [
-        ("data.source", config.data.source, ("data", "seed"), "rollout service"),
-        ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
-        (ENVIRONMENT, config.rollout.environment, tuple(config.rollout.environment_options), "rollout service"),
-        ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
-        ("hooks.sample", config.hooks.sample, ("sample",), "rollout service"),
-        ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
-        ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),
-        ("algorithm.correction.function", algorithm.correction.function, ("log_ratio", "batch"), "trainer"),
-        ("weights.transport", config.weights.transport, ("link",), "trainer"),
-    ]
-    hook: tuple[str, str | None, tuple[str, ...], Process] = ("hooks.step", config.hooks.step, ("record",), "driver")
+    hook = _seam("hooks.step", config.hooks.step, "record")
+    if config.train.task == "sft":
+        return hook
+    of_rollouts = rollout_seams(config.data, config.rollout, config.hooks, config.algorithm)
+    return [*of_rollouts, *trainer_seams(config.algorithm, config.weights), *hook]
+
+
+def rollout_seams(
+    data: DataConfig, rollout: RolloutConfig, hooks: HooksConfig, algorithm: AlgorithmConfig
+) -> list[Seam]:
+    """Functions that the rollout service calls."""
     return [
-        Seam(setting, named, parameters, process)
-        for setting, named, parameters, process in [*(of_rl if config.train.task == "rl" else ()), hook]
-        if named is not None and is_function(named)
+        *_seam("data.source", data.source, "data", "seed"),
+        *_seam("rollout.function", rollout.function, "task", "engine"),
+        *_seam(ENVIRONMENT, rollout.environment, options=rollout.environment_options),
+        *_seam("rollout.dynamic_filter", rollout.dynamic_filter, "group"),
+        *_seam("hooks.sample", hooks.sample, "sample"),
+        *_seam("algorithm.advantage", algorithm.advantage, "rewards"),
     ]
 
 
-def check_seams(config: RunConfig, process: Process | None = None) -> None:
-    """Import every function that the settings name, and see whether it takes what it will be called with.
+def trainer_seams(algorithm: AlgorithmConfig, weights: WeightsConfig) -> list[Seam]:
+    """Functions that trainer ranks call in reinforcement learning."""
+    return [
+        *_seam("algorithm.loss", algorithm.loss, "batch", "algorithm"),
+        *_seam("algorithm.correction.function", algorithm.correction.function, "log_ratio", "batch"),
+        *_seam("weights.transport", weights.transport, "link"),
+    ]
 
-    Args:
-        process: of which alone; None: of all.
+
+def _seam(setting: str, named: str | None, *parameters: str, options: Mapping[str, Any] | None = None) -> list[Seam]:
+    """The function that a setting names; none where it names a choice of mslime's, or nothing."""
+    return [] if named is None or not is_function(named) else [Seam(setting, named, parameters, options)]
+
+
+def check_seams(seams: Iterable[Seam]) -> None:
+    """Import every function, and see whether it takes what it will be called with.
 
     Raises:
         ConfigError: the first function that cannot be imported or called so.
     """
-    for seam in seams_of(config):
-        if process not in (None, seam.process):
-            continue
-        if seam.setting == ENVIRONMENT:
-            load_environment(seam.function, config.rollout.environment_options)
+    for seam in seams:
+        if seam.options is not None:
+            load_environment(seam.function, seam.options)
         else:
             function = load_function(seam.function, seam.setting)
             check_parameters(function, seam.function, seam.setting, *seam.parameters)

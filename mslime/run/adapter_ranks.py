@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 import ray
 
 from mslime.config.errors import TrainerError, UserError
-from mslime.config.resolved import policy_spec
-from mslime.config.schema import RunConfig
+from mslime.config.resolved import PolicySpec
 from mslime.config.serve import AdamParams, LossChoice
 from mslime.data.client_batch import ClientShard, Datum, PassResult, by_datum, client_shards
 from mslime.logs import phase
 from mslime.run.assemble import chunks_per_group
 from mslime.run.ranks import RankActor, RankGroup, Report, fetched
-from mslime.run.ray_cluster import Cluster
+from mslime.run.ray_cluster import ActorProcess, Cluster
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.run.trainers import PolicyRank, Trained, TrainerGroup
 
@@ -73,33 +72,37 @@ class AdapterActor(RankActor):
 
     role = "trainer"
 
+    def __init__(self, spec: PolicySpec, process: ActorProcess, rank: int, log_path: str) -> None:
+        super().__init__(spec, process, rank, log_path)
+        self._spec = spec
+
     def start(self, rendezvous: str) -> dict[str, Any]:
         """Build the base and read its weights; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
         from mslime.backends.megatron.step.base_model import Base
 
         with phase(_log, f"starting at {rendezvous}"):
-            base = Base.start(policy_spec(self._config), self._rank, self._config.layout.world_size, rendezvous)
+            base = Base.start(self._spec, self._rank, self._world, rendezvous)
         self._adapters, self._ranks = AdapterTrainers(base), dict[str, AdapterRank]()
         return {"moe_layer_ids": base.routing_layers}
 
-    def create(self, name: str, config: RunConfig, stacked: bool) -> None:
+    def create(self, name: str, spec: PolicySpec, stacked: bool) -> None:
         """Make an adapter and its trainer.
 
         Args:
-            config: as of a run of it alone, on this base.
+            spec: as of a run of it alone, on this base.
             stacked: see `MegatronTrainer.weight_sender`.
 
         Raises:
             ConfigError: the name is taken, or the adapter is not one for this base. Nothing has changed then.
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
-        from mslime.checks.user_functions import check_seams
+        from mslime.checks.user_functions import check_seams, trainer_seams
 
-        check_seams(config, "trainer")
+        check_seams(trainer_seams(spec.algorithm, spec.weights))
         with phase(_log, f"making adapter {name}"):
-            self._adapters.create(name, policy_spec(config))
-            rank = AdapterRank(config, self._rank)
+            self._adapters.create(name, spec)
+            rank = AdapterRank(spec, self._rank)
             with self._adapters.placed(name) as trainer:
                 rank.adopt(trainer, None, self._report, stacked=stacked)
         self._ranks[name] = rank
@@ -212,17 +215,18 @@ class AdapterRanks(RankGroup):
     """
 
     def __init__(
-        self, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None] = lambda: None, *,
-        survives: bool = False,
+        self, spec: PolicySpec, cluster: Cluster, log_dir: Path, check: Callable[[], None] = lambda: None, *,
+        together: bool, survives: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
-            config: of the base; its adapter is none of those that are trained, but `lora.rank` is above 0.
+            spec: of the base; its adapter is none of those that are trained, but `lora.rank` is above 0.
             check: called while ranks are waited for; raises when that is to end.
+            together: let steps of several adapters share passes.
             survives: the ranks go on after a mistake that all of them find alike.
         """
-        super().__init__("trainer", AdapterActor, config, cluster.trainer_options, log_dir)
-        self.turn, self._check, self._survives = TrainerTurn(), check, survives
+        super().__init__(AdapterActor, spec, cluster.process, cluster.trainer_options, log_dir)
+        self.turn, self._check, self._together, self._survives = TrainerTurn(), check, together, survives
         self._adapter: str | None = None
         self._failures: list[UserError] = []  # shared with those of single adapters
 
@@ -236,25 +240,25 @@ class AdapterRanks(RankGroup):
         self.layers = super().start(on_wait)
         return self.layers
 
-    def create(self, name: str, config: RunConfig, *, stacked: bool = True) -> AdapterTrainer:
+    def create(self, name: str, spec: PolicySpec, *, stacked: bool = True) -> AdapterTrainer:
         """Make an adapter; the trainer of it, which is started.
 
         Args:
-            config: as of a run of it alone, on this base.
+            spec: as of a run of it alone, on this base.
             stacked: see `MegatronTrainer.weight_sender`.
 
         Raises:
             ConfigError, CheckpointError: see `AdapterActor.create`.
         """
-        deadline = self._config.deadlines.trainer_start_s
-        self.all(f"adapter {name}", deadline, lambda a, _: a.create.remote(name, config, stacked), self._check)
+        deadline = self._limits.trainer_start_s
+        self.all(f"adapter {name}", deadline, lambda a, _: a.create.remote(name, spec, stacked), self._check)
         own = copy(self)  # the lock, too: what threads ask of different adapters is in order as well
         own._adapter = name
-        return AdapterTrainer(name, config, own, self._check, together=self._config.steps_together)
+        return AdapterTrainer(name, spec, own, self._check, together=self._together)
 
     def free(self, name: str) -> None:
         """Forget an adapter; its trainer answers no more. Raises ConfigError when there is none of that name."""
-        deadline = self._config.deadlines.checkpoint_s
+        deadline = self._limits.checkpoint_s
         self.all(f"adapter {name}", deadline, lambda a, _: a.free.remote(name), self._check)
 
     def all(
@@ -323,9 +327,9 @@ class AdapterTrainer(TrainerGroup):
     """
 
     def __init__(
-        self, name: str, config: RunConfig, ranks: AdapterRanks, check: Callable[[], None], *, together: bool
+        self, name: str, spec: PolicySpec, ranks: AdapterRanks, check: Callable[[], None], *, together: bool
     ) -> None:
-        super().__init__(config, ranks, None, check)
+        super().__init__(spec, ranks, None, check)
         self._name, self._ranks, self._together = name, ranks, together
         self._offer: Offer | None = None
 
@@ -393,26 +397,26 @@ class AdapterTrainer(TrainerGroup):
 
     @property
     def _step_s(self) -> float:
-        return self._config.deadlines.train_step_s
+        return self._limits.train_step_s
 
     def _shards(self, data: Sequence[Datum], loss: LossChoice) -> list[ClientShard]:
         """Of every data-parallel rank."""
-        config = self._config
-        train, quadratic = config.train, config.train.quadratic_tokens
+        train, layout = self._spec.train, self._layout
+        quadratic = train.quadratic_tokens
         return client_shards(
-            data, loss, config.layout, train.max_tokens_per_micro_batch, packed=train.packed,
-            multiple_of=chunks_per_group(config.layout),
+            data, loss, layout, train.max_tokens_per_micro_batch, packed=train.packed,
+            multiple_of=chunks_per_group(layout),
             quadratic_tokens=quadratic if isinstance(quadratic, float) else None,
         )  # fmt: skip
 
     def _of_ranks(self, shards: Sequence[ClientShard]) -> list[ray.ObjectRef]:
         """References to every rank's shard."""
-        layout, stored = self._config.layout, [ray.put(shard) for shard in shards]
+        layout, stored = self._layout, [ray.put(shard) for shard in shards]
         return [stored[layout.dp_rank(rank)] for rank in range(layout.world_size)]
 
     def _passed(self, shards: Sequence[ClientShard], found: Sequence[RankPassResult], data: int) -> PassResult:
         """What all ranks found of so many data."""
-        of_rank = {self._config.layout.dp_rank(rank): each.log_probs for rank, each in enumerate(found)}
+        of_rank = {self._layout.dp_rank(rank): each.log_probs for rank, each in enumerate(found)}
         return PassResult(found[0].loss, by_datum([(shards[rank], column) for rank, column in of_rank.items()], data))
 
     # -------------------------------------------------------------------------------------------------------- together

@@ -17,6 +17,7 @@ from typing import Any
 from mslime.backends.sglang.client import EngineDied
 from mslime.checks.resolve import ResolvedRun
 from mslime.config.errors import EngineError, TrainerError, UserError
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.observe.progress import NamedProgress, open_lines
 from mslime.run.adapter_delivery import AdapterDelivery
@@ -115,7 +116,7 @@ class AdapterSession(TrainingRun):
         self._open_records()
         for note in self.checkpoints.notes():
             self.progress.note(note)
-        self._trainers = self._adapter = shared.ranks.create(self.name, self.config)
+        self._trainers = self._adapter = shared.ranks.create(self.name, policy_spec(self.config))
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
@@ -193,7 +194,9 @@ class AdaptersSession(Started):
         self.progress = self._stack.enter_context(open_lines(shown))
         self._say_start()
         cluster, self.ray = self._join_cluster(generates=True)
-        self.ranks = ranks = AdapterRanks(with_base(config), cluster, self._logs, self._worth_waiting)
+        self.ranks = ranks = AdapterRanks(
+            policy_spec(with_base(config)), cluster, self._logs, self._worth_waiting, together=config.steps_together
+        )
         self._stack.callback(ranks.stop)
         self.engines = engines = self._engine_group(cluster)
         (addresses,) = self._start_beside(ranks.start, engines)

@@ -6,8 +6,6 @@ A run has one group that generates, and one of teachers when `teacher` says so.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -21,11 +19,10 @@ import ray
 from mslime.config.errors import ConfigError, EngineError, TrainerError, UserError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.resolved import Role, ServerSpec, engine_spec, teacher_spec
-from mslime.config.schema import RunConfig
-from mslime.logs import hide, log_process, phase
+from mslime.logs import hide, phase
 from mslime.run.placement import ActorPlacement
 from mslime.run.ray_calls import POLL_SECONDS, call, gather
-from mslime.run.ray_cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
+from mslime.run.ray_cluster import ActorProcess, Cluster, remote_class
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server_process import EngineAddress
@@ -41,24 +38,21 @@ SAY_AGAIN_SECONDS = 30.0
 """A phase that lasts is told again after so long."""
 
 
-def _begin_actor(config: RunConfig, name: str, log_dir: str, keys: EngineKeys) -> str:
+def _begin_actor(process: ActorProcess, name: str, log_dir: str, keys: EngineKeys) -> str:
     """In the process around a server, or a part of one: its own log, its interface. Its address."""
-    redirect_output(Path(log_dir) / f"{name}_actor.log")
-    log_process(f"{name} actor", config.observe.log_level)
+    process.begin(f"{name} actor", Path(log_dir) / f"{name}_actor.log")
     hide(keys.api, keys.admin)
-    _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
-    use_own_interface(config.cluster)
-    return own_host(config.cluster)
+    return process.host
 
 
 class PartActor:
     """Launches a server's part on another machine than its first, when that says so. It dies with this process."""
 
     def __init__(
-        self, config: RunConfig, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys, routes: bool,
-        gpus: Sequence[str] | None,
+        self, process: ActorProcess, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys,
+        routes: bool, gpus: Sequence[str] | None,
     ) -> None:  # fmt: skip
-        host = _begin_actor(config, f"{spec.role}{index}_part{rank}", log_dir, keys)
+        host = _begin_actor(process, f"{spec.role}{index}_part{rank}", log_dir, keys)
         from mslime.backends.sglang.server_process import ServerPart
 
         self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
@@ -109,10 +103,10 @@ class PrefillActor:
     """Launches the half of a pair that prefills. The server dies with this process."""
 
     def __init__(
-        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        self, process: ActorProcess, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
         gpus: Sequence[str] | None,
     ) -> None:  # fmt: skip
-        host = _begin_actor(config, f"{spec.role}{index}_prefill", log_dir, keys)
+        host = _begin_actor(process, f"{spec.role}{index}_prefill", log_dir, keys)
         from mslime.backends.sglang.server_process import ServerProcess
 
         self._server = ServerProcess(
@@ -138,10 +132,10 @@ class EngineActor:
     """
 
     def __init__(
-        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        self, process: ActorProcess, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
         parts: Sequence[Any] = (), gpus: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
+        host = _begin_actor(process, name := f"{spec.role}{index}", log_dir, keys)
         from mslime.backends.sglang.server_process import ServerProcess
 
         pair = spec.settings.pairs is not None
@@ -234,21 +228,21 @@ class EngineGroup:
         self._made += 1
         of_teacher = self.role == "teacher"
         spec = teacher_spec(self._config) if of_teacher else engine_spec(self._config, self._adapted)
-        logs = str(self._log_dir)
+        logs, process = str(self._log_dir), self._cluster.process
         pair, rest = spec.settings.pairs is not None, places[1:]
         self._parts[name] = parts = [
             remote_class(PrefillActor).options(**each.options).remote(
-                self._config, spec, index, logs, self._keys, self._routes, each.gpus
+                process, spec, index, logs, self._keys, self._routes, each.gpus
             )
             if pair
             else remote_class(PartActor).options(**each.options).remote(
-                self._config, spec, index, rank, logs, self._keys, self._routes, each.gpus
+                process, spec, index, rank, logs, self._keys, self._routes, each.gpus
             )
             for rank, each in enumerate(rest, 1)
         ]  # fmt: skip
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
         made = remote.options(**places[0].options).remote(
-            self._config, spec, index, logs, self._keys, self._routes, parts, places[0].gpus
+            process, spec, index, logs, self._keys, self._routes, parts, places[0].gpus
         )
         self._places[name] = places
         self._actors[name], self.log_paths[name] = made, str(self._log_dir / f"{name}.log")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +12,10 @@ from typing import Any, ClassVar
 import ray
 from ray.exceptions import RayError
 
-from mslime.config.schema import RunConfig
-from mslime.logs import log_process
+from mslime.config.resolved import TrainingSpec
 from mslime.run.ray_calls import call, gather
-from mslime.run.ray_cluster import own_host, redirect_output, remote_class, use_own_interface
+from mslime.run.ray_cluster import ActorProcess, remote_class
 
-_log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
 """Called with (how much is done, of how much)."""
 Span = tuple[float, float]
@@ -36,24 +31,19 @@ class RankActor:
 
     role: ClassVar[str]
 
-    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
-        redirect_output(Path(log_path))
-        log_process(f"{self.role} {rank}", config.observe.log_level)
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
-        _log.info("placed on %s, process %d, GPU %s", socket.gethostname(), os.getpid(), gpus)
-        use_own_interface(config.cluster)
-        self._config, self._rank, self._step = config, rank, 0
+    def __init__(self, spec: TrainingSpec, process: ActorProcess, rank: int, log_path: str) -> None:
+        process.begin(f"{self.role} {rank}", Path(log_path))
+        self._process, self._rank, self._step = process, rank, 0
+        self._world, self._limits = spec.layout.world_size, spec.deadlines
         self._done, self._total = 0, 0
 
     def address(self) -> str:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
         from mslime.weights.broadcast import open_store
 
-        host, world = own_host(self._config.cluster), self._config.layout.world_size
+        host, limit = self._process.host, timedelta(seconds=self._limits.trainer_start_s)
         # Open from now on, so that nobody else can take the port; torch's rendezvous in this process finds it there.
-        self._store = open_store(
-            host, world, timedelta(seconds=self._config.deadlines.trainer_start_s), multi_tenant=True
-        )
+        self._store = open_store(host, self._world, limit, multi_tenant=True)
         return f"tcp://{host}:{self._store.port}"
 
     def rest(self) -> None:
@@ -76,21 +66,19 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        role: str,
-        actor: type[RankActor],
-        config: RunConfig,
-        placed: Callable[[int], Mapping[str, Any]],
-        log_dir: Path,
-    ) -> None:
+        self, actor: type[RankActor], spec: TrainingSpec, process: ActorProcess,
+        placed: Callable[[int], Mapping[str, Any]], log_dir: Path, *given: object,
+    ) -> None:  # fmt: skip
         """
         Args:
+            process: how those of the ranks begin.
             placed: Ray's options that put a rank where it belongs.
+            given: what the actor takes beside what every rank does.
         """
-        self.role, self._config, world = role, config, config.layout.world_size
+        self.role, self._limits, world = actor.role, spec.deadlines, spec.layout.world_size
         remote = remote_class(actor, concurrency_groups={"progress": 1})
-        self.log_paths = {self.name(r): str(log_dir / f"{role}_rank{r}.log") for r in range(world)}
-        threads = str(config.cluster.trainer_threads)
+        self.log_paths = {self.name(r): str(log_dir / f"{self.role}_rank{r}.log") for r in range(world)}
+        threads = str(spec.threads)
         env = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
@@ -98,8 +86,8 @@ class RankGroup:
         }
         self._submitting = threading.Lock()
         self._actors = [
-            remote.options(**placed(r), runtime_env={"env_vars": env}).remote(config, r, self.log_paths[self.name(r)])
-            for r in range(world)
+            remote.options(**placed(r), runtime_env={"env_vars": env}).remote(spec, process, r, log_path, *given)
+            for r, log_path in enumerate(self.log_paths.values())
         ]
         self._first = self._actors[0]
 
@@ -113,7 +101,7 @@ class RankGroup:
         Args:
             on_wait: called a few times a second until the first rank is there.
         """
-        who, deadline = self.name(0), self._config.deadlines.trainer_start_s
+        who, deadline = self.name(0), self._limits.trainer_start_s
         asked = self._actors[0].address.remote()
         rendezvous = call(asked, who, "trainer start", deadline, self.log_paths[who], on_wait)
         return self.submit(lambda a, _: a.start.remote(rendezvous))
@@ -124,7 +112,7 @@ class RankGroup:
         Args:
             on_wait: called a few times a second until all of them are there.
         """
-        refs, deadline = self.begin_start(on_wait), self._config.deadlines.trainer_start_s
+        refs, deadline = self.begin_start(on_wait), self._limits.trainer_start_s
         started = gather(refs, "trainer start", deadline, self.log_paths, on_wait)
         return [tuple(started[name]["moe_layer_ids"]) for name in self.log_paths]
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.resolved import Role
 from mslime.config.schema import RunConfig
+from mslime.logs import log_process
 from mslime.run.placement import (
     ActorPlacement,
     Spot,
@@ -215,6 +217,11 @@ class Cluster:
                 "end what else runs there (`ray status`), use fewer ranks or engines, or add machines",
             )
         return group
+
+    @property
+    def process(self) -> ActorProcess:
+        """How processes of the run's actors begin."""
+        return ActorProcess(self._config.observe.log_level, self._config.cluster)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Actor options that put trainer `rank` into its bundle: neighbours in rank order share machines."""
@@ -491,6 +498,32 @@ def interface_of(address: str) -> str | None:
 
     interfaces, address = psutil.net_if_addrs(), "127.0.0.1" if address.startswith("127.") else address
     return next((name for name, held in interfaces.items() if any(a.address == address for a in held)), None)
+
+
+@dataclass(frozen=True)
+class ActorProcess:
+    """How the process of an actor begins.
+
+    Attributes:
+        log_level: `observe.log_level`.
+        settings: `cluster`.
+    """
+
+    log_level: str
+    settings: ClusterConfig
+
+    def begin(self, name: str, log_path: Path) -> None:
+        """Write to a log of its own from here on, and let gloo listen where the process is found."""
+        redirect_output(log_path)
+        log_process(name, self.log_level)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
+        _log.info("placed on %s, process %d, GPU %s", socket.gethostname(), os.getpid(), gpus)
+        use_own_interface(self.settings)
+
+    @property
+    def host(self) -> str:
+        """See `own_host`."""
+        return own_host(self.settings)
 
 
 def redirect_output(log_path: Path) -> None:

@@ -88,11 +88,11 @@ class RolloutActor(Host):
             begins: of each adapter, or of `ONLY`.
             teachers: servers of the teacher, if SGLang serves one.
         """
-        from mslime.checks.user_functions import check_seams
+        from mslime.checks.user_functions import check_seams, rollout_seams
         from mslime.data.tokenizer import load_tokenizer
 
-        for run in self._runs.values():
-            check_seams(run.config, WHO)
+        for config in (run.config for run in self._runs.values()):
+            check_seams(rollout_seams(config.data, config.rollout, config.hooks, config.algorithm))
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         tokenizer = load_tokenizer(self._config.model.tokenizer)
         self._of = {
@@ -303,10 +303,11 @@ class ManagerActor(Host):
 
     async def meet(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check them; how many tokens they refuse to continue."""
-        from mslime.checks.user_functions import check_seams
+        from mslime.checks.user_functions import check_seams, rollout_seams
         from mslime.run.engine_side import EngineSide
 
-        check_seams(self._config, "rollout service")
+        config = self._config
+        check_seams(rollout_seams(config.data, config.rollout, config.hooks, config.algorithm))
         hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
         self._side = EngineSide(self._run)
         refused_input = await self._side.meet_engines(addresses)

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from mslime.config.base import TrainerPart
 from mslime.config.keys import Endpoint
-from mslime.config.resolved import critic_spec, policy_spec
+from mslime.config.resolved import CriticSpec, PolicySpec, critic_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.data.checkpoints import FileSum, critic_directory
 from mslime.data.probe import joined_routes
 from mslime.logs import hide, phase
 from mslime.run.ranks import RankActor, RankGroup, Report, Span, fetched
 from mslime.run.ray_calls import gather
-from mslime.run.ray_cluster import Cluster
+from mslime.run.ray_cluster import ActorProcess, Cluster
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic
@@ -54,8 +54,8 @@ class Trained:
 class PolicyRank:
     """What the driver asks of a trainer rank, and of a critic's rank on the same GPU."""
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
-        self._config, self._rank, self._step = config, rank, 0
+    def __init__(self, spec: PolicySpec, rank: int) -> None:
+        self._spec, self._rank, self._step = spec, rank, 0
         self._sent, self._buckets = 0, 0
         self._prepared: list[TrainShard] = []
         self._found: dict[str, float] = {}
@@ -76,7 +76,7 @@ class PolicyRank:
         trainer.on_micro_batch = on_micro_batch
         if critic is not None:
             critic.on_micro_batch = on_micro_batch
-        port = SGLangPort(self._config.deadlines)
+        port = SGLangPort(self._spec.deadlines)
         self._sender = trainer.weight_sender(port, self._report_bucket, stacked=stacked)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
@@ -174,7 +174,7 @@ class PolicyRank:
         begin = time.time()
         with phase(_log, f"log-probs of {len(sequences)} probe(s)"):
             log_probs, chosen = self._trainer.probe(sequences, routes)
-        first = self._config.layout.dp_rank(self._rank) == 0
+        first = self._spec.layout.dp_rank(self._rank) == 0
         return log_probs, chosen if first else None, (begin, time.time())
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
@@ -213,26 +213,34 @@ class PolicyRank:
 
 
 class TrainerActor(RankActor, PolicyRank):
-    """One trainer rank, and its rank of a critic that shares its GPU."""
+    """One trainer rank, and its rank of a critic that shares its GPU.
+
+    Args:
+        critic: None: none shares it.
+    """
 
     role = "trainer"
 
-    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
-        RankActor.__init__(self, config, rank, log_path)
-        PolicyRank.__init__(self, config, rank)
+    def __init__(
+        self, spec: PolicySpec, process: ActorProcess, rank: int, log_path: str, critic: CriticSpec | None
+    ) -> None:
+        RankActor.__init__(self, spec, process, rank, log_path)
+        PolicyRank.__init__(self, spec, rank)
+        self._critic_spec = critic
 
     def start(self, rendezvous: str) -> dict[str, Any]:
         """Build the model and optimizer; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.critic import MegatronCritic
         from mslime.backends.megatron.step.trainer import MegatronTrainer
-        from mslime.checks.user_functions import check_seams
+        from mslime.checks.user_functions import check_seams, trainer_seams
 
-        config, critic = self._config, None
-        check_seams(config, "trainer")  # this machine may lack a module that the driver's has
+        spec, critic = self._spec, None
+        if spec.train.task == "rl":  # this machine may lack a module that the driver's has
+            check_seams(trainer_seams(spec.algorithm, spec.weights))
         with phase(_log, f"starting at {rendezvous}"):
-            trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
-            if config.shares_critic:
-                critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
+            trainer = MegatronTrainer(spec, self._rank, self._world, rendezvous)
+            if self._critic_spec is not None:
+                critic = MegatronCritic(self._critic_spec, self._rank, self._world, None)
             self.adopt(trainer, critic, self._report)
         return {"moe_layer_ids": trainer.moe_layer_ids}
 
@@ -242,13 +250,16 @@ class CriticActor(RankActor):
 
     role = "critic"
 
+    def __init__(self, spec: CriticSpec, process: ActorProcess, rank: int, log_path: str) -> None:
+        super().__init__(spec, process, rank, log_path)
+        self._spec = spec
+
     def start(self, rendezvous: str) -> None:
         """Build the model and optimizer."""
         from mslime.backends.megatron.step.critic import MegatronCritic
 
         with phase(_log, f"starting at {rendezvous}"):
-            spec = critic_spec(self._config)
-            self._critic = MegatronCritic(spec, self._rank, spec.layout.world_size, rendezvous)
+            self._critic = MegatronCritic(self._spec, self._rank, self._world, rendezvous)
         self._critic.on_micro_batch = self._report
         self._shards: list[TrainShard] = []
 
@@ -283,28 +294,32 @@ class TrainerGroup:
     """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
 
     def __init__(
-        self, config: RunConfig, trainers: RankGroup, critics: RankGroup | None, check: Callable[[], None]
+        self, spec: PolicySpec, trainers: RankGroup, critics: RankGroup | None, check: Callable[[], None]
     ) -> None:
         """
         Args:
+            spec: of the policy.
             check: called while a step or a weight update is waited for; raises when that is to end.
         """
-        self._config, self._trainers, self._critics, self._check = config, trainers, critics, check
+        self._spec, self._limits, self._layout = spec, spec.deadlines, spec.layout
+        self._trainers, self._critics, self._check = trainers, critics, check
 
     @classmethod
     def of_run(cls, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> Self:
         """The ranks of a run that trains one policy, which are yet to be started."""
-        critics = None
+        spec, process, critics = policy_spec(config), cluster.process, None
         if config.critic_ranks:
-            critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
-        return cls(config, RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir), critics, check)
+            critics = RankGroup(CriticActor, critic_spec(config), process, cluster.critic_options, log_dir)
+        beside = critic_spec(config) if config.shares_critic else None
+        trainers = RankGroup(TrainerActor, spec, process, cluster.trainer_options, log_dir, beside)
+        return cls(spec, trainers, critics, check)
 
     def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
         """Build the models on all ranks; returns every trainer rank's global MoE layer ids."""
         refs, logs = self._trainers.begin_start(on_wait), self._trainers.log_paths
         if self._critics is not None:
             refs, logs = refs | self._critics.begin_start(on_wait), logs | self._critics.log_paths
-        started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs, on_wait)
+        started = gather(refs, "trainer start", self._limits.trainer_start_s, logs, on_wait)
         return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
     def train(
@@ -320,7 +335,7 @@ class TrainerGroup:
         if self._critics is not None:
             return self._train_apart(self._critics, shards, on_progress, policy, step, watched)
         deadline, poll = (
-            self._config.deadlines.train_step_s,
+            self._limits.train_step_s,
             self._trainers.poller("progress", on_progress, self._check),
         )
         results = self._trainers.all(
@@ -335,7 +350,7 @@ class TrainerGroup:
 
     def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
         """((its sum over the trained tokens of all ranks' shards, how many those are), when each rank was busy)."""
-        deadline, layout = self._config.deadlines.train_step_s, self._config.layout
+        deadline, layout = self._limits.train_step_s, self._layout
         poll = self._trainers.poller("progress", lambda done, total: None, self._check)
         results = self._trainers.all(
             "held-out loss", deadline, lambda a, r: a.negative_log_likelihood.remote(shards[r]), poll
@@ -353,7 +368,7 @@ class TrainerGroup:
         watched: Sequence[int],
     ) -> Trained:
         """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
-        trainers, deadline = self._trainers, self._config.deadlines.train_step_s
+        trainers, deadline = self._trainers, self._limits.train_step_s
         logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
         valued = critics.submit(lambda a, r: a.values.remote(shards[r], step))
         gather(valued, "train step: values", deadline, logs, poll)
@@ -419,12 +434,12 @@ class TrainerGroup:
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
         """See `TrainerActor.hold`. A critic on GPUs of its own stays there."""
-        deadline, held = self._config.deadlines.checkpoint_s, sorted(parts)
+        deadline, held = self._limits.checkpoint_s, sorted(parts)
         self._trainers.all("memory", deadline, lambda a, _: a.hold.remote(held))
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
-        deadline = self._config.deadlines.checkpoint_s
+        deadline = self._limits.checkpoint_s
         self._trainers.all("export", deadline, lambda a, _: a.export_hf.remote(str(directory)))
 
     def save(
@@ -437,7 +452,7 @@ class TrainerGroup:
                 began; None: nobody has.
             deadline_s: default `deadlines.checkpoint_s`.
         """
-        deadline, critic = deadline_s or self._config.deadlines.checkpoint_s, str(critic_directory(directory))
+        deadline, critic = deadline_s or self._limits.checkpoint_s, str(critic_directory(directory))
         if self._critics is not None:
             self._critics.all("checkpoint save", deadline, lambda a, _: a.save.remote(critic))
         self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra, others))
@@ -450,7 +465,7 @@ class TrainerGroup:
 
     def load(self, directory: Path, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""
-        deadline, critic = self._config.deadlines.checkpoint_s, critic_directory(directory)
+        deadline, critic = self._limits.checkpoint_s, critic_directory(directory)
         self._trainers.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
         if self._critics is not None and critic.is_dir():
             self._critics.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(critic), new_run))
@@ -464,7 +479,7 @@ class TrainerGroup:
     @property
     def _sync_deadline(self) -> float:
         # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
-        return self._config.deadlines.weight_sync_s + 60
+        return self._limits.weight_sync_s + 60
 
 
 def over_data_parallel_ranks(found: Sequence[tuple[float, int]], layout: ParallelLayout) -> tuple[float, int]:

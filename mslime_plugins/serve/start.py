@@ -20,6 +20,7 @@ from mslime.checks.environment import refuse_without_gpu
 from mslime.checks.resolve import resolve
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.keys import read_secret
+from mslime.config.resolved import policy_spec
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.rollout.protocols import Local
@@ -109,7 +110,9 @@ class Serving(Started):
         self._say_start()
         cluster, _ = self._join_cluster(True)
         self._engines = self._engine_group(cluster)
-        self._ranks = AdapterRanks(config, cluster, self._logs, survives=True)
+        self._ranks = AdapterRanks(
+            policy_spec(config), cluster, self._logs, together=config.steps_together, survives=True
+        )
         self._stack.callback(self._ranks.stop)
         (self._addresses,) = self._start_beside(self._ranks.start, self._engines)
         self._take_over(self._engines.attached, lambda _: None)

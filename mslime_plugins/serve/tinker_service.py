@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mslime.config.errors import CheckpointError, TrainerError
+from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.config.serve import AdamParams
 from mslime.threads import in_thread
@@ -173,7 +174,7 @@ class Service:
         return self.futures.take(request_id, model.model_id, made, (model.turns, 0))
 
     async def _make(self, model: Model) -> AdapterTrainer:
-        own = adapter_config(self._config, model.ask)
+        own = policy_spec(adapter_config(self._config, model.ask))
         # Clients may take its files to other engines, which do not read stacked experts.
         model.trainer = trainer = await _in_turn(self._ranks.create, model.model_id, own, stacked=False)
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)

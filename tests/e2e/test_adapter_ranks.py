@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError, TrainerError
-from mslime.config.resolved import policy_spec
-from mslime.config.schema import RunConfig
+from mslime.config.resolved import PolicySpec
 from mslime.data.checkpoints import saving_directory
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.ray_cluster import Cluster
@@ -19,7 +18,7 @@ from mslime.run.trainers import TrainerGroup
 from tests.engines.megatron_parity import STEPS
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_adapters_in_one_pass import broken_batches, failing_in_one_pass
-from tests.engines.test_many_adapters import alone, configs, numbers, shards_of
+from tests.engines.test_many_adapters import alone, configs, numbers, shards_of, specs
 from tests.engines.test_megatron_parity import LAYOUTS
 
 CASE, NAMES = LAYOUTS["dp2"], ["plain", "other_rank"]
@@ -33,9 +32,9 @@ def alone_metrics(rank: int, world: int, init: str, checkpoint: Path) -> dict[st
 @pytest.mark.nightly
 def test_threads_train_adapters_of_one_base(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     own = run_ranks(alone_metrics, CASE.world, tiny_qwen3_moe)[0]
-    given = configs(tiny_qwen3_moe, CASE)
-    with Cluster(given["plain"], engines=False) as cluster:
-        ranks = AdapterRanks(given["plain"], cluster, tmp_path, lambda: None)
+    base, given = configs(tiny_qwen3_moe, CASE)["plain"], specs(tiny_qwen3_moe, CASE)
+    with Cluster(base, engines=False) as cluster:
+        ranks = AdapterRanks(given["plain"], cluster, tmp_path, together=False)
         ranks.start()
         assert ranks.layers == [(0, 1, 2, 3)] * 2
         trainers = {name: ranks.create(name, given[name]) for name in NAMES}
@@ -43,9 +42,7 @@ def test_threads_train_adapters_of_one_base(tiny_qwen3_moe: Path, tmp_path: Path
         def train(name: str) -> list[dict[str, float]]:
             found: list[dict[str, float]] = []
             for step in range(STEPS):
-                shards: list[list[Any]] = [
-                    [shards_of(name, CASE, policy_spec(given[name]), rank)[step]] for rank in range(2)
-                ]
+                shards: list[list[Any]] = [[shards_of(name, CASE, given[name], rank)[step]] for rank in range(2)]
                 trained = trainers[name].train(shards, lambda done, total: None, True, step + 1)
                 found.append(numbers(trained.metrics[0]))
             return found
@@ -66,18 +63,14 @@ def alone_with_a_failure(rank: int, world: int, init: str, checkpoint: Path) -> 
 @pytest.mark.nightly
 def test_a_failure_in_a_shared_pass_is_told_to_its_adapters_thread_alone(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     own = {name: steps for name, (_, steps) in run_ranks(alone_with_a_failure, CASE.world, tiny_qwen3_moe)[0].items()}
-    given = {
-        name: config.model_copy(update={"lora": config.lora.model_copy(update={"together": True})})
-        for name, config in configs(tiny_qwen3_moe, CASE).items()
-    }
-    with Cluster(given["plain"], engines=False) as cluster:
-        ranks = AdapterRanks(given["plain"], cluster, tmp_path, lambda: None)
+    base, given = configs(tiny_qwen3_moe, CASE)["plain"], specs(tiny_qwen3_moe, CASE)
+    with Cluster(base, engines=False) as cluster:
+        ranks = AdapterRanks(given["plain"], cluster, tmp_path, together=True)
         ranks.start()
         trainers = {name: ranks.create(name, given[name]) for name in TOGETHER}
 
         def step(name: str, number: int) -> tuple[dict[str, float] | str, float]:
-            spec = policy_spec(given[name])
-            shards = [broken_batches(name, CASE, spec, rank)[number] for rank in range(CASE.world)]
+            shards = [broken_batches(name, CASE, given[name], rank)[number] for rank in range(CASE.world)]
             with trainers[name].turn_for(shards, number + 1, (), lambda: None):
                 try:
                     metrics = trainers[name].train(shards, lambda done, total: None, True, number + 1).metrics[0]
@@ -101,7 +94,7 @@ def test_a_failure_in_a_shared_pass_is_told_to_its_adapters_thread_alone(tiny_qw
         ranks.stop()
 
 
-def refused(ranks: AdapterRanks, other: TrainerGroup, given: dict[str, RunConfig], directory: Path) -> None:
+def refused(ranks: AdapterRanks, other: TrainerGroup, given: dict[str, PolicySpec], directory: Path) -> None:
     """A mistake is answered, and changes nothing; a freed adapter answers no more, and comes back from its files."""
     with pytest.raises(ConfigError, match="another adapter has it"):
         ranks.create("plain", given["plain"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mslime.config.errors import TrainerError
+from mslime.config.resolved import policy_spec
 from mslime.config.serve import LossChoice
 from mslime.data.client_batch import Datum, PassResult
 from mslime.run.adapter_ranks import AdapterRanks
@@ -43,9 +44,9 @@ def test_clients_in_one_pass_have_what_they_have_in_turns(tiny_qwen3_moe: Path, 
     config = served_config({**settings(tiny_qwen3_moe), "output_dir": str(tmp_path)})
     own = adapter_config(config, AdapterAsk(4, 3))
     with Cluster(config, engines=False) as cluster:
-        ranks = AdapterRanks(config, cluster, tmp_path, survives=True)
+        ranks = AdapterRanks(policy_spec(config), cluster, tmp_path, together=config.steps_together, survives=True)
         ranks.start()
-        trainers = {name: ranks.create(name, own) for way in ("turn", "pass") for name in named(way)}
+        trainers = {name: ranks.create(name, policy_spec(own)) for way in ("turn", "pass") for name in named(way)}
 
         def outcome(name: str, data: list[Datum]) -> PassResult | str:
             try:

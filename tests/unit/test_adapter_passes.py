@@ -14,6 +14,7 @@ import pytest
 
 from mslime.backends.megatron.step.client_steps import RankPassResult
 from mslime.config.errors import ConfigError, TrainerError, UserError
+from mslime.config.resolved import policy_spec
 from mslime.config.serve import LossChoice
 from mslime.data.client_batch import ClientShard, Datum, PassResult
 from mslime.run import adapter_ranks
@@ -79,7 +80,8 @@ class Handle:
 class Ranks(AdapterRanks):
     def __init__(self, *, together: bool, survives: bool) -> None:
         lora = {"rank": 4, "together": together}
-        self._config = least(lora=lora, cluster={"trainer_ranks": RANKS})
+        config = least(lora=lora, cluster={"trainer_ranks": RANKS})
+        self.spec, self._limits, self._together = policy_spec(config), config.deadlines, together
         self.role, self._check, self._submitting = "trainer", lambda: None, threading.Lock()
         self.turn, self._survives, self._adapter, self._failures = TrainerTurn(), survives, None, []
         self.calls: list[str] = []
@@ -87,7 +89,7 @@ class Ranks(AdapterRanks):
         self._actors = self._first = [Handle(actor) for actor in self.actors]
 
     def trainers(self, names: str) -> dict[str, AdapterTrainer]:
-        made = {name: self.create(name, self._config) for name in names}
+        made = {name: self.create(name, self.spec) for name in names}
         self.calls.clear()
         return made
 

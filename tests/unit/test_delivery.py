@@ -199,7 +199,7 @@ def test_leaving_outlasts_what_a_rank_waits_for_an_engine_that_is_silent(monkeyp
             limits[what] = deadline_s
 
     monkeypatch.setattr("mslime.run.trainers.RankGroup", FakeRanks)
-    made: Any = SimpleNamespace(trainer_options=None)
+    made: Any = SimpleNamespace(trainer_options=None, process=None)
     TrainerGroup.of_run(CONFIG, made, Path("logs"), lambda: None).disconnect()
     closing = CONFIG.deadlines.weight_sync_s + CLOSE_SECONDS  # the engine's answer, and then the connections
     assert limits["weight sync: disconnect"] > closing

@@ -46,7 +46,7 @@ def test_the_pages_settings_name_classes_that_can_be_used(block: str) -> None:
     given = yaml.safe_load(block)
     own_prompts = given["rollout"]["function"] == "atropos"
     config = build({"model": {"path": "m"}, "data": {} if own_prompts else {"prompts": ["p.jsonl"]}, **given})
-    check_seams(config)
+    check_seams(seams_of(config))
     assert own_prompts or "rollout.environment" in {seam.setting for seam in seams_of(config)}
 
 

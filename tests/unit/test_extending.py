@@ -52,7 +52,7 @@ def test_the_settings_on_the_page_are_those_of_the_examples() -> None:
         for section, values in yaml.safe_load(block).items():
             settings.setdefault(section, {}).update(values)
     config = build(settings)
-    check_seams(config)
+    check_seams(seams_of(config))
     named = {seam.function.split(":")[0].rpartition(".")[2] for seam in seams_of(config)} | {"reward"}
     assert named == {path.stem for path in EXAMPLES}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mslime.checks.resolve import with_model
-from mslime.config.schema import RunConfig
+from mslime.checks.resolve import with_quadratic_tokens
+from mslime.config.train import TrainConfig
 from mslime.convert.families import read_hf_config
 from mslime.convert.flops import quadratic_tokens
 
@@ -96,7 +96,5 @@ def test_linear_attention_has_no_pairs() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", 27278.0), (None, None), (5000, 5000.0)])
 def test_a_number_and_null_are_kept_and_auto_is_counted(given: object, expected: float | None) -> None:
-    train = {"quadratic_tokens": given}
-    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "train": train}
-    config = RunConfig.model_validate(base)
-    assert with_model(config, read_hf_config(CONFIGS / "qwen3-4B")).train.quadratic_tokens == expected
+    train = TrainConfig.model_validate({"quadratic_tokens": given})
+    assert with_quadratic_tokens(train, read_hf_config(CONFIGS / "qwen3-4B")).quadratic_tokens == expected

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from mslime.config.schema import RunConfig
-from mslime.run.ranks import RankActor, RankGroup
-
-MINIMAL = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+from mslime.config.resolved import policy_spec
+from mslime.run.ranks import RankGroup
+from mslime.run.ray_cluster import ActorProcess
+from mslime.run.trainers import CriticActor
+from tests.fixtures.least import least
 
 
 class FakeActor:
@@ -24,11 +25,12 @@ class FakeActor:
 
 def test_two_threads_are_in_the_same_order_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[list[str]] = [[], []]
-    placed = SimpleNamespace(remote=lambda config, rank, path: FakeActor(orders[rank]))
+    placed = SimpleNamespace(remote=lambda spec, process, rank, path: FakeActor(orders[rank]))
     made = SimpleNamespace(options=lambda **_: placed)
     monkeypatch.setattr("mslime.run.ranks.remote_class", lambda actor, **_: made)
-    config = RunConfig.model_validate(MINIMAL | {"cluster": {"trainer_ranks": 2, "device": "cpu"}})
-    group = RankGroup("trainer", RankActor, config, lambda rank: {}, Path("logs"))
+    config = least(cluster={"trainer_ranks": 2, "device": "cpu"})
+    process = ActorProcess("info", config.cluster)
+    group = RankGroup(CriticActor, policy_spec(config), process, lambda rank: {}, Path("logs"))
     first_began, second_done = threading.Event(), threading.Event()
 
     def first(actor: Any, rank: int) -> Any:

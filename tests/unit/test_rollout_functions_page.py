@@ -38,7 +38,7 @@ def test_the_settings_on_the_page_name_the_examples() -> None:
     named = set[str]()
     for settings in settings_of(PAGE):
         config = build(settings)
-        check_seams(config)
+        check_seams(seams_of(config))
         named |= {seam.function.split(":")[0].rpartition(".")[2] for seam in seams_of(config)}
     assert named == {path.stem for path in EXAMPLES}
 
