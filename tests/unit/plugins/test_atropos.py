@@ -363,10 +363,10 @@ async def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_othe
         await service.drain()
         taking.cancel()
         header, columns = service.state_dict()
-    again = service_of(config_of(tmp_path, groups_per_step=2))
+    config = config_of(tmp_path, groups_per_step=2)
+    again = service_of(config)
     await again.continue_from(header, columns)
     assert len(again.tracker.accepted) == 1
-    config = again._config
     step = asyncio.create_task(again.take(0))
     async with running(config, again) as env:
         await env.hand_in(await env.generate([*PROMPT, 7], n=2), [0.0, 1.0])
