@@ -434,11 +434,6 @@ class GroupTracker:
     # ------------------------------------------------------------------------------------------------- the trainer
 
     @property
-    def enough(self) -> bool:
-        """Whether a step's groups are accepted."""
-        return len(self.accepted) >= self._rollout.groups_per_step
-
-    @property
     def taken(self) -> list[Group]:
         """The groups that the trainer has, until it has trained on them."""
         return [] if self._taken is None else self._taken.groups

@@ -5,22 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
-if TYPE_CHECKING:
-    pass
-
 
 class Engines(Protocol):
-    """A set of generation engines that balances requests over its living members."""
+    """Engines that requests are balanced over: `backends.sglang.engine_pool.EnginePool`, or a script of replies."""
 
     @property
     def clients(self) -> Sequence[object]:
@@ -34,31 +30,6 @@ class Engines(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Continue a sequence on one engine. Raises EngineDied when it died meanwhile, EngineError when it refused."""
-        ...
-
-    async def abort(self) -> None:
-        """Make every running request return what it has."""
-        ...
-
-    def give_up(self, since: float) -> None:
-        """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Hold all engines for a weight update."""
-        ...
-
-    async def resume(self) -> None:
-        """Let all engines go on."""
-        ...
-
-    async def flush_cache(self) -> None:
-        """Forget prefixes computed with older weights."""
-        ...
-
-    async def switch(self, version: int, interrupt: bool) -> None:
-        """Give new requests the adapter of this version; with `interrupt`, those with an older one return what they
-        have."""
         ...
 
 

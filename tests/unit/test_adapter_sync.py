@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mslime.backends.sglang import adapter_update
-from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.flags import command_line, server_fields
@@ -344,8 +343,8 @@ def test_interrupted_requests_are_told_again_until_they_stop(stubborn: int) -> N
 # ------------------------------------------------------------------------------------------------------------ the pool
 
 
-def request(rid: str) -> GenerateRequest:
-    return GenerateRequest(rid, [1, 2], 2)
+def request(rid: str, adapter: str = "") -> GenerateRequest:
+    return GenerateRequest(rid, [1, 2], 2, adapter=adapter)
 
 
 def test_an_engine_that_cannot_load_is_dead_and_gave_no_request_the_adapter() -> None:
@@ -414,13 +413,12 @@ async def switched(pool: EnginePool, adapter: AdapterVersion, alive: int = 2, in
 
 def test_several_adapters_have_versions_of_their_own() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        maths, code = AdapterEngines(pool, "maths"), AdapterEngines(pool, "code")
         await switched(pool, of("maths", 4))
         with pytest.raises(AssertionError, match="before an adapter of code"):
-            await code.generate(request("too early"))
+            await pool.generate(request("too early", "code"))
         assert (await switched(pool, of("code", 1))).adapters == {1}
         assert (await switched(pool, of("maths", 5))).adapters >= {5}
-        found = [await engines.generate(request(rid)) for engines, rid in ((maths, "m"), (code, "c"))]
+        found = [await pool.generate(request(rid, adapter)) for rid, adapter in (("m", "maths"), ("c", "code"))]
         assert [each.versions for each in found] == [((5, 0, 2),), ((1, 0, 2),)]
         bodies = {body["rid"]: body["lora_path"] for path, body in fakes[0].seen if path == "/generate"}
         assert bodies == {"m": "maths-v5", "c": "code-v1"}
@@ -454,7 +452,7 @@ def test_an_adapter_interrupts_its_own_requests_alone() -> None:
 
         tasks = [asyncio.create_task(runs(rid)) for rid in list(running)]
         await asyncio.sleep(0)
-        await AdapterEngines(pool, "code").abort()
+        await pool.abort("code")
         assert sorted(map(str, aborted)) == ["code0", "code1"] and sorted(running) == ["maths0", "maths1"]
         assert sorted(client.adapters.requests_by("maths")) == ["maths0", "maths1"]
         await switched(pool, of("code", 2), interrupt=True)
@@ -483,7 +481,6 @@ def test_room_for_versions_is_each_adapters_own() -> None:
 
 def test_an_engine_that_joins_has_every_adapter_before_it_has_requests() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        maths = AdapterEngines(pool, "maths")
         await switched(pool, of("maths", 4))
         await switched(pool, of("code", 1))
         async with FakeEngine() as late:
@@ -491,7 +488,7 @@ def test_an_engine_that_joins_has_every_adapter_before_it_has_requests() -> None
             await client.pause("retract")
             await pool.admit(client)
             await pool.load_adapter(of("code", 2), 2)
-            early = [asyncio.create_task(maths.generate(request(f"early{i}"))) for i in range(4)]
+            early = [asyncio.create_task(pool.generate(request(f"early{i}", "maths"))) for i in range(4)]
             await asyncio.sleep(0.05)
             assert not any(path == "/generate" for path, _ in late.seen), "code is not switched to there yet"
             await pool.switch(2, interrupt=False, owner="code")

@@ -258,7 +258,7 @@ async def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_t
     closing = asyncio.Event()
 
     class FakeSlowAbort(FakeSlowEngine):
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             await super().abort()
             if self.version == 1:
                 closing.set()
@@ -398,7 +398,7 @@ async def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(
                 await self.given_up.wait()
                 raise EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
 
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             await super().abort()
             if late and self.answered == -math.inf:
                 self.answered = time.monotonic()
@@ -425,7 +425,7 @@ async def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(
 
 async def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
     class FakeDeafEngine(FakeSlowEngine):
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             return None
 
         async def before_token(self, request: GenerateRequest) -> None:
