@@ -44,8 +44,9 @@ from mslime.rollout.group_tracker import (
     trainable,
 )
 from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.protocols import EngineLimits, Scorer, Teacher, living
-from mslime.rollout.rewards.scorer import Scoring
+from mslime.rollout.protocols import EngineLimits, living
+from mslime.rollout.rewards.scorer import RewardScorer, Scoring
+from mslime.rollout.teacher import ServedTeacher
 from mslime.rollout.turns import Rollout
 from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import single_turn
@@ -142,12 +143,12 @@ class Manager:
         config: RunConfig,
         engines: EnginePool,
         tokenizer: Tokenizer,
-        scorer: Scorer,
+        scorer: RewardScorer,
         model: ModelFacts,
         limits: EngineLimits,
         *,
-        teacher: Teacher | None = None,
-        eval_scorers: Mapping[str, Scorer] | None = None,
+        teacher: ServedTeacher | None = None,
+        eval_scorers: Mapping[str, RewardScorer] | None = None,
         adapter: str = "",
         places: AbstractAsyncContextManager[None] | None = None,
         report_every_s: float = 0.0,

@@ -7,9 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
@@ -36,57 +33,6 @@ class Engines(Protocol):
 def living(engines: Engines) -> int:
     """Engines that are alive."""
     return len(engines.clients) - len(engines.dead)
-
-
-class Scorer(Protocol):
-    """Scores responses."""
-
-    per_group: bool
-    """Whether samples are scored with their group, when all of it are finished."""
-
-    async def score(self, sample: Sample) -> float | None:
-        """The reward; None when the sample is to be dropped. Raises RewardError when the run is to stop."""
-        ...
-
-    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Likewise of all samples of a prompt."""
-        ...
-
-
-class Teacher(Protocol):
-    """Holds a teacher for on-policy distillation."""
-
-    async def score(self, sample: Sample) -> NDArray[np.float32]:
-        """[T] float32: its log-prob of each trained token of a finished sample, 0 elsewhere. Raises EngineError."""
-        ...
-
-
-class ProgressHook(Protocol):
-    """Told whenever groups move."""
-
-    def __call__(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
-        """
-        Args:
-            needed: groups of a step. accepted: groups ready for it. running: groups being generated or scored.
-            done: responses finished in this step. aborted: responses interrupted in this step.
-        """
-        ...
-
-
-class SpanHook(Protocol):
-    """Told about every stretch of work, for the timeline."""
-
-    def __call__(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """`start` and `end` are seconds since the epoch."""
-        ...
-
-
-class EvaluatedHook(Protocol):
-    """Given what a held-out set was answered."""
-
-    def __call__(self, name: str, groups: Sequence[Group], /) -> None:
-        """`groups` are finished and scored, and of no further use to the service."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from mslime.data.source import Prompt, PromptStream
 from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.protocols import Asked, EvaluatedHook, ProgressHook, SpanHook, StepBatch
+from mslime.rollout.protocols import Asked, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import batch_metrics
 
@@ -46,8 +46,11 @@ class RolloutService:
         source: training prompts.
         longest_input: prompts of so many tokens, or more, leave no room for a response.
         taught: a served teacher scores responses.
-        on_progress, on_span: told about group counts and about stretches of work.
-        on_evaluated: given the finished groups of a held-out set.
+        on_progress: called whenever groups move: (groups that a step needs, accepted, running, responses that ended in
+            this step, responses interrupted in it).
+        on_span: called with every stretch of work, for the timeline: (lane, name, start, end, step), in seconds since
+            the epoch.
+        on_evaluated: called with a held-out set's name and its scored groups, of no further use to the service.
 
     Attributes:
         joined: the tracker of all managers together.
@@ -61,9 +64,9 @@ class RolloutService:
         longest_input: int,
         *,
         taught: bool = False,
-        on_progress: ProgressHook | None = None,
-        on_span: SpanHook | None = None,
-        on_evaluated: EvaluatedHook | None = None,
+        on_progress: Callable[[int, int, int, int, int], None] | None = None,
+        on_span: Callable[[str, str, float, float, int], None] | None = None,
+        on_evaluated: Callable[[str, Sequence[Group]], None] | None = None,
     ) -> None:
         self._config, self._managers, self._source = config, list(managers), source
         self._longest_input, self._taught = longest_input, taught
@@ -296,11 +299,11 @@ class RolloutService:
         if self._on_progress is not None:
             every = self._reports
             self._on_progress(
-                needed=self._config.rollout.groups_per_step,
-                accepted=sum(r.accepted for r in every),
-                running=sum(r.running for r in every),
-                done=sum(r.done for r in every),
-                aborted=sum(r.aborted for r in every),
+                self._config.rollout.groups_per_step,
+                sum(r.accepted for r in every),
+                sum(r.running for r in every),
+                sum(r.done for r in every),
+                sum(r.aborted for r in every),
             )
 
     def _fail(self, error: BaseException) -> None:

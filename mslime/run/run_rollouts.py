@@ -257,15 +257,15 @@ class RunRollouts:
     # ----------------------------------------------------------------------------------- told by the service
 
     def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
-        """See `protocols.EvaluatedHook`."""
+        """Keep the groups of a held-out set for the log."""
         self._evaluated.append(Logged(groups, self.service.version, None, name))
 
-    def on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
-        """See `protocols.ProgressHook`."""
+    def on_progress(self, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        """Keep the counts."""
         self.counts = RolloutCounts(needed, accepted, running, done, aborted)
 
     def on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """See `protocols.SpanHook`."""
+        """Keep a stretch of work for the timeline."""
         self._spans.append((lane, name, start, end, step + 1))
 
 

@@ -20,7 +20,7 @@ from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
-from mslime.observe.progress import summary_line
+from mslime.observe.progress import RolloutCounts, summary_line
 from mslime.rollout import state
 from tests.fixtures.supports import rows_of
 from tests.unit.rollout_fakes import (
@@ -700,18 +700,18 @@ async def test_responses_end_at_the_length_limit(tmp_path: Path):
 
 
 async def test_progress_and_spans_are_told(tmp_path: Path):
-    counts: list[dict[str, int]] = []
+    counts: list[RolloutCounts] = []
     spans: list[tuple[str, str, float, float, int]] = []
     service = make_service(
         run_config(tmp_path),
         FakeSlowEngine(short),
-        on_progress=lambda **c: counts.append(c),
+        on_progress=lambda *c: counts.append(RolloutCounts(*c)),
         on_span=lambda *span: spans.append(span),
     )
     await service.take(0)
-    assert counts[-1] == {"needed": 4, "accepted": 0, "running": 0, "done": 0, "aborted": 0}, "a new step begins"
-    assert max(c["running"] for c in counts) == 4 and max(c["accepted"] for c in counts) == 4
-    assert max(c["done"] for c in counts) == 8
+    assert counts[-1] == RolloutCounts(needed=4, accepted=0, running=0), "a new step begins"
+    assert max(c.running for c in counts) == 4 and max(c.accepted for c in counts) == 4
+    assert max(c.done for c in counts) == 8
     assert sum(name == "generate" for _, name, *_ in spans) == 8
     assert all(start <= end and step == 0 for *_, start, end, step in spans)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,8 +39,8 @@ OnMicroBatch = Callable[[int, int], None]
 """Called with (micro-batches done, micro-batches in all) by every rank during a pass."""
 
 
-class RouteHooks(Protocol):
-    """What routing replay does around each forward pass of a model chunk."""
+class RouteHooks:
+    """What routing replay does around each forward pass of a model chunk: here nothing."""
 
     def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
