@@ -31,7 +31,8 @@ from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
-from mslime.run.adapter_delivery import AdapterDelivery
+from mslime.run.publish import AdapterPublisher
+from mslime.run.sharing import Apart
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
@@ -562,7 +563,7 @@ class FakeRun:
 
     def __init__(self, urls: tuple[str, ...], wrong: list[WeightSyncError | None]) -> None:
         self.urls, self.wrong, self.calls = urls, wrong, list[str]()
-        self.alive = frozenset[int]()
+        self.alive, self.addresses = frozenset[int](), ()
 
     def write_adapter(self, directory: Path, verify: bool) -> Any:
         directory.mkdir(parents=True)
@@ -589,14 +590,17 @@ class FakeRun:
     def check(self) -> None: ...
 
 
-def delivery(run: FakeRun, directory: Path) -> AdapterDelivery:
+def publisher(run: FakeRun, directory: Path) -> AdapterPublisher:
     made: Any = run
-    return AdapterDelivery(config(output_dir=str(directory)), fake_process(made), made, made, run.check)
+    return AdapterPublisher(
+        config(output_dir=str(directory)), fake_process(made), made, made, made, Apart(lambda: None), run.check,
+        lambda: "", made, made,
+    )  # fmt: skip
 
 
 def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_path: Path) -> None:
     run = FakeRun(("http://a:1",), [])
-    sends = delivery(run, tmp_path)
+    sends = publisher(run, tmp_path)
     at = config(output_dir=str(tmp_path)).weights_directory
     (at / adapter_directory(99)).mkdir(parents=True)  # of a run that was killed
 
@@ -604,7 +608,7 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
         return {path.name for path in at.iterdir()}
 
     sent = sends.send(0, True)
-    assert (sent.report.bytes, sent.compared, sends.engines) == (8, 7, 1)
+    assert (sent.report.bytes, sent.compared, len(sends._met)) == (8, 7, 1)
     assert there() == {adapter_directory(0)}
     sends.send(1, False)
     assert there() == {adapter_directory(0), adapter_directory(1)}
@@ -617,8 +621,8 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
 def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(tmp_path: Path) -> None:
     wrong = sync_error("check", "http://b:1: layer 3", "the engine holds something else")
     run = FakeRun(("http://a:1", "http://b:1"), [wrong])
-    sends = delivery(run, tmp_path)
-    assert sends.send(1, True).compared == 7 and sends.engines == 1
+    sends = publisher(run, tmp_path)
+    assert sends.send(1, True).compared == 7 and len(sends._met) == 1
     assert run.calls[-3:] == ["compare 1", "leave out http://b:1", "compare 1"]
 
 
@@ -626,7 +630,7 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
 def test_where_all_engines_hold_others_the_sync_fails(tmp_path: Path, where: str) -> None:
     run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine holds something else")])
     with pytest.raises(WeightSyncError, match="something else"):
-        delivery(run, tmp_path).send(1, True)
+        publisher(run, tmp_path).send(1, True)
     assert not any("leave out" in call for call in run.calls)
 
 
