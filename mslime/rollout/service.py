@@ -79,7 +79,7 @@ class RolloutService:
         self._handing = asyncio.Lock()  # held while a prompt is in no manager's tracker
         self._failure: BaseException | None = None
         self._chosen = [set[int]() for _ in self._managers]  # ids of the groups that were taken last, by manager
-        self._step, self._clock = 0, Clock()
+        self._step, self._step_began = 0, time.monotonic()
 
     @property
     def version(self) -> int:
@@ -188,8 +188,13 @@ class RolloutService:
         for span in (span for part in parts for span in part.spans):
             if self._on_span is not None:
                 self._on_span(*span)
-        flow = self._clock.flow(booked, self._source.skipped, sum(part.cached_tokens for part in parts))
-        metrics = {**batch_metrics(groups, self.version), **booked, **counts, **flow}
+        metrics = {**batch_metrics(groups, self.version), **booked, **counts}
+        metrics["data/skipped_rows"] = float(self._source.skipped)
+        metrics["rollout/cached_tokens"] = float(sum(part.cached_tokens for part in parts))
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        if generated := booked["ledger/generated_tokens"]:  # else all was ready, which says nothing of the engines
+            metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
         return StepBatch(step, self.version, groups, metrics)
 
     # ---------------------------------------------------------------------------------------------------- state
@@ -357,26 +362,6 @@ class RolloutService:
 
 def _id(group: Group) -> int:
     return group.group_id
-
-
-class Clock:
-    """The time between two steps."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def flow(self, booked: Mapping[str, float], skipped: int, cached: int) -> dict[str, float]:
-        """What the tracker does not count of a step, which ends now.
-
-        Args:
-            booked: by the tracker. skipped: prompts that were too long. cached: prompt tokens in the engines' caches.
-        """
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        metrics = {"data/skipped_rows": float(skipped), "rollout/cached_tokens": float(cached)}
-        if generated := booked["ledger/generated_tokens"]:  # else all was ready, which says nothing of the engines
-            metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
-        return metrics
 
 
 def next_prompt(source: PromptStream, longest_input: int) -> Prompt:
