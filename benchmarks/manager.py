@@ -56,6 +56,7 @@ from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.manager import Manager
 from mslime.rollout.protocols import EngineLimits, Local
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from mslime.run.assemble import assemble
 from mslime.run.ray_calls import Remote
@@ -155,10 +156,13 @@ def fake_fleet(pipe: Connection, engines: int, answer: bytes) -> None:
     asyncio.run(serve())
 
 
-class FakeScorer:
+class FakeScorer(RewardScorer):
     """Gives 0 and 1 at once."""
 
     per_group = False
+
+    def __init__(self) -> None:
+        """No graders."""
 
     async def score(self, sample: Sample) -> float:
         return float(sample.index % 2)

@@ -38,7 +38,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
@@ -94,18 +93,6 @@ class FakeEngines:
         rows = len(request.input_ids) + n - 1 - request.routes_start
         routes = self._routes[:rows].copy()  # as the decoder of an answer makes them
         return GenerateResult(self._said, self._log_probs, "stop", ((0, 0, n),), routes, None, 0, "", "fake")
-
-    async def abort(self) -> None: ...
-
-    def give_up(self, since: float) -> None: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def flush_cache(self) -> None: ...
-
-    async def switch(self, version: int, interrupt: bool) -> None: ...
 
 
 class Sessions:

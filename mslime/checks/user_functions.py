@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import HooksConfig, RunConfig
 from mslime.config.weights import WeightsConfig
 from mslime.data.sample import Sample, SampleStatus
-from mslime.data.source import Prompt
+from mslime.data.source import Prompt, PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import check_parameters, load_function
 from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentPool, OpenEnvironment
@@ -43,25 +43,18 @@ from mslime.rollout.rewards.servers import token_of
 from mslime.rollout.workflow import load_workflow
 from mslime.threads import in_thread
 
+if TYPE_CHECKING:
+    from mslime.checks.datasets import DrawnPrompts
+
 OTHER_ROWS = 8  # among which a label is looked for that is wrong for the first
 
 
-class Prompts(Protocol):
-    """Rows that rewards are tried on: of files, or the first ones of `data.source`."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, index: int) -> Prompt:
-        """Row `index`, tokenised."""
-        ...
-
-    def labels(self) -> Iterator[tuple[str, Any]]:
-        """(where, label) of every row."""
-        ...
-
-
 def check_rewards(
-    rollout: RolloutConfig, reward: RewardConfig, data: DataConfig, sources: Mapping[str, Prompts], tokenizer: Tokenizer
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    data: DataConfig,
+    sources: Mapping[str, PromptSource | DrawnPrompts],
+    tokenizer: Tokenizer,
 ) -> list[str]:
     """Check labels and functions of training and of every held-out set; return what a person should know.
 
@@ -96,7 +89,9 @@ def _check_tokens(scoring: ScoringConfig, place: str) -> None:
             token_of(variable, f"{where}.{part.servers[0]}")
 
 
-def _check_labels(source: Prompts, scoring: ScoringConfig, place: str, label_key: str | None) -> list[str]:
+def _check_labels(
+    source: PromptSource | DrawnPrompts, scoring: ScoringConfig, place: str, label_key: str | None
+) -> list[str]:
     kinds = {g.kind: kind for g in scoring.graders if (kind := reward_kind(g.kind, place)) is not None}
     for where, label in source.labels():
         for name, kind in kinds.items():
@@ -111,7 +106,7 @@ def _check_labels(source: Prompts, scoring: ScoringConfig, place: str, label_key
 
 
 def _try_functions(
-    scoring: ScoringConfig, place: str, source: Prompts, tokenizer: Tokenizer, group_size: int
+    scoring: ScoringConfig, place: str, source: PromptSource | DrawnPrompts, tokenizer: Tokenizer, group_size: int
 ) -> list[str]:
     """Import every custom function, and score the first row. Raises ConfigError."""
     if not any(part.kind == "custom" for part in scoring.graders):

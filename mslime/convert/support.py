@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,9 +47,9 @@ class SupportRow:
     notes: tuple[str, ...]
 
 
-def support_rows(families: Mapping[str, Family] = FAMILIES) -> list[SupportRow]:
+def support_rows() -> list[SupportRow]:
     """Every family, in alphabetical order."""
-    return [_row(families[name]) for name in sorted(families)]
+    return [_row(FAMILIES[name]) for name in sorted(FAMILIES)]
 
 
 def _row(family: Family) -> SupportRow:

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -21,22 +21,6 @@ from mslime.config.errors import DataError, hub_download, nearest, reading
 
 _MEND = "mend or delete the row"
 _KINDS = ".jsonl, .jsonl.gz, .json and .parquet files, and directories of parquet or arrow files"
-
-
-class RowFile(Protocol):
-    """Rows of one file, by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def where(self, index: int) -> str:
-        """`file:line` of a row."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Changes when the rows do, not when the file moves."""
-        ...
 
 
 class JsonlFile:
@@ -241,6 +225,10 @@ def plain(value: Any, what: str, where: str) -> Any:
     with reading(DataError, where, rule, f"{_MEND}; dates, decimals and bytes are to be written as text"):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
+
+
+RowFile: TypeAlias = JsonlFile | ListedRows | TableRows
+"""Rows of one file, by index."""
 
 
 def open_rows(path: Path, keys: Sequence[str]) -> RowFile:

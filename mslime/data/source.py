@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,28 +101,6 @@ def keys_of_rows(config: DataConfig) -> list[str]:
     """The keys that every row has."""
     mine = (config.messages_key,) if config.messages_key else (config.prompt_key, config.label_key)
     return [key for key in (*mine, config.tools_key, config.metadata_key) if key is not None]
-
-
-class PromptStream(Protocol):
-    """What training prompts are drawn from, without an end.
-
-    Attributes:
-        skipped: prompts left out so far because they had more than `data.max_prompt_tokens` tokens.
-    """
-
-    skipped: int
-
-    def next(self) -> Prompt:
-        """The next prompt. Raises UserError when there is none."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values from which `load_state_dict` continues."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises UserError when it was of another source."""
-        ...
 
 
 def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
@@ -342,6 +320,10 @@ ENVIRONMENTS = "environments"
 """In a state: the run had no prompts of its own."""
 MOST_TOO_LONG = 1000
 """Prompts in a row that may be too long, before none is taken to fit."""
+
+
+PromptStream: TypeAlias = "PromptSource | UserSource | NoPrompts"
+"""What training prompts are drawn from, without an end."""
 
 
 def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStream:

@@ -9,22 +9,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mslime.config.errors import UserError, nearest
 from mslime.config.output import ObserveConfig
-
-
-class Sink(Protocol):
-    """Takes finite scalars, one mapping a step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step."""
-        ...
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        ...
 
 
 class TensorBoardSink:
@@ -94,6 +82,9 @@ class WandbSink:
     def close(self) -> None:
         """End the W&B run."""
         self._run.finish()
+
+
+Sink: TypeAlias = TensorBoardSink | WandbSink
 
 
 def open_sinks(run_dir: Path, observe: ObserveConfig, run_name: str, run_config: Mapping[str, Any]) -> list[Sink]:

@@ -11,8 +11,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -89,15 +89,6 @@ class Timeline:
         self._file.writelines(json.dumps(asdict(span)) + "\n" for span in merge_spans(self._pending))
         self._file.flush()
         self._pending = []
-
-    @contextmanager
-    def span(self, lane: str, name: str, step: int) -> Iterator[None]:
-        """Record the duration of a block, also of one that raises."""
-        start = self.now()
-        try:
-            yield
-        finally:
-            self.record(lane, name, start, self.now(), step)
 
     def close(self) -> None:
         """Write what is buffered. A picture of the run is not worth an error at its end."""

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mslime.config.errors import UserError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.rollout.agents.chat.choose import choose_renderer
 from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Renderer, Rendering
-from mslime.rollout.agents.chat.session import ChatSession, Reply, ReplyTurn, SequenceEngine
+from mslime.rollout.agents.chat.session import ChatSession, Reply, ReplyTurn
 from mslime.rollout.agents.server.app import ModelServer
 from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
+
+if TYPE_CHECKING:
+    from mslime.rollout.turns import Rollout
 
 T = TypeVar("T")
 
@@ -50,7 +53,7 @@ class Agents:
         return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking), special)
 
     async def chat(
-        self, engine: SequenceEngine, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
+        self, engine: Rollout, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
     ) -> ChatSession:
         """The conversations of a rollout (see `ChatSession`), within `rollout.limits` or other limits. Raises
         ConfigError when there is no renderer for them."""
@@ -86,7 +89,7 @@ class Conversations:
         on_expiry: see `ChatSession`.
     """
 
-    def __init__(self, agents: Agents, engine: SequenceEngine, on_expiry: Callable[[], bool]) -> None:
+    def __init__(self, agents: Agents, engine: Rollout, on_expiry: Callable[[], bool]) -> None:
         self._agents = agents
         self._open: Callable[[], Coroutine[Any, Any, ChatSession]] | None = lambda: agents.chat(engine, on_expiry)
         self._chat: asyncio.Task[ChatSession] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, SampleStatus
-from mslime.rollout.protocols import Scorer
+from mslime.rollout.rewards.scorer import RewardScorer
 
 RIGHT_ABOVE = 0.5
 
@@ -88,7 +88,10 @@ def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
 
 
 async def answer(
-    groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer, at_once: int = sys.maxsize
+    groups: Sequence[Group],
+    roll: Callable[[Group, int], Awaitable[None]],
+    scorer: RewardScorer,
+    at_once: int = sys.maxsize,
 ) -> None:
     """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, RolloutError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
@@ -106,18 +105,6 @@ class _Script:
         self.said += now
         log_probs = np.full(len(now), -1.0, np.float32)
         return GenerateResult(np.asarray(now, np.int32), log_probs, finish, spans, None, None, 0, "", "script")
-
-    async def abort(self) -> None: ...
-
-    def give_up(self, since: float) -> None: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def flush_cache(self) -> None: ...
-
-    async def switch(self, version: int, interrupt: bool) -> None: ...
 
 
 def check_workflow(

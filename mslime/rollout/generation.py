@@ -148,6 +148,8 @@ class Generator:
         version: the weight version that the engines serve now; an answer names none that is newer, or older than its
             request.
         on_request: told (engine, start, end) of every answered request, seconds since the epoch.
+        adapter: which of several adapters its requests have; empty: the only one, or none. The engines' sessions of two
+            adapters are two.
         places: a request is sent inside one of these blocks. None: as many as the engines that there are then
             run at once.
 
@@ -165,10 +167,11 @@ class Generator:
         limits: EngineLimits,
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
+        adapter: str = "",
         places: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
-        self._version, self._on_request = version, on_request
+        self._version, self._on_request, self._adapter = version, on_request, adapter
         self._moe_layers = as_slice(model.moe_layer_ids)
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
@@ -254,7 +257,8 @@ class Generator:
             seed=zlib.crc32(f"{self._config.seed}/{session}/{sample.index}/{len(sample)}".encode()) & 0x7FFFFFFF,
             want_routes=sampling.want_routes,
             routes_start=len(sample.routes) if sampling.want_routes and sample.routes is not None else 0,
-            session_id=session,
+            session_id=f"{self._adapter}/{session}" if self._adapter else session,
+            adapter=self._adapter,
         )
 
     async def _answer(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult | None:

@@ -28,6 +28,7 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
+from mslime.rollout.returned import TokenCounter
 from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 from mslime.rollout.step_metrics import StepCounters
 
@@ -225,7 +226,7 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
     )  # fmt: skip
 
 
-class GroupTracker:
+class GroupTracker(TokenCounter):
     """Every group and every token of a run's rollouts.
 
     Args:
@@ -286,16 +287,16 @@ class GroupTracker:
         return None
 
     def generated(self, sample: Sample, tokens: int) -> None:
-        """An engine returned `tokens` more of a sample, which are in it."""
+        """See `TokenCounter`."""
         self.ledger.generate(tokens)
         self.counters.add("aborted", sample.status is SampleStatus.ABORTED)
 
     def dropped(self, tokens: int, reason: str) -> None:
-        """Tokens of a rollout under way, which were to be trained, are gone."""
+        """See `TokenCounter`."""
         self.ledger.drop(tokens, reason)
 
     def masked(self, tokens: int, reason: str) -> None:
-        """Tokens of a rollout under way, which were to be trained, are context from now on."""
+        """See `TokenCounter`."""
         self.ledger.mask(tokens, reason)
 
     def begin_again(self, group: Group, number: int) -> None:
@@ -433,11 +434,6 @@ class GroupTracker:
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer
-
-    @property
-    def enough(self) -> bool:
-        """Whether a step's groups are accepted."""
-        return len(self.accepted) >= self._rollout.groups_per_step
 
     @property
     def taken(self) -> list[Group]:

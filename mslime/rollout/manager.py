@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.base import PauseMode
@@ -44,11 +44,15 @@ from mslime.rollout.group_tracker import (
     trainable,
 )
 from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
-from mslime.rollout.rewards.scorer import Scoring
+from mslime.rollout.protocols import EngineLimits, living
+from mslime.rollout.rewards.scorer import RewardScorer, Scoring
+from mslime.rollout.teacher import ServedTeacher
 from mslime.rollout.turns import Rollout
 from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import single_turn
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.engine_pool import EnginePool
 
 REPORT_EVERY_S = 0.02
 """Between two answers of `Manager.moved` to another process: a step of thousands of groups must not become as many
@@ -123,12 +127,11 @@ class Manager:
     """Generates and scores the groups that it is handed, over its share of the engines.
 
     Args:
-        engines: the engine pool; see `protocols.Engines`.
         tokenizer: decodes responses and encodes held-out prompts.
         scorer: the reward.
         teacher: scores finished responses, when it is served (`teacher`).
         eval_scorers: by held-out set, of those that are not scored as in training.
-        places: at the engines, see `Generator`.
+        adapter, places: see `Generator`.
         report_every_s: at least, between two answers of `moved`.
 
     Attributes:
@@ -138,25 +141,26 @@ class Manager:
     def __init__(
         self,
         config: RunConfig,
-        engines: Engines,
+        engines: EnginePool,
         tokenizer: Tokenizer,
-        scorer: Scorer,
+        scorer: RewardScorer,
         model: ModelFacts,
         limits: EngineLimits,
         *,
-        teacher: Teacher | None = None,
-        eval_scorers: Mapping[str, Scorer] | None = None,
+        teacher: ServedTeacher | None = None,
+        eval_scorers: Mapping[str, RewardScorer] | None = None,
+        adapter: str = "",
         places: AbstractAsyncContextManager[None] | None = None,
         report_every_s: float = 0.0,
     ) -> None:
-        self._config, self._engines, self._tokenizer = config, engines, tokenizer
+        self._config, self._engines, self._adapter, self._tokenizer = config, engines, adapter, tokenizer
         self._scorer, self._model, self._limits = scorer, model, limits
         self._eval_scorers = eval_scorers or {}
         self._workflow = open_workflow(config, tokenizer)
         hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
         self.tracker = GroupTracker(config.rollout, config.on_stale, hosted.counted if hosted is not None else ())
         self._generator = Generator(
-            config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
+            config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, adapter, places
         )
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
@@ -235,7 +239,7 @@ class Manager:
         Prefixes are an adapter's own in the engines' caches."""
         self._runner.forget_deaths()
         interrupt = self._pause_mode == "abort"
-        await self._everywhere(lambda: self._engines.switch(version, interrupt))
+        await self._everywhere(lambda: self._engines.switch(version, interrupt, self._adapter))
         if self._works_ahead:
             self._go_on()
 
@@ -264,7 +268,7 @@ class Manager:
         request can slip past an abort that reaches the engine before it does."""
         traffic = self._runner.traffic
         while traffic.in_flight:
-            await self._everywhere(self._engines.abort)
+            await self._everywhere(lambda: self._engines.abort(self._adapter))
             left = deadline - time.monotonic()
             if not await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) and left <= ABORT_EVERY_S:
                 return False

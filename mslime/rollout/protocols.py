@@ -5,22 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
-if TYPE_CHECKING:
-    pass
-
 
 class Engines(Protocol):
-    """A set of generation engines that balances requests over its living members."""
+    """Engines that requests are balanced over: `backends.sglang.engine_pool.EnginePool`, or a script of replies."""
 
     @property
     def clients(self) -> Sequence[object]:
@@ -36,86 +29,10 @@ class Engines(Protocol):
         """Continue a sequence on one engine. Raises EngineDied when it died meanwhile, EngineError when it refused."""
         ...
 
-    async def abort(self) -> None:
-        """Make every running request return what it has."""
-        ...
-
-    def give_up(self, since: float) -> None:
-        """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Hold all engines for a weight update."""
-        ...
-
-    async def resume(self) -> None:
-        """Let all engines go on."""
-        ...
-
-    async def flush_cache(self) -> None:
-        """Forget prefixes computed with older weights."""
-        ...
-
-    async def switch(self, version: int, interrupt: bool) -> None:
-        """Give new requests the adapter of this version; with `interrupt`, those with an older one return what they
-        have."""
-        ...
-
 
 def living(engines: Engines) -> int:
     """Engines that are alive."""
     return len(engines.clients) - len(engines.dead)
-
-
-class Scorer(Protocol):
-    """Scores responses."""
-
-    per_group: bool
-    """Whether samples are scored with their group, when all of it are finished."""
-
-    async def score(self, sample: Sample) -> float | None:
-        """The reward; None when the sample is to be dropped. Raises RewardError when the run is to stop."""
-        ...
-
-    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Likewise of all samples of a prompt."""
-        ...
-
-
-class Teacher(Protocol):
-    """Holds a teacher for on-policy distillation."""
-
-    async def score(self, sample: Sample) -> NDArray[np.float32]:
-        """[T] float32: its log-prob of each trained token of a finished sample, 0 elsewhere. Raises EngineError."""
-        ...
-
-
-class ProgressHook(Protocol):
-    """Told whenever groups move."""
-
-    def __call__(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
-        """
-        Args:
-            needed: groups of a step. accepted: groups ready for it. running: groups being generated or scored.
-            done: responses finished in this step. aborted: responses interrupted in this step.
-        """
-        ...
-
-
-class SpanHook(Protocol):
-    """Told about every stretch of work, for the timeline."""
-
-    def __call__(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """`start` and `end` are seconds since the epoch."""
-        ...
-
-
-class EvaluatedHook(Protocol):
-    """Given what a held-out set was answered."""
-
-    def __call__(self, name: str, groups: Sequence[Group], /) -> None:
-        """`groups` are finished and scored, and of no further use to the service."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -20,33 +20,17 @@ from mslime.rollout.workflow import Episode
 # The sequences of one rollout: how they grow, that nobody else changed them, and which of them are trained.
 
 
-class TokenCounter(Protocol):
-    """Who is told what becomes of the tokens of a rollout under way."""
+class TokenCounter:
+    """Counts what becomes of the tokens of a rollout under way. This one counts nothing: its rollout is not trained."""
 
     def generated(self, sample: Sample, tokens: int) -> None:
         """An engine returned `tokens` more of a sample, which are in it."""
-        ...
 
     def dropped(self, tokens: int, reason: str) -> None:
         """So many tokens that were to be trained are gone."""
-        ...
 
     def masked(self, tokens: int, reason: str) -> None:
         """So many tokens that were to be trained are context from now on."""
-        ...
-
-
-class NoTokenCounter:
-    """For rollouts of which nothing is trained."""
-
-    def generated(self, sample: Sample, tokens: int) -> None:
-        """Nobody counts."""
-
-    def dropped(self, tokens: int, reason: str) -> None:
-        """Nobody counts."""
-
-    def masked(self, tokens: int, reason: str) -> None:
-        """Nobody counts."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from mslime.data.source import Prompt, PromptStream
 from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.protocols import Asked, EvaluatedHook, ProgressHook, SpanHook, StepBatch
+from mslime.rollout.protocols import Asked, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import batch_metrics
 
@@ -47,8 +47,11 @@ class RolloutService:
         source: training prompts.
         longest_input: prompts of so many tokens, or more, leave no room for a response.
         taught: a served teacher scores responses.
-        on_progress, on_span: told about group counts and about stretches of work.
-        on_evaluated: given the finished groups of a held-out set.
+        on_progress: called whenever groups move: (groups that a step needs, accepted, running, responses that ended in
+            this step, responses interrupted in it).
+        on_span: called with every stretch of work, for the timeline: (lane, name, start, end, step), in seconds since
+            the epoch.
+        on_evaluated: called with a held-out set's name and its scored groups, of no further use to the service.
 
     Attributes:
         joined: the tracker of all managers together.
@@ -63,9 +66,9 @@ class RolloutService:
         longest_input: int,
         *,
         taught: bool = False,
-        on_progress: ProgressHook | None = None,
-        on_span: SpanHook | None = None,
-        on_evaluated: EvaluatedHook | None = None,
+        on_progress: Callable[[int, int, int, int, int], None] | None = None,
+        on_span: Callable[[str, str, float, float, int], None] | None = None,
+        on_evaluated: Callable[[str, Sequence[Group]], None] | None = None,
     ) -> None:
         self._managers, self._source = list(managers), source
         self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
@@ -80,7 +83,7 @@ class RolloutService:
         self._handing = asyncio.Lock()  # held while a prompt is in no manager's tracker
         self._failure: BaseException | None = None
         self._chosen = [set[int]() for _ in self._managers]  # ids of the groups that were taken last, by manager
-        self._step, self._clock = 0, Clock()
+        self._step, self._step_began = 0, time.monotonic()
 
     @property
     def version(self) -> int:
@@ -189,8 +192,13 @@ class RolloutService:
         for span in (span for part in parts for span in part.spans):
             if self._on_span is not None:
                 self._on_span(*span)
-        flow = self._clock.flow(booked, self._source.skipped, sum(part.cached_tokens for part in parts))
-        metrics = {**batch_metrics(groups, self.version), **booked, **counts, **flow}
+        metrics = {**batch_metrics(groups, self.version), **booked, **counts}
+        metrics["data/skipped_rows"] = float(self._source.skipped)
+        metrics["rollout/cached_tokens"] = float(sum(part.cached_tokens for part in parts))
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        if generated := booked["ledger/generated_tokens"]:  # else all was ready, which says nothing of the engines
+            metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
         return StepBatch(step, self.version, groups, metrics)
 
     # ---------------------------------------------------------------------------------------------------- state
@@ -300,11 +308,11 @@ class RolloutService:
         if self._on_progress is not None:
             every = self._reports
             self._on_progress(
-                needed=self._groups_per_step,
-                accepted=sum(r.accepted for r in every),
-                running=sum(r.running for r in every),
-                done=sum(r.done for r in every),
-                aborted=sum(r.aborted for r in every),
+                self._groups_per_step,
+                sum(r.accepted for r in every),
+                sum(r.running for r in every),
+                sum(r.done for r in every),
+                sum(r.aborted for r in every),
             )
 
     def _fail(self, error: BaseException) -> None:
@@ -370,26 +378,6 @@ class RolloutService:
 
 def _id(group: Group) -> int:
     return group.group_id
-
-
-class Clock:
-    """The time between two steps."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def flow(self, booked: Mapping[str, float], skipped: int, cached: int) -> dict[str, float]:
-        """What the tracker does not count of a step, which ends now.
-
-        Args:
-            booked: by the tracker. skipped: prompts that were too long. cached: prompt tokens in the engines' caches.
-        """
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        metrics = {"data/skipped_rows": float(skipped), "rollout/cached_tokens": float(cached)}
-        if generated := booked["ledger/generated_tokens"]:  # else all was ready, which says nothing of the engines
-            metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
-        return metrics
 
 
 def next_prompt(source: PromptStream, longest_input: int) -> Prompt:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -36,14 +36,6 @@ _FOREIGN = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError,
     MemoryError, RecursionError, NotImplementedError, BadZipFile,
 )  # fmt: skip
-
-
-class Stored(Protocol):
-    """Columns that are read from front to back."""
-
-    def cut(self, name: str, count: int) -> NDArray[Any]:
-        """The next `count` elements of a column, as an array of the caller's own. Raises ValueError at its end."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -204,6 +196,10 @@ def _write_archive(file: Any, header: bytes, columns: Columns) -> None:
             _write_column(archive, name, parts)
 
 
+Stored: TypeAlias = "InMemory | _Archive"
+"""Columns that are read from front to back."""
+
+
 @contextmanager
 def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
     """What `save_state` was given; columns are read as they are cut. To be unpacked inside.
@@ -255,7 +251,7 @@ class InMemory:
         self._at = dict.fromkeys(columns, 0)
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
-        """See `Stored`."""
+        """The next `count` elements of a column, as an array of the caller's own. Raises ValueError at its end."""
         start = self._at[name]
         self._at[name] = start + count
         piece = self._columns[name][start : start + count]
@@ -286,7 +282,7 @@ class _Archive:
         return self.cut(name, self._streams[name][2])
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
-        """See `Stored`."""
+        """See `InMemory.cut`."""
         stream, dtype, left = self._streams[name]
         if not 0 <= count <= left:
             raise ValueError(f"{name} is shorter than its header states")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Collection
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,30 +17,17 @@ from mslime.config.base import EngineTag
 from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 
+if TYPE_CHECKING:
+    from mslime.backends.sglang.engine_pool import EnginePool
+
 TRIES = 4
 FIRST_WAIT_S = 0.1  # doubled after each try
-
-
-class ScoringEngines(Protocol):
-    """The teacher's servers; `backends.sglang.engine_pool.EnginePool` is one."""
-
-    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-        """Log-probs of given tokens. Raises EngineDied when a server died meanwhile, EngineError when it refused."""
-        ...
-
-    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
-        """Let all servers, which score nothing now, hold these parts of their memory and no others."""
-        ...
-
-    def __len__(self) -> int:
-        """Servers that are alive."""
-        ...
 
 
 class ServedTeacher:
     """Scores samples on the teacher's servers; on GPUs that it shares, while it is awake. Belongs to one event loop."""
 
-    def __init__(self, engines: ScoringEngines) -> None:
+    def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
         self._run, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._awake, self._idle, self._scoring = asyncio.Event(), asyncio.Event(), 0

@@ -22,7 +22,6 @@ from mslime.rollout.conversations import Agents, Conversations
 from mslime.rollout.generation import Generator, GroupGate, Sampling
 from mslime.rollout.returned import (
     GrowingSample,
-    NoTokenCounter,
     RolloutOutcome,
     TakenTurn,
     TokenCounter,
@@ -58,7 +57,7 @@ class Rollout:
     ) -> None:
         self._group, self.number, self._session, self._spec = group, number, session, spec
         self._generator, self._sampling, self._group_gate = generator, sampling, group_gate
-        self._tracker, self._limit_s = tracker or NoTokenCounter(), limit_s
+        self._tracker, self._limit_s = tracker or TokenCounter(), limit_s
         self._chats = Conversations(agents, self, self._end_of_silence)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
@@ -74,7 +73,7 @@ class Rollout:
 
     @property
     def longest(self) -> int:
-        """See `chat.session.SequenceEngine`."""
+        """Sequences of so many tokens cannot be continued."""
         return self._sampling.longest_input
 
     @property

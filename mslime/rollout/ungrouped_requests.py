@@ -11,12 +11,12 @@ import uuid
 from collections.abc import Callable
 
 from mslime.config.rollout import AgentLimits
-from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents.chat.session import ChatSession
 from mslime.rollout.conversations import Agents
 from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import GroupTracker, new_group
+from mslime.rollout.returned import TokenCounter
 from mslime.rollout.turns import Rollout
 
 UNBOUNDED = 10**9
@@ -67,19 +67,13 @@ class Guests:
         return self._generator.decode(ids)
 
 
-class _UngroupedTokens:
-    """`TokenCounter` of a conversation: its tokens are booked when it is known what becomes of them."""
+class _UngroupedTokens(TokenCounter):
+    """Of a conversation: its tokens are booked when it is known what becomes of them."""
 
     def __init__(self, tracker: GroupTracker) -> None:
         self._tracker = tracker
-
-    def generated(self, sample: Sample, tokens: int) -> None:
-        """Not yet."""
 
     def dropped(self, tokens: int, reason: str) -> None:
         """Tokens of a turn that came to nothing."""
         self._tracker.ledger.generate(tokens)
         self._tracker.dropped(tokens, reason)
-
-    def masked(self, tokens: int, reason: str) -> None:
-        """Whoever takes them in says what is masked."""

@@ -20,7 +20,6 @@ from mslime.config.errors import EngineError, TrainerError, UserError
 from mslime.config.resolved import policy_spec
 from mslime.config.schema import RunConfig
 from mslime.observe.progress import NamedProgress, open_lines
-from mslime.run.adapter_delivery import AdapterDelivery
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.fleet import Fleet
@@ -120,17 +119,12 @@ class AdapterSession(TrainingRun):
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
-        self._publisher = self._publishes_by(self._make_delivery())
+        self._publisher = self._make_publisher(self.name)
 
     def _open_records(self) -> None:
         steps, done = self.config.train.num_steps, self.first_step
         self._records.open(self._stack, True, NamedProgress(self.name, self._shared.progress, steps, done))
         self._timeline, self.progress = self._records.timeline, self._records.progress
-
-    def _make_delivery(self) -> AdapterDelivery:
-        return AdapterDelivery(
-            self.config, self._rollouts, self._trainers, self._fleet, self._at_rest, self._probe(), self.name
-        )
 
     def _tend(self) -> None:
         if self._fleet.tend():

@@ -1,40 +1,124 @@
-"""A new version of the weights: who waits for whom in a sync, what happens when all engines die in it, its metrics."""
+"""A new version of the weights: from the pause of the engines to their next request, and which engines take part.
+
+`Publisher` sends all weights to engines that are paused, also if one of them dies on the way. `AdapterPublisher` gives
+adapters alone to engines that generate meanwhile.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from mslime.config.base import Verify
-from mslime.config.errors import EngineError
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.serving_adapters import AdapterVersion
+from mslime.config.base import adapter_directory
+from mslime.config.errors import EngineError, UserError, WeightSyncError
+from mslime.config.schema import RunConfig
+from mslime.convert.peft import WEIGHTS
 from mslime.observe.progress import Progress
 from mslime.observe.timeline import Timeline
-from mslime.run.adapter_delivery import AdapterDelivery
-from mslime.run.delivery import Delivered, Delivery
+from mslime.run.engine_actors import EngineGroup
 from mslime.run.fleet import Fleet
+from mslime.run.ranks import Span
 from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.sharing import Apart
+from mslime.run.trainers import TrainerGroup
+from mslime.run.weight_probe import Answered, WeightProbe
+from mslime.weights.bucket_sender import Seconds
+from mslime.weights.sync import SendReport
 
+if TYPE_CHECKING:
+    from mslime.backends.sglang.engine_pool import UpdateMembers
+
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Weights that are there.
+
+    Attributes:
+        report: of the attempt that went through.
+        spans: when each rank was busy with it.
+        compared: tensors that were compared in all engines, and are equal; None where none was to be compared.
+        repeats: attempts that did not go through.
+        probed: of the probe; None where there was none.
+    """
+
+    report: SendReport
+    spans: Mapping[str, Span]
+    compared: int | None
+    repeats: int
+    probed: Answered | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Named as in `metrics.jsonl`."""
+        sent, senders = self.report, self.report.phases.values()
+        return {
+            "weights/bytes": float(sent.bytes),
+            **({} if sent.changed is None else {"weights/changed": sent.changed}),
+            "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
+            "weights/buckets": float(sent.buckets),
+            "weights/repeats": float(self.repeats),
+            "weights/fill_seconds": max(spent.fill for spent in senders),
+            "weights/turn_seconds": max(spent.turn for spent in senders),
+            "weights/send_seconds": max(spent.send for spent in senders),
+            **({} if self.probed is None else self.probed.metrics()),
+        }
 
 
 class Publisher:
     """Lets the engines generate under the trainer's weights.
 
     Args:
-        verify: how engines are compared with the trainer (`weights.verify`).
+        engines: where they are.
+        fleet: which of them live; it learns of those that are gone.
         memory: whose turn it is on shared GPUs.
+        check: raises when the run is to end.
+        new_group: makes names for groups without the engines that are gone.
+        probe: asked after each sync; None: nothing is.
+        adapter: which of several adapters it publishes; empty in a run of one, or of none.
     """
 
+    pauses: ClassVar = True
+    """Engines rest while it sends."""
+
     def __init__(
-        self, verify: Verify, rollouts: RolloutProcess, delivery: Delivery | AdapterDelivery, fleet: Fleet,
-        memory: Apart, progress: Progress, timeline: Timeline,
-    ) -> None:  # fmt: skip
-        self._verify, self._rollouts, self._delivery, self._fleet = verify, rollouts, delivery, fleet
-        self._memory, self._progress, self._timeline = memory, progress, timeline
-        self._verified = 0
+        self,
+        config: RunConfig,
+        rollouts: RolloutProcess,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        fleet: Fleet,
+        memory: Apart,
+        check: Callable[[], None],
+        new_group: Callable[[], str],
+        progress: Progress,
+        timeline: Timeline,
+        probe: WeightProbe | None = None,
+        adapter: str = "",
+    ) -> None:
+        self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
+        self._fleet, self._memory, self._check, self._new_group = fleet, memory, check, new_group
+        self._progress, self._timeline, self._probe, self._adapter = progress, timeline, probe, adapter
+        self._verified = 0  # syncs that were compared, since an engine joined
+        self._met = frozenset(address.url for address in engines.addresses)  # engines that take part in syncs
+        self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
+        self._unique = uuid.uuid4().hex[:8]  # attached engines may still have adapters of another run
+
+    def connect(self, group: str) -> None:
+        """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
+        met = [address for address in self._engines.addresses if address.url in self._met]
+        self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
 
     def tend(self) -> None:
         """See `Fleet.tend`. With engines that join, weights are compared as in the run's first syncs."""
@@ -78,25 +162,25 @@ class Publisher:
         self._rollouts.service.call(RunRollouts.pause)
         paused = time.monotonic()
         self._memory.enter("send")
-        first = self._verify in ("first", "probe") and self._verified < 2
-        delivered = self._delivery.send(version, self._verify == "always" or first)
+        verify = self._config.weights.verify
+        delivered = self.send(version, verify == "always" or (verify in ("first", "probe") and self._verified < 2))
         self._memory.enter("generate")
         self._rollouts.service.call(RunRollouts.resume, version)
         end = time.monotonic()
         self._memory.end_sync()
         self._fleet.lost(self._rollouts.engines.call(RunEngines.dead))
         self._fleet.settled()
-        self._tell(delivered, version, step)
-        seconds = {
+        self._note(delivered, version, step)
+        return {
             "weights/seconds": end - begin,
-            "weights/pause_seconds": end - paused if self._delivery.pauses else 0.0,
+            "weights/pause_seconds": end - paused if self.pauses else 0.0,
+            **delivered.metrics(),
+            "weights/engines": float(len(self._met)),
+            **self._memory.metrics(),
         }
-        return (
-            seconds | delivered.metrics() | {"weights/engines": float(self._delivery.engines)} | self._memory.metrics()
-        )
 
-    def _tell(self, delivered: Delivered, version: int, step: int) -> None:
-        """What was compared, and who was busy when."""
+    def _note(self, delivered: Delivered, version: int, step: int) -> None:
+        """Record how many tensors were compared, and when each rank was busy."""
         if (compared := delivered.compared) is not None:
             self._verified += 1
             equal = f"{compared} tensors in the engines equal the trainer's, bit for bit"
@@ -107,3 +191,152 @@ class Publisher:
                 self._timeline.record(f"sender {rank}", "send bucket", start, end, step)
         if delivered.probed is not None:
             self._timeline.record_lanes("probe", delivered.probed.spans, step)
+
+    def send(self, version: int, verify: bool) -> Delivered:
+        """Bring all weights to every engine that is there, compare them if asked to, let them count as `version`, and
+        probe.
+
+        When it fails, the engines stay paused and hold a mixture, so all of them get everything again, and are
+        compared. Without those that died; without those that are new, where there are others; and without those that
+        the error names, when it fails a second time with the same ones.
+
+        Raises:
+            WeightSyncError: it failed with engines of which none took weights before; or twice with the same ones, and
+                names none of them, or all.
+            EngineDied: none is left.
+            EngineError: all refuse the update.
+        """
+        serving, failed, repeats = self._rollouts.engines.call(RunEngines.begin_update), (), 0
+        while True:  # ends: there is an engine less every second time
+            try:
+                self._meet(serving)
+                self._memory.enter("send")
+                check = self._config.compares_weights and (verify or repeats > 0)
+                report, spans = self._trainers.send_weights(version, check, self._progress.weights)
+                strict = self._config.weights.verify in ("first", "always")
+                compared = self._rollouts.engines.call(RunEngines.compare, report.expected, strict) if check else None
+                self._rollouts.engines.call(RunEngines.end_update)
+                self._rollouts.engines.call(RunEngines.stamp, version)
+                probed = None if self._probe is None else self._probe.ask(version)
+                self._proven = self._met
+                return Delivered(report, spans, compared, repeats, probed)
+            except WeightSyncError as error:
+                self._check()
+                tried, repeats = serving.urls, repeats + 1
+                serving = self._again(tried, tried == failed, error)
+                failed = tried
+
+    def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> UpdateMembers:
+        """After a failure: who is to be tried with next. Raises `error` when trying again is of no use."""
+        try:
+            self._leave()
+            serving = self._rollouts.engines.call(RunEngines.begin_again)
+            if serving.urls != tried:
+                return serving
+            new, named = set(tried) - self._proven, self._named(error) & set(tried)
+            if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
+                if new != set(tried):
+                    self._fleet.reject(new, error)
+                    return self._rollouts.engines.call(RunEngines.begin_again)
+            elif not twice:
+                self._progress.note(f"all weights are sent again: {error.brief}")
+                return serving
+            elif named and named != set(tried):
+                self._rollouts.engines.call(RunEngines.leave_out, named, error.brief)
+                return self._rollouts.engines.call(RunEngines.begin_again)
+        except EngineDied:
+            raise
+        except UserError as second:
+            raise error from second
+        raise error
+
+    def _named(self, error: WeightSyncError) -> set[str]:
+        """URLs of the engines that an error names, by any of their servers."""
+        return {
+            address.url
+            for address in self._engines.addresses
+            if any(_names_engine(error, server.url) for server in address.endpoints)
+        }
+
+    def _meet(self, serving: UpdateMembers) -> None:
+        """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
+        self._fleet.lost(serving.gone)
+        if self._met == (there := frozenset(serving.urls)):
+            return
+        self._progress.note(f"{len(there)} of {self._fleet.size} engines take the weights")
+        if self._met:
+            self._leave()
+        self._met = there
+        self.connect(self._new_group())
+
+    def _leave(self) -> None:
+        """Nobody waits for an engine that is gone any more."""
+        self._met = frozenset()
+        self._trainers.disconnect()
+
+
+def _names_engine(error: WeightSyncError, url: str) -> bool:
+    """Whether an error names this engine."""
+    return re.search(rf"{re.escape(url)}(?![\w.-]|:\d)", str(error)) is not None
+
+
+class AdapterPublisher(Publisher):
+    """Writes the adapters once for all engines, and has each load them under a name of its own for every version."""
+
+    pauses = False
+    """Engines generate while it sends."""
+
+    def connect(self, group: str) -> None:
+        """Nothing: engines and trainer share a directory, and no process group."""
+
+    def send(self, version: int, verify: bool) -> Delivered:
+        """Write the adapters, let every engine that is there load them, compare them if asked to, and probe.
+
+        An engine that cannot load them, holds others or says something else is taken for dead, and is started again
+        like every engine that dies; it gave none of its requests the new adapters.
+
+        Raises:
+            WeightSyncError: they cannot be written; or all engines hold others, or say something else.
+            EngineError: no engine can load them. EngineDied: none is left.
+        """
+        directory, owner = self._config.weights_directory / adapter_directory(version), self._adapter
+        adapter = AdapterVersion(f"{self._config.name}-{self._unique}-v{version}", version, directory, owner)
+        strict = self._config.weights.verify in ("first", "always")
+        begin = time.monotonic()
+        expected, spans = self._trainers.write_adapter(directory, verify)
+        written = time.monotonic()
+        serving = self._rollouts.engines.call(RunEngines.load_adapter, adapter, self._config.adapters_alive)
+        loaded = time.monotonic()
+        self._fleet.lost(serving.gone)
+        self._met = frozenset(serving.urls)
+        self._remove_unused({*serving.adapters, version})
+        compared, probe = None, self._probe
+        if verify:
+            engines = self._rollouts.engines
+            compared = self._of_sound(lambda: engines.call(RunEngines.compare, expected, strict, version, owner))
+        probed = None if probe is None else self._of_sound(lambda: probe.ask(version))
+        moved = (directory / WEIGHTS).stat().st_size
+        phases = {0: Seconds(fill=written - begin, send=loaded - written)}
+        return Delivered(
+            SendReport(version, moved, 0, loaded - begin, phases, None, expected), spans, compared, 0, probed
+        )
+
+    def _of_sound(self, ask: Callable[[], T]) -> T:
+        """The answer of the engines that are right. Raises WeightSyncError when that is none."""
+        while True:  # ends: there is an engine less every time
+            try:
+                return ask()
+            except WeightSyncError as error:
+                self._check()
+                wrong = {url for url in self._met if _names_engine(error, url)}
+                if not wrong or wrong == self._met:
+                    raise
+                self._rollouts.engines.call(RunEngines.leave_out, wrong, error.brief)
+                self._met -= wrong
+
+    def _remove_unused(self, kept: set[int]) -> None:
+        """An engine reads what it has loaded from its file as long as a request may have it."""
+        names = {adapter_directory(version) for version in kept}
+        for directory in self._config.weights_directory.glob("adapter_*"):
+            if directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)

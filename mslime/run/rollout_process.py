@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mslime.config.schema import DeadlineConfig, RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import Asked, Engines
+    from mslime.rollout.protocols import Asked
     from mslime.rollout.rewards.scorer import RewardScorer
     from mslime.rollout.shared_room import SharedRoom
     from mslime.rollout.teacher import ServedTeacher
@@ -109,7 +109,6 @@ class RolloutActor(Host):
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
         """A manager in this process, or one for each adapter."""
-        from mslime.backends.sglang.adapter_engines import AdapterEngines
         from mslime.rollout.protocols import Local
         from mslime.rollout.shared_room import SharedRoom
         from mslime.run.engine_side import EngineSide
@@ -123,11 +122,11 @@ class RolloutActor(Host):
         for name, of in self._of.items():
             scoring = ScoringSide(self._runs[name], of.config)
             self._scoring.append(scoring)
-            of.own_engines, of.room = AdapterEngines(side.pool, name), room
-            engines, places = (side.pool, None) if room is None else (of.own_engines, room.of(name))
+            of.pool, of.room = side.pool, room
             manager = await open_manager(
-                of.config, self._run, engines, scoring, refused_input, teachers, tokenizer, places
-            )
+                of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
+                None if room is None else room.of(name),
+            )  # fmt: skip
             of.serve([Local(manager)], refused_input, taught=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
         return RunEngines([member], self._scoring[0] if len(self._scoring) == 1 else None)
@@ -250,15 +249,15 @@ class RolloutProcess:
 
 
 async def open_manager(
-    config: RunConfig, run: ResolvedRun, engines: Engines, scoring: ScoringSide, refused_input: int,
-    teachers: Sequence[EngineAddress], tokenizer: Tokenizer, places: AbstractAsyncContextManager[None] | None = None,
-    report_every_s: float = 0.0,
+    config: RunConfig, run: ResolvedRun, engines: EnginePool, scoring: ScoringSide, refused_input: int,
+    teachers: Sequence[EngineAddress], tokenizer: Tokenizer, adapter: str = "",
+    places: AbstractAsyncContextManager[None] | None = None, report_every_s: float = 0.0,
 ) -> Manager:  # fmt: skip
     """A manager in this process, with what scores its responses.
 
     Args:
         config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
-        places: at the engines, if several adapters share them. report_every_s: see `Manager`.
+        adapter, places: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
     """
     from mslime.backends.sglang.generating import end_ids
     from mslime.rollout.manager import Manager
@@ -268,7 +267,7 @@ async def open_manager(
     limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
     return Manager(
         config, engines, tokenizer, scoring.scorer, run.model, limits, teacher=scoring.teacher,
-        eval_scorers=scoring.eval_scorers, places=places, report_every_s=report_every_s,
+        eval_scorers=scoring.eval_scorers, adapter=adapter, places=places, report_every_s=report_every_s,
     )  # fmt: skip
 
 

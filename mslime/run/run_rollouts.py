@@ -27,7 +27,7 @@ from mslime.run.ray_calls import verb
 from mslime.run.results import Evaluated, SavedState, Spans, StepShards
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.adapter_engines import AdapterEngines
+    from mslime.backends.sglang.engine_pool import EnginePool
     from mslime.backends.sglang.generating import ProbeRequest
     from mslime.checks.resolve import ResolvedRun
     from mslime.data.probe import Probed
@@ -56,12 +56,12 @@ class RunRollouts:
 
     Attributes:
         service: once it was opened.
-        own_engines, room: of one of several adapters: the engines as it has them, and what is divided among all.
+        pool, room: of one of several adapters: the engines of all, and what is divided among them.
         counts: groups needed, accepted, running.
     """
 
     service: RolloutService
-    own_engines: AdapterEngines
+    pool: EnginePool
     room: SharedRoom | None = None
 
     def __init__(
@@ -179,7 +179,7 @@ class RunRollouts:
         """The adapter is trained: nothing more is generated for it, and its places at the engines are the others'."""
         assert self.room is not None, "the only service leaves with the run"
         await self.close()
-        await self.own_engines.abort()
+        await self.pool.abort(self._adapter)
         self.room.leave(self._adapter)
 
     @verb("rollout of step {0}", "rollout_step_s", more_s=60)
@@ -258,15 +258,15 @@ class RunRollouts:
     # ----------------------------------------------------------------------------------- told by the service
 
     def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
-        """See `protocols.EvaluatedHook`."""
+        """Keep the groups of a held-out set for the log."""
         self._evaluated.append(Logged(groups, self.service.version, None, name))
 
-    def on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
-        """See `protocols.ProgressHook`."""
+    def on_progress(self, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        """Keep the counts."""
         self.counts = RolloutCounts(needed, accepted, running, done, aborted)
 
     def on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """See `protocols.SpanHook`."""
+        """Keep a stretch of work for the timeline."""
         self._spans.append((lane, name, start, end, step + 1))
 
 

@@ -26,13 +26,11 @@ from mslime.data.checkpoints import (
     write_summed,
 )
 from mslime.observe.rows import over_optimizer_steps
-from mslime.run.adapter_delivery import AdapterDelivery
 from mslime.run.assemble import SupervisedRows
-from mslime.run.delivery import Delivery
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.engine_actors import EngineGroup
 from mslime.run.fleet import Fleet
-from mslime.run.publish import Publisher
+from mslime.run.publish import AdapterPublisher, Publisher
 from mslime.run.ray_cluster import Cluster
 from mslime.run.records import StepRecords
 from mslime.run.resources import Resources
@@ -146,9 +144,8 @@ class TrainingRun(Started):
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)
-        delivery = self._make_delivery()
-        delivery.connect(group)
-        self._publisher = self._publishes_by(delivery)
+        self._publisher = self._make_publisher()
+        self._publisher.connect(group)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
 
     def _start_engines(self, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
@@ -172,14 +169,12 @@ class TrainingRun(Started):
         self._say_where(engines, teachers)
         return engines.addresses, teachers.addresses
 
-    def _make_delivery(self) -> Delivery | AdapterDelivery:
-        """What brings the engines the weights, or the adapters."""
-        parts = (self._rollouts, self._trainers)
-        if self.config.syncs_adapters:
-            return AdapterDelivery(self.config, *parts, self._fleet, self._at_rest, self._probe())
-        return Delivery(
-            self.config, *parts, self._engines, self._fleet, self._at_rest, self._other_group, self.progress,
-            self._memory, self._probe(),
+    def _make_publisher(self, adapter: str = "") -> Publisher:
+        """What gives the engines the weights, or the adapters; of several adapters the one with this name."""
+        kind = AdapterPublisher if self.config.syncs_adapters else Publisher
+        return kind(
+            self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._memory, self._at_rest,
+            self._other_group, self.progress, self._timeline, self._probe(), adapter,
         )  # fmt: skip
 
     def _start_and_sleep(self) -> None:
@@ -195,10 +190,6 @@ class TrainingRun(Started):
 
     def _tend(self) -> None:
         self._publisher.tend()
-
-    def _publishes_by(self, delivery: Delivery | AdapterDelivery) -> Publisher:
-        verify = self.config.weights.verify
-        return Publisher(verify, self._rollouts, delivery, self._fleet, self._memory, self.progress, self._timeline)
 
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):

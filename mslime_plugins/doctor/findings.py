@@ -66,7 +66,6 @@ class Gpu:
 
     index: int
     name: str
-    uuid: str
     memory: int
     used: int
     ecc: bool | None = None

@@ -73,7 +73,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     return Gpu(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        uuid=nvml.nvmlDeviceGetUUID(handle),
         memory=int(memory.total),
         used=int(memory.used),
         ecc=None if ecc is None else bool(ecc[0]),

@@ -8,37 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.interrupt import Interrupted, interrupted_after
 from mslime_plugins.graders.answers import answer_lines, candidates, final_part
 from mslime_plugins.graders.equality import equal
 from mslime_plugins.graders.labels import math_labels
 from mslime_plugins.graders.symbolic import TooLargeError
-
-GRADING_SECONDS = 5.0
 
 
 class UngradedError(Exception):
     """A response could not be graded; the reason is the message."""
 
 
-def math_equivalent(sample: Sample) -> float:
-    """1.0 when the response's final answer equals the label, else 0.0; also 0.0 when that cannot be told in 5 s.
+def graded_math(sample: Sample) -> float:
+    """1.0 when the response's final answer equals the label, else 0.0. Has no time limit: a worker process sets one.
 
     The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response carries its
     answer in `\\boxed{}`, else behind `answer is`, else at its end.
 
     Raises:
+        UngradedError: the answer is too large to compute.
         ValueError: no answer can be read from the label.
     """
-    try:
-        with interrupted_after(GRADING_SECONDS):
-            return graded_math(sample)
-    except (UngradedError, Interrupted):
-        return 0.0
-
-
-def graded_math(sample: Sample) -> float:
-    """`math_equivalent` without a limit, for a process that is watched. Raises UngradedError, ValueError."""
     return _grade(sample, candidates)
 
 

@@ -15,7 +15,6 @@ _PLAIN = re.compile(rf"{_SIGN}({_DECIMAL})(?:[eE]([+-]?\d+))?")
 _SCIENTIFIC = re.compile(
     rf"{_SIGN}(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*)?10\s*(?:\^|\*\*)\s*[{{(]?\s*([+-]?\d+)\s*[}})]?"
 )
-_PART = rf"\{{?\s*([+-]?(?:{_DECIMAL}))\s*\}}?"
 _FRACTION = re.compile(
     rf"{_SIGN}\\frac\s*(?:\{{\s*([+-]?(?:{_DECIMAL}))\s*\}}|(\d))\s*(?:\{{\s*([+-]?(?:{_DECIMAL}))\s*\}}|(\d+))"
 )

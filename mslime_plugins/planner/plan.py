@@ -86,7 +86,6 @@ class RunPlan:
         stages: the trainer, by pipeline stage; with a critic that shares its GPUs.
         critic_stages: likewise a critic on GPUs of its own, as many as the trainer's.
         engine: a GPU of an engine; None for supervised training.
-        engine_ranks: GPUs of an engine.
         near_ranks: those of them on one machine.
         sent_share: see `Receiving.sent`.
         engine_dtype: of its weights, and how they are quantised, for people.
@@ -120,7 +119,6 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     critic_stages: tuple[StagePlan, ...]
     engine: EngineMemory | None
-    engine_ranks: int
     near_ranks: int
     sent_share: float
     engine_dtype: str
@@ -299,7 +297,6 @@ def make_plan(
         stages=stages,
         critic_stages=apart,
         engine=engine,
-        engine_ranks=servers.tp_size,
         near_ranks=near_ranks(servers.tp_size, per_node),
         sent_share=receiving.sent(near_ranks(servers.tp_size, per_node)) if receiving is not None else 1.0,
         engine_dtype=served.said,

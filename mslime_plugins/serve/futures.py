@@ -57,8 +57,8 @@ class Future:
 class RequestOrder:
     """Numbers in order: who has one waits until those before it are done."""
 
-    def __init__(self, first: int) -> None:
-        self._next = first
+    def __init__(self) -> None:
+        self._next = 0
         self._moved = asyncio.Event()
 
     async def wait(self, number: int) -> None:

@@ -47,7 +47,7 @@ class Model:
     base_model: str
     ask: AdapterAsk
     user_metadata: dict[str, Any] | None = None
-    turns: RequestOrder = field(default_factory=lambda: RequestOrder(0))
+    turns: RequestOrder = field(default_factory=RequestOrder)
     trainer: AdapterTrainer | None = None
     gradients: bool = False
     broken: str = ""

@@ -17,7 +17,7 @@ import torch
 
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.step.critic import MegatronCritic
-from mslime.backends.megatron.step.offload import FileStore, MemoryStore, Store, optimizer_tensors
+from mslime.backends.megatron.step.offload import FileStore, MemoryStore, optimizer_tensors
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.base import TrainerPart
@@ -165,7 +165,7 @@ def test_a_critic_that_sleeps_learns_the_same_bits(model: Path, tmp_path: Path) 
 def test_a_store_gives_back_what_it_was_given(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over borders of its blocks, and what was written last."""
     monkeypatch.setattr("mslime.backends.megatron.step.offload.CHUNK", 1000)
-    made: Store = MemoryStore(pinned=False) if store == "memory" else FileStore(tmp_path / "new")
+    made = MemoryStore(pinned=False) if store == "memory" else FileStore(tmp_path / "new")
     first, second, third = (
         torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
         for n in (2500, 1, 999)

@@ -46,7 +46,7 @@ def short_sequences() -> TrainShard:
 
 def zeros_for_padding(slicer: SequenceSlicer, tokens: Any, spans: Any) -> Any:
     """What padding is not any more."""
-    return slicer.at_rows(tokens, 0)
+    return slicer.at_rows(tokens)
 
 
 def _dispatched(trainer: MegatronTrainer) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class FakeSlowEngine:
         supports = supports_of(kept) if request.restricted else None
         return GenerateResult(ids, log_probs, finish, spans, routes if n else None, supports, 0, "", "fake")
 
-    async def abort(self) -> None:
+    async def abort(self, owner: str = "") -> None:
         self._aborts += 1
 
     def give_up(self, since: float) -> None: ...

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mslime.backends.sglang import adapter_update
-from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.flags import command_line, server_fields
@@ -32,7 +31,8 @@ from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
-from mslime.run.adapter_delivery import AdapterDelivery
+from mslime.run.publish import AdapterPublisher
+from mslime.run.sharing import Apart
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
@@ -327,8 +327,8 @@ def test_interrupted_requests_are_told_again_until_they_stop(stubborn: int) -> N
 # ------------------------------------------------------------------------------------------------------------ the pool
 
 
-def request(rid: str) -> GenerateRequest:
-    return GenerateRequest(rid, [1, 2], 2)
+def request(rid: str, adapter: str = "") -> GenerateRequest:
+    return GenerateRequest(rid, [1, 2], 2, adapter=adapter)
 
 
 def test_an_engine_that_cannot_load_is_dead_and_gave_no_request_the_adapter() -> None:
@@ -397,13 +397,12 @@ async def switched(pool: EnginePool, adapter: AdapterVersion, alive: int = 2, in
 
 def test_several_adapters_have_versions_of_their_own() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        maths, code = AdapterEngines(pool, "maths"), AdapterEngines(pool, "code")
         await switched(pool, of("maths", 4))
         with pytest.raises(AssertionError, match="before an adapter of code"):
-            await code.generate(request("too early"))
+            await pool.generate(request("too early", "code"))
         assert (await switched(pool, of("code", 1))).adapters == {1}
         assert (await switched(pool, of("maths", 5))).adapters >= {5}
-        found = [await engines.generate(request(rid)) for engines, rid in ((maths, "m"), (code, "c"))]
+        found = [await pool.generate(request(rid, adapter)) for rid, adapter in (("m", "maths"), ("c", "code"))]
         assert [each.versions for each in found] == [((5, 0, 2),), ((1, 0, 2),)]
         bodies = {body["rid"]: body["lora_path"] for path, body in fakes[0].seen if path == "/generate"}
         assert bodies == {"m": "maths-v5", "c": "code-v1"}
@@ -437,7 +436,7 @@ def test_an_adapter_interrupts_its_own_requests_alone() -> None:
 
         tasks = [asyncio.create_task(runs(rid)) for rid in list(running)]
         await asyncio.sleep(0)
-        await AdapterEngines(pool, "code").abort()
+        await pool.abort("code")
         assert sorted(map(str, aborted)) == ["code0", "code1"] and sorted(running) == ["maths0", "maths1"]
         assert sorted(client.adapters.requests_by("maths")) == ["maths0", "maths1"]
         await switched(pool, of("code", 2), interrupt=True)
@@ -466,7 +465,6 @@ def test_room_for_versions_is_each_adapters_own() -> None:
 
 def test_an_engine_that_joins_has_every_adapter_before_it_has_requests() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        maths = AdapterEngines(pool, "maths")
         await switched(pool, of("maths", 4))
         await switched(pool, of("code", 1))
         async with FakeEngine() as late:
@@ -474,7 +472,7 @@ def test_an_engine_that_joins_has_every_adapter_before_it_has_requests() -> None
             await client.pause("retract")
             await pool.admit(client)
             await pool.load_adapter(of("code", 2), 2)
-            early = [asyncio.create_task(maths.generate(request(f"early{i}"))) for i in range(4)]
+            early = [asyncio.create_task(pool.generate(request(f"early{i}", "maths"))) for i in range(4)]
             await asyncio.sleep(0.05)
             assert not any(path == "/generate" for path, _ in late.seen), "code is not switched to there yet"
             await pool.switch(2, interrupt=False, owner="code")
@@ -548,7 +546,7 @@ class FakeRun:
 
     def __init__(self, urls: tuple[str, ...], wrong: list[WeightSyncError | None]) -> None:
         self.urls, self.wrong, self.calls = urls, wrong, list[str]()
-        self.alive = frozenset[int]()
+        self.alive, self.addresses = frozenset[int](), ()
 
     def write_adapter(self, directory: Path, verify: bool) -> Any:
         directory.mkdir(parents=True)
@@ -575,14 +573,17 @@ class FakeRun:
     def check(self) -> None: ...
 
 
-def delivery(run: FakeRun, directory: Path) -> AdapterDelivery:
+def publisher(run: FakeRun, directory: Path) -> AdapterPublisher:
     made: Any = run
-    return AdapterDelivery(config(output_dir=str(directory)), fake_process(made), made, made, run.check)
+    return AdapterPublisher(
+        config(output_dir=str(directory)), fake_process(made), made, made, made, Apart(lambda: None), run.check,
+        lambda: "", made, made,
+    )  # fmt: skip
 
 
 def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_path: Path) -> None:
     run = FakeRun(("http://a:1",), [])
-    sends = delivery(run, tmp_path)
+    sends = publisher(run, tmp_path)
     at = config(output_dir=str(tmp_path)).weights_directory
     (at / adapter_directory(99)).mkdir(parents=True)  # of a run that was killed
 
@@ -590,7 +591,7 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
         return {path.name for path in at.iterdir()}
 
     sent = sends.send(0, True)
-    assert (sent.report.bytes, sent.compared, sends.engines) == (8, 7, 1)
+    assert (sent.report.bytes, sent.compared, len(sends._met)) == (8, 7, 1)
     assert there() == {adapter_directory(0)}
     sends.send(1, False)
     assert there() == {adapter_directory(0), adapter_directory(1)}
@@ -603,8 +604,8 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
 def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(tmp_path: Path) -> None:
     wrong = sync_error("check", "http://b:1: layer 3", "the engine holds something else")
     run = FakeRun(("http://a:1", "http://b:1"), [wrong])
-    sends = delivery(run, tmp_path)
-    assert sends.send(1, True).compared == 7 and sends.engines == 1
+    sends = publisher(run, tmp_path)
+    assert sends.send(1, True).compared == 7 and len(sends._met) == 1
     assert run.calls[-3:] == ["compare 1", "leave out http://b:1", "compare 1"]
 
 
@@ -612,7 +613,7 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
 def test_where_all_engines_hold_others_the_sync_fails(tmp_path: Path, where: str) -> None:
     run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine holds something else")])
     with pytest.raises(WeightSyncError, match="something else"):
-        delivery(run, tmp_path).send(1, True)
+        publisher(run, tmp_path).send(1, True)
     assert not any("leave out" in call for call in run.calls)
 
 

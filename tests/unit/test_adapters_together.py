@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.serving_adapters import AdapterVersion
@@ -105,8 +104,8 @@ class Adapter:
         self.name, self.config, self.pool = config.name, config, pool
         tokenizer: Any = FakeTokenizer()
         self.service = ServiceOfOne(
-            config, AdapterEngines(pool, config.name), open_prompts(config.data, config.seed, tokenizer), tokenizer,
-            scorer, MODEL, EngineLimits(), places=room.of(config.name),
+            config, pool, open_prompts(config.data, config.seed, tokenizer), tokenizer,
+            scorer, MODEL, EngineLimits(), adapter=config.name, places=room.of(config.name),
         )  # fmt: skip
         self.steps, self.samples = 0, list[Sample]()
 

@@ -81,10 +81,10 @@ def of_shard(column: np.ndarray, shard: TrainShard) -> np.ndarray:
 def inputs_of(batch: MicroBatch, shard: TrainShard, theta: Tensor) -> PolicyLossInputs:
     """Float64 inputs of one rank's rows, with log-probs read from `theta` at the tokens that they predict."""
     tokens = of_shard(np.arange(len(OLD)), shard)
-    index = torch.from_numpy(batch.slicer.at_targets(tokens, 0))
+    index = torch.from_numpy(batch.slicer.at_targets(tokens))
 
     def known(column: np.ndarray) -> Tensor:
-        return torch.from_numpy(batch.slicer.at_targets(of_shard(column, shard), 0.0))
+        return torch.from_numpy(batch.slicer.at_targets(of_shard(column, shard)))
 
     return PolicyLossInputs(
         log_probs=theta[index], behaviour_log_probs=batch.behaviour_log_probs.double(),

@@ -92,7 +92,7 @@ def test_what_the_layers_hold_scattered_back_over_the_ranks_gives_the_column_aga
     for layout in layouts_of(cp, sp):
         slicer = SequenceSlicer.build([(0, 7), (7, 12)], layout)
         known = slicer.layer_rows != PADDING
-        out[slicer.layer_rows[known]] = torch.from_numpy(slicer.at_layer_rows(routes, 0)[known])
+        out[slicer.layer_rows[known]] = torch.from_numpy(slicer.at_layer_rows(routes)[known])
     assert torch.equal(out, torch.from_numpy(routes))
 
 

@@ -22,9 +22,9 @@ from mslime.data.checkpoints import FileSum, complete, saving_directory, steps, 
 from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
-from mslime.run.delivery import Delivery
 from mslime.run.fleet import Fleet
 from mslime.run.loop import train_rl
+from mslime.run.publish import Publisher
 from mslime.run.results import Evaluated, Evaluation, StepShards
 from mslime.run.stop import Stopped
 from mslime.run.trainers import Trained
@@ -166,11 +166,10 @@ class FakeParts(TrainingRun):
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
         self._fleet = Fleet(self._rollouts.engines, self._engines, cast("Any", None), lambda: None, self.progress)
-        delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, self._fleet, lambda: None, lambda: "other",
-            self.progress, self._memory,
+        self._publisher = Publisher(
+            self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._memory, lambda: None,
+            lambda: "other", self.progress, self._timeline,
         )  # fmt: skip
-        self._publisher = self._publishes_by(delivery)
 
 
 @pytest.mark.parametrize(

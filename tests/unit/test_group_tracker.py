@@ -79,7 +79,7 @@ class Life:
                 self.tracker.put_back(group)
 
     def take(self, _: int) -> None:
-        if self.tracker.enough and not self.taken:
+        if len(self.tracker.accepted) >= self.config.rollout.groups_per_step and not self.taken:
             self.taken, _metrics = self.tracker.take(self.step)
             for group in self.taken:
                 assert group.group_id not in self.trained, "a group was trained twice"

@@ -16,6 +16,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.source import open_prompts
+from mslime.observe.progress import RolloutCounts
 from mslime.rollout.manager import Manager, Report, share_of
 from mslime.rollout.protocols import EngineLimits, Local, StepBatch
 from mslime.rollout.service import RolloutService
@@ -444,13 +445,13 @@ async def test_a_report_of_before_the_last_step_is_ignored(tmp_path: Path) -> No
 
 
 async def test_counts_of_all_managers_are_told_together(tmp_path: Path) -> None:
-    told: list[dict[str, int]] = []
+    told: list[RolloutCounts] = []
     config = run_config(tmp_path, max_staleness=0)
     engines = [FakeSlowEngine(short), FakeSlowEngine(short)]
-    joined = make_joined(config, engines, on_progress=lambda **counts: told.append(counts))
+    joined = make_joined(config, engines, on_progress=lambda *counts: told.append(RolloutCounts(*counts)))
     await joined.take(0)
-    assert {"needed": 4, "accepted": 4, "running": 0, "done": 8, "aborted": 0} in told
-    assert told[-1] == {"needed": 4, "accepted": 0, "running": 0, "done": 0, "aborted": 0}, "a new step begins"
+    assert RolloutCounts(needed=4, accepted=4, running=0, done=8) in told
+    assert told[-1] == RolloutCounts(needed=4, accepted=0, running=0), "a new step begins"
     await joined.close()
 
 

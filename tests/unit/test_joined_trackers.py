@@ -120,7 +120,7 @@ class Pair:
 
     def take(self, chance: int) -> None:
         """A step, if there are enough groups; it may be given back with the first group blamed."""
-        if not self.one.enough:
+        if len(self.one.accepted) < self.config.rollout.groups_per_step:
             return
         (groups, said), (ours, metrics) = self.one.take(self.step), self._take_joined()
         assert [g.group_id for g in groups] == [g.group_id for g in ours]

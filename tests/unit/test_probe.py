@@ -28,7 +28,7 @@ from mslime.run.weight_probe import WeightProbe
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
-from tests.unit.test_delivery import COMPARED, Fakes, delivery_of, met
+from tests.unit.test_publisher import COMPARED, Fakes, met, publisher_of
 
 TOKENS = np.arange(10, 22, dtype=np.int32)  # 4 given, 8 added
 LOG_PROBS = np.linspace(-3, -1, 12, dtype=np.float32)
@@ -432,8 +432,8 @@ def different(*names: str) -> WeightSyncError:
 def delivered(there: list[Any], outcomes: list[Any], proven: str = "abc") -> tuple[Fakes, Any]:
     """One sync; `outcomes` of its probes, None or an error."""
     fakes = Fakes(there, [None] * 9)
-    delivery = delivery_of(fakes)
-    delivery._proven = frozenset(f"http://{name}" for name in proven)
+    publisher = publisher_of(fakes)
+    publisher._proven = frozenset(f"http://{name}" for name in proven)
     left = iter(outcomes)
 
     def probe(version: int) -> Any:
@@ -442,10 +442,10 @@ def delivered(there: list[Any], outcomes: list[Any], proven: str = "abc") -> tup
             raise error
         return "answered"
 
-    delivery._probe = SimpleNamespace(ask=probe)  # type: ignore[assignment]
-    delivery.connect("g0")
+    publisher._probe = SimpleNamespace(ask=probe)  # type: ignore[assignment]
+    publisher.connect("g0")
     fakes.calls.clear()
-    return fakes, delivery.send(0, False)
+    return fakes, publisher.send(0, False)
 
 
 PROBED = "probe 0, end, stamp 0"
@@ -475,10 +475,12 @@ def test_a_run_that_begins_with_wrong_engines_ends() -> None:
 
 def test_engines_that_cannot_be_compared_are_not_when_all_is_sent_again() -> None:
     fakes = Fakes(["abc", "abc"], [different("b"), None])
-    delivery = delivery_of(fakes)
-    delivery._config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "weights": {"loader": "model"}})
-    delivery.connect("g0")
-    assert delivery.send(0, True).compared is None and COMPARED not in fakes.calls
+    publisher = publisher_of(fakes)
+    publisher._config = build(
+        {"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "weights": {"loader": "model"}}
+    )
+    publisher.connect("g0")
+    assert publisher.send(0, True).compared is None and COMPARED not in fakes.calls
 
 
 # -------------------------------------------------------------------------------------------------------------- a run

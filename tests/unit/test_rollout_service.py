@@ -20,7 +20,7 @@ from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
-from mslime.observe.progress import summary_line
+from mslime.observe.progress import RolloutCounts, summary_line
 from mslime.rollout import state
 from tests.fixtures.supports import rows_of
 from tests.unit.rollout_fakes import (
@@ -258,7 +258,7 @@ async def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_t
     closing = asyncio.Event()
 
     class FakeSlowAbort(FakeSlowEngine):
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             await super().abort()
             if self.version == 1:
                 closing.set()
@@ -398,7 +398,7 @@ async def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(
                 await self.given_up.wait()
                 raise EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
 
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             await super().abort()
             if late and self.answered == -math.inf:
                 self.answered = time.monotonic()
@@ -425,7 +425,7 @@ async def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(
 
 async def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
     class FakeDeafEngine(FakeSlowEngine):
-        async def abort(self) -> None:
+        async def abort(self, owner: str = "") -> None:
             return None
 
         async def before_token(self, request: GenerateRequest) -> None:
@@ -700,18 +700,18 @@ async def test_responses_end_at_the_length_limit(tmp_path: Path):
 
 
 async def test_progress_and_spans_are_told(tmp_path: Path):
-    counts: list[dict[str, int]] = []
+    counts: list[RolloutCounts] = []
     spans: list[tuple[str, str, float, float, int]] = []
     service = make_service(
         run_config(tmp_path),
         FakeSlowEngine(short),
-        on_progress=lambda **c: counts.append(c),
+        on_progress=lambda *c: counts.append(RolloutCounts(*c)),
         on_span=lambda *span: spans.append(span),
     )
     await service.take(0)
-    assert counts[-1] == {"needed": 4, "accepted": 0, "running": 0, "done": 0, "aborted": 0}, "a new step begins"
-    assert max(c["running"] for c in counts) == 4 and max(c["accepted"] for c in counts) == 4
-    assert max(c["done"] for c in counts) == 8
+    assert counts[-1] == RolloutCounts(needed=4, accepted=0, running=0), "a new step begins"
+    assert max(c.running for c in counts) == 4 and max(c.accepted for c in counts) == 4
+    assert max(c.done for c in counts) == 8
     assert sum(name == "generate" for _, name, *_ in spans) == 8
     assert all(start <= end and step == 0 for *_, start, end, step in spans)
 

@@ -144,7 +144,7 @@ async def test_control_calls_reach_every_live_engine() -> None:
         await pool.stamp(4)
         await pool.flush_cache()
         await pool.resume()
-        await pool.abort("r1")
+        await pool.abort()
         asked = [
             f"/{name}" for name in ("pause_generation", "update_weight_version", "flush_cache", "continue_generation")
         ]

@@ -1,6 +1,6 @@
 """A sync that fails, at any of its points: every engine that goes on holds one whole version, and the next sync works.
 
-Real transports, process groups, HTTP, `EnginePool` and `Delivery`; the engines are stand-ins that fail when told to,
+Real transports, process groups, HTTP, `EnginePool` and `Publisher`; the engines are stand-ins that fail when told to,
 and one sender without a model fills the buckets.
 """
 
@@ -27,7 +27,7 @@ from mslime.config.keys import Endpoint
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.engine_plugin import wire
-from mslime.run.delivery import Delivery
+from mslime.run.publish import Publisher
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
@@ -147,14 +147,15 @@ class Plane:
         others: Any = SimpleNamespace(addresses=addresses, size=2, lost=lambda gone: None, note=self.notes.append,
                                       weights=None)  # fmt: skip
         sender, rollouts = cast(TrainerGroup, self.sender), fake_process(self.rollouts)
-        self._delivery = Delivery(
-            CONFIG, rollouts, sender, others, others, lambda: None, lambda: next(GROUPS), others, Apart(lambda: None)
+        self._publisher = Publisher(
+            CONFIG, rollouts, sender, others, others, Apart(lambda: None), lambda: None, lambda: next(GROUPS), others,
+            others,
         )  # fmt: skip
-        self._delivery.connect(next(GROUPS))
+        self._publisher.connect(next(GROUPS))
 
     def sync(self, version: int, verify: bool = False) -> int:
         """A whole weight update; how often all was sent again."""
-        return self._delivery.send(version, verify).repeats
+        return self._publisher.send(version, verify).repeats
 
     @property
     def there(self) -> str:

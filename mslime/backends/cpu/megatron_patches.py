@@ -156,12 +156,6 @@ class _Event:
 
     def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 0.0
-
 
 class _Stream:
     """A CUDA stream on a machine that has none: work runs in program order."""
@@ -176,9 +170,6 @@ class _Stream:
         return event or _Event()
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 @_patch(

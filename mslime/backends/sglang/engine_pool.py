@@ -135,15 +135,12 @@ class EnginePool:
         """Score given tokens on one engine; see `generate` for which, and for the errors."""
         return await self._one(request.session_id, lambda client: client.score(request))
 
-    async def abort(self, rid: str | None = None) -> None:
-        """Stop one request, wherever it runs, or all."""
-        await self.broadcast(lambda client: client.abort(rid))
-
-    async def abort_of(self, owner: str) -> None:
-        """Stop all requests of one of several adapters."""
+    async def abort(self, owner: str = "") -> None:
+        """Make all requests return what they have, or those of one of several adapters."""
 
         async def one(client: EngineClient) -> None:
-            await asyncio.gather(*(client.abort(rid) for rid in client.adapters.requests_by(owner)))
+            rids = client.adapters.requests_by(owner) if owner else [None]
+            await asyncio.gather(*(client.abort(rid) for rid in rids))
 
         await self.broadcast(one)
 

@@ -12,32 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.config.errors import EngineError
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.slots import EngineSlot
 
 MISSED = 3
 """Heartbeats in a row. One alone may be lost when this machine was asleep."""
-
-
-class Watched(Protocol):
-    """An engine of a pool.
-
-    Attributes:
-        answered: time (`time.monotonic`) of its last sign of life.
-        missed: heartbeats since then.
-        error: what it died of.
-    """
-
-    client: EngineClient
-    answered: float
-    missed: int
-    error: EngineError | None
-
-    def kill(self, error: EngineError) -> None:
-        """It is dead from now on."""
-        ...
 
 
 class Heartbeats:
@@ -48,11 +28,11 @@ class Heartbeats:
         engines: those that are watched, asked for again at each beat.
     """
 
-    def __init__(self, silence_s: float, engines: Callable[[], Iterable[Watched]]) -> None:
+    def __init__(self, silence_s: float, engines: Callable[[], Iterable[EngineSlot]]) -> None:
         self._silence_s, self._engines = silence_s, engines
         self._beat_s = silence_s / (MISSED + 1)
         self._watching: asyncio.Task[None] | None = None
-        self._asked: dict[Watched, set[asyncio.Task[bool]]] = {}
+        self._asked: dict[EngineSlot, set[asyncio.Task[bool]]] = {}
 
     def start(self) -> None:
         """Engines generate from now on."""
@@ -77,7 +57,7 @@ class Heartbeats:
             await asyncio.gather(*(self._ask(engine) for engine in silent))
             await asyncio.sleep(max(0.0, began + self._beat_s - time.monotonic()))
 
-    async def _ask(self, engine: Watched) -> None:
+    async def _ask(self, engine: EngineSlot) -> None:
         asked = self._asked.setdefault(engine, set())
         asked.add(asyncio.create_task(engine.client.healthy(self._silence_s)))
         if await _one_is_answered(asked, self._beat_s):
@@ -90,7 +70,7 @@ class Heartbeats:
             what = engine.client.error("/health", f"no sign of life for {self._silence_s:g} s", EngineDied)
             engine.kill(what)
 
-    def _forget(self, engine: Watched) -> None:
+    def _forget(self, engine: EngineSlot) -> None:
         """What it was asked needs no answer any more."""
         for task in self._asked.pop(engine, ()):
             task.cancel()

@@ -18,7 +18,8 @@ class EngineSlot:
 
     Attributes:
         error: what it died of.
-        answered, missed: see `heartbeat.Watched`.
+        answered: time (`time.monotonic`) of its last sign of life.
+        missed: heartbeats since then.
         served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
             sees in its scheduler's word that a heartbeat was aborted.
         leaving: it gets no requests any more, and is forgotten at the next weight update.

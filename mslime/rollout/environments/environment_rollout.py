@@ -19,7 +19,7 @@ from mslime.rollout.environments.environment_pool import (
     OpenEnvironment,
 )
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Observation, Step
-from mslime.rollout.environments.turn_tokens import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said, Talk, Turns
+from mslime.rollout.environments.turn_tokens import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
 
@@ -58,7 +58,7 @@ class EnvironmentRollout:
     """
 
     def __init__(
-        self, pool: EnvironmentPool, limits: EnvironmentLimitsConfig, turns: Turns | None, credit: str
+        self, pool: EnvironmentPool, limits: EnvironmentLimitsConfig, turns: PlainTurns | ChatTurns | None, credit: str
     ) -> None:
         self._pool, self._limits, self._turns, self._credit = pool, limits, turns, credit
 
@@ -99,7 +99,7 @@ class EnvironmentRollout:
                 raise self._pool.failed("reset returned what leaves no room for a turn")
             return played
 
-    def _begin(self, task: Task, engine: Engine, first: Observation) -> Talk:
+    def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatTalk:
         if self._turns is None:
             return ChatTalk(task, engine, first)
         try:
@@ -158,7 +158,7 @@ def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
     return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, turns, credit)
 
 
-def _turns(rollout: RolloutConfig, data: DataConfig, tokenizer: Tokenizer) -> Turns | None:
+def _turns(rollout: RolloutConfig, data: DataConfig, tokenizer: Tokenizer) -> PlainTurns | ChatTurns | None:
     if rollout.environment_turns == "chat":
         return None
     special = [] if rollout.read_special_tokens else special_texts(tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
@@ -26,51 +26,25 @@ class Said:
     last: int
 
 
-class Talk(Protocol):
-    """An episode's conversation.
+class OneSequence:
+    """An episode's conversation in one sequence, which grows by the tokens of turns and of texts.
 
     Attributes:
         samples: its sequences, the one with the newest turn last.
     """
 
-    samples: list[Sample]
-
-    async def said(self) -> Said | None:
-        """The model's next turn; None where there is no room for one."""
-        ...
-
-    def hear(self, observation: Observation) -> None:
-        """What the model reads next. Raises NoRoomError when it does not fit."""
-        ...
-
-
-class OneSequence:
-    """A conversation in one sequence, which grows by the tokens of turns and of texts."""
-
-    def __init__(self, engine: Engine, sample: Sample, turns: Turns) -> None:
+    def __init__(self, engine: Engine, sample: Sample, turns: PlainTurns | ChatTurns) -> None:
         self._engine, self._turns, self.samples = engine, turns, [sample]
 
     async def said(self) -> Said | None:
-        """See `Talk`."""
+        """The model's next turn; None where there is no room for one."""
         (sample,) = self.samples
         turn = await self._engine.generate(sample)
         return Said(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
 
     def hear(self, observation: Observation) -> None:
-        """See `Talk`."""
-        self._turns.add(self._engine, self.samples[0], observation)
-
-
-class Turns(Protocol):
-    """How an episode's sequence begins, and how it goes on after a turn of the model."""
-
-    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """A sequence with the prompt and what `reset` returned."""
-        ...
-
-    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
         """What the model reads next. Raises NoRoomError when it does not fit."""
-        ...
+        self._turns.add(self._engine, self.samples[0], observation)
 
 
 class PlainTurns:
@@ -84,13 +58,13 @@ class PlainTurns:
         self._special = special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """See `Turns`."""
+        """A sequence with the prompt and what `reset` returned."""
         sample = engine.new_sample()
         self.add(engine, sample, first)
         return sample
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
-        """See `Turns`."""
+        """What the model reads next. Raises NoRoomError when it does not fit."""
         text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
         if text:
             engine.append(sample, as_ordinary(text, self._special))
@@ -108,7 +82,7 @@ class ChatTurns:
         self._tokenizer, self._options, self._special = tokenizer, options, special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """See `Turns`."""
+        """See `PlainTurns`."""
         return (
             engine.new_sample(engine.encode(self._render(opening(task, self._ordinary(first)))))
             if first
@@ -116,7 +90,7 @@ class ChatTurns:
         )
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
-        """See `Turns`."""
+        """See `PlainTurns`."""
         engine.append(sample, self.user_turn(_messages(self._ordinary(observation)), int(sample.tokens[-1])))
 
     def user_turn(self, messages: Messages, last: int) -> str:
@@ -155,7 +129,7 @@ class ChatTalk:
         self.samples: list[Sample] = []
 
     async def said(self) -> Said | None:
-        """See `Talk`."""
+        """See `OneSequence`."""
         try:
             reply = await self._engine.chat(self._messages)
         except NoRoomError:
@@ -165,7 +139,8 @@ class ChatTalk:
         return Said(reply.text, reply.sample, reply.end - 1)
 
     def hear(self, observation: Observation) -> None:
-        """See `Talk`. Whether it fits is known with the next turn. A chat goes on with a message, if an empty one."""
+        """See `OneSequence`. Whether it fits is known with the next turn. A chat goes on with a message, perhaps an
+        empty one."""
         self._messages += _messages(observation)
 
 

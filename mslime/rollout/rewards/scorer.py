@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,47 +21,35 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_teacher_log_pr
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS, raised
 from mslime.rollout.filters import UNSHAPED
-from mslime.rollout.protocols import Scorer, Teacher
 from mslime.rollout.rewards.result import RewardJob, RewardResult, checked
 from mslime.rollout.rewards.reward_kinds import RewardKind, reward_kind
 from mslime.rollout.rewards.reward_pool import WorkerPool
 from mslime.rollout.rewards.servers import HttpGrader, JudgeGrader
-
-
-class Grader(Protocol):
-    """Scores samples."""
-
-    async def start(self) -> None:
-        """Get ready, before anything is generated. Raises ConfigError when that fails."""
-        ...
-
-    async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample; what went wrong with it is its error."""
-        ...
-
-    async def close(self) -> None:
-        """End what was started."""
-        ...
+from mslime.rollout.teacher import ServedTeacher
 
 
 class TextGrader:
-    """Scores by a function of response and label, at once."""
+    """Scores by a function of response and label, at once. All graders have these methods."""
 
     def __init__(self, function: Callable[[str, Any], float]) -> None:
         self._function = function
 
     async def start(self) -> None:
-        """Nothing to do."""
+        """Get ready, before anything is generated. Raises ConfigError when that fails."""
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample; a package's function may raise, or return what is no number."""
+        """The result of a sample. What went wrong with it is its error: a package's function may raise, or return no
+        number."""
         try:
             return checked(self._function(sample.response, sample.label), len(sample))
         except Exception as error:
             return RewardResult(0.0, raised(error))
 
     async def close(self) -> None:
-        """Nothing to do."""
+        """End what was started."""
+
+
+Grader: TypeAlias = TextGrader | WorkerPool | HttpGrader | JudgeGrader
 
 
 def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, tokenizer: Tokenizer | None) -> Grader:
@@ -213,8 +201,8 @@ class Scoring:
         self,
         shaping: RewardConfig,
         limit: int,
-        scorer: Scorer,
-        teacher: Teacher | None,
+        scorer: RewardScorer,
+        teacher: ServedTeacher | None,
         span: Callable[[], Callable[[], None]],
     ) -> None:
         """

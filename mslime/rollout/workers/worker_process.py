@@ -9,29 +9,19 @@ import pickle
 import signal
 import sys
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mslime.config.errors import ConfigError
 from mslime.logs import OURS
 from mslime.rollout.workers.frames import HEADER, NoAnswerError, encode
 
+if TYPE_CHECKING:
+    from mslime.rollout.environments.protocol import EnvironmentJob
+    from mslime.rollout.rewards.result import RewardJob
+
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
 END_SECONDS = 2.0  # for a killed process's pipes to close, which what left its session may hold open
-
-
-class WorkerJob(Protocol):
-    """What a worker process is for; it is pickled.
-
-    Attributes:
-        function: `module:name` of what the process imports.
-        setting: the configuration field that named it, for messages.
-    """
-
-    @property
-    def function(self) -> str: ...
-    @property
-    def setting(self) -> str: ...
 
 
 class WorkerLostError(Exception):
@@ -57,7 +47,7 @@ class WorkerProcess:
         return self._process.returncode is None and not self._reader.done()
 
     @classmethod
-    async def start(cls, module: str, job: WorkerJob) -> Self:
+    async def start(cls, module: str, job: RewardJob | EnvironmentJob) -> Self:
         """Start a process and wait until it has opened its job. Raises ConfigError when it cannot.
 
         Args:

@@ -59,13 +59,13 @@ def test_a_gpu_is_read_whole() -> None:
     found, blind = see_gpus(lambda: nvml)
     assert blind == "" and not nvml.open
     assert found == (
-        Gpu(0, H100, "GPU-1", 80 * GIB, GIB // 2, True, 0, False, False, True, 700.0, 700.0, 32,
+        Gpu(0, H100, 80 * GIB, GIB // 2, True, 0, False, False, True, 700.0, 700.0, 32,
             ("power limit", "heat"), 16, 16, 18),
     )  # fmt: skip
 
 
 def test_what_a_gpu_does_not_tell_is_none_and_stops_nothing() -> None:
-    silent = tuple(FakeNvml().answers.keys() - {"nvmlDeviceGetName", "nvmlDeviceGetUUID"})
+    silent = tuple(FakeNvml().answers.keys() - {"nvmlDeviceGetName"})
     [gpu], _ = see_gpus(lambda: FakeNvml(1, silent=silent))
     assert (gpu.ecc, gpu.power_limit, gpu.persistence, gpu.slowed_by, gpu.mig) == (None, None, None, (), False)
     node = Node(Options(), (gpu,))

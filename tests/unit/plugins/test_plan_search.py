@@ -165,12 +165,12 @@ def test_what_the_user_has_set_is_kept() -> None:
     )  # fmt: skip
     found, _ = found_by(given, 8, 80, 5)
     for each in found:
-        assert (each.plan.layout.tp, each.plan.layout.ep) == (2, 8) and each.plan.engine_ranks == 8
+        assert (each.plan.layout.tp, each.plan.layout.ep) == (2, 8) and each.settings["sglang"]["tp_size"] == 8
         assert each.settings["cluster"]["placement"] == "colocated" and each.measures == "as set"
     ahead = merge(values("qwen3-4B"), {"rollout": {"max_staleness": 2}})
     assert {each.settings["cluster"]["placement"] for each in found_by(ahead, 8, 80, 5)[0]} == {"separate"}
     by_one = merge(given, {"rollout": {"max_staleness": 1}})
-    assert all(each.plan.engine_ranks == 8 for each in found_by(by_one, 8, 80, 5)[0])
+    assert all(each.settings["sglang"]["tp_size"] == 8 for each in found_by(by_one, 8, 80, 5)[0])
 
 
 @pytest.mark.nightly

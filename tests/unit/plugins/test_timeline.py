@@ -34,13 +34,6 @@ def test_requests_served_side_by_side_are_written_as_one_span(tmp_path: Path) ->
                      ("engine 0", 2, 0.2, 0.8), ("engine 1", 1, 0.2, 0.8)}  # fmt: skip
 
 
-def test_a_block_that_raises_is_recorded_too(tmp_path: Path) -> None:
-    with Timeline(tmp_path) as timeline, pytest.raises(RuntimeError), timeline.span("trainer 0", "train", step=3):
-        raise RuntimeError
-    (span,) = read_spans(tmp_path)
-    assert (span.lane, span.name, span.step) == ("trainer 0", "train", 3) and span.end >= span.start
-
-
 def test_the_end_of_a_step_puts_its_spans_on_disk(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path)
     timeline.record("trainer 0", "train", 1.0, 2.0, 1)

@@ -111,7 +111,8 @@ class _BlockedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked
     ) -> tuple[Tensor, Tensor | None]:
         shard, support = asked.shard, asked.support
-        sums = ShardSums(hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32), *_zeros(hidden, 3))
+        largest = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
+        sums = ShardSums(largest, *hidden.new_zeros((3, hidden.shape[0]), dtype=torch.float32))
         x = None if support is None else torch.full(support.ids.shape, -torch.inf, device=hidden.device)
         logits = None
         for rows, block in reversed(list(asked.blocks())):  # the first one, which is of full width, is left for later
@@ -163,10 +164,6 @@ class _BlockedLogProbs(torch.autograd.Function):
             of_weight[asked.shard.columns :] = 0
             _is_whole(weight)
         return of_hidden.to(hidden.dtype), of_weight, None, None
-
-
-def _zeros(like: Tensor, count: int) -> Tensor:
-    return like.new_zeros((count, like.shape[0]), dtype=torch.float32)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -171,13 +171,13 @@ class ShardRoutes:
             assert recorded is not None and len(recorded) == len(slicer.layer_rows), "recorded under another layout"
             experts = recorded
         else:
-            experts = on_device(slicer.at_layer_rows(self.experts, 0), device)
+            experts = on_device(slicer.at_layer_rows(self.experts), device)
         return RouteRows(
             experts=experts,
-            mask=on_device(slicer.at_layer_rows(self.mask, False), device),
-            scored=on_device(slicer.at_layer_rows(self.scored, False), device),
-            too_old=on_device(slicer.at_layer_rows(self.too_old, False), device),
-            keys=on_device(slicer.at_layer_rows(self.keys, 0), device),
+            mask=on_device(slicer.at_layer_rows(self.mask), device),
+            scored=on_device(slicer.at_layer_rows(self.scored), device),
+            too_old=on_device(slicer.at_layer_rows(self.too_old), device),
+            keys=on_device(slicer.at_layer_rows(self.keys), device),
         )
 
     def fingerprint(self, device: torch.device) -> int:

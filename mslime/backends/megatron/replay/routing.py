@@ -28,7 +28,7 @@ Records = dict[Hashable, Tensor]
 
 
 @dataclass(frozen=True)
-class _LayOut:
+class _LayOut(RouteHooks):
     """Replays the rows that `rows_of` gives for each micro-batch."""
 
     replay: RoutingReplay
@@ -38,29 +38,23 @@ class _LayOut:
     def before_forward(self, chunk: int, batch: MicroBatch) -> None:
         self.replay.lay_out(chunk, self.rows_of(batch), self.tally)
 
-    def after_forward(self, chunk: int, batch: MicroBatch) -> None: ...
-
 
 @dataclass(frozen=True)
-class _Keep:
+class _Keep(RouteHooks):
     """Keeps what the routers chose for each micro-batch."""
 
     replay: RoutingReplay
-
-    def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
     def after_forward(self, chunk: int, batch: MicroBatch) -> None:
         self.replay.keep(chunk, batch.index)
 
 
 @dataclass(frozen=True)
-class _Observe:
+class _Observe(RouteHooks):
     """Keeps what the routers chose for each token."""
 
     replay: RoutingReplay
     slicers: dict[Hashable, SequenceSlicer] = field(default_factory=dict[Hashable, SequenceSlicer])
-
-    def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
     def after_forward(self, chunk: int, batch: MicroBatch) -> None:
         self.replay.keep(chunk, batch.index)

@@ -107,17 +107,17 @@ class SequenceSlicer:
         """[T]: number of each row's sequence, also of padding at its end."""
         return np.repeat(np.arange(len(self.padded_lengths)), np.array(self.padded_lengths) // self.layout.cp)
 
-    def at_rows(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
-        """[N, ...] -> [T, ...]: each row's own entry, `fill` for padding."""
-        return _gather(column, self.rows, fill)
+    def at_rows(self, column: NDArray[Any]) -> NDArray[Any]:
+        """[N, ...] -> [T, ...]: each row's own entry, 0 for padding."""
+        return _gather(column, self.rows)
 
-    def at_targets(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
-        """[N, ...] -> [T, ...]: the entry of the token that each row predicts, `fill` where it predicts none."""
-        return _gather(column, self.targets, fill)
+    def at_targets(self, column: NDArray[Any]) -> NDArray[Any]:
+        """[N, ...] -> [T, ...]: the entry of the token that each row predicts, 0 where it predicts none."""
+        return _gather(column, self.targets)
 
-    def at_layer_rows(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
-        """[N, ...] -> [T / sp, ...]: each row's own entry as the layers of this rank see them, `fill` for padding."""
-        return _gather(column, self.layer_rows, fill)
+    def at_layer_rows(self, column: NDArray[Any]) -> NDArray[Any]:
+        """[N, ...] -> [T / sp, ...]: each row's own entry as the layers of this rank see them, 0 for padding."""
+        return _gather(column, self.layer_rows)
 
     def scatter_targets(self, values: Tensor, out: Tensor) -> None:
         """Write per-row predictions [T] to the tokens they are about in `out` [N], in place.
@@ -140,8 +140,8 @@ def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _gather(column: NDArray[Any], index: NDArray[np.int64], fill: float) -> NDArray[Any]:
-    out = np.full((len(index), *column.shape[1:]), fill, column.dtype)
+def _gather(column: NDArray[Any], index: NDArray[np.int64]) -> NDArray[Any]:
+    out = np.zeros((len(index), *column.shape[1:]), column.dtype)
     known = index != PADDING
     out[known] = column[index[known]]
     return out
@@ -211,7 +211,7 @@ def build_micro_batch(
         return on_device(wide, device)
 
     def predicted(column: NDArray[Any]) -> Tensor:
-        return tensor(slicer.at_targets(column, 0))
+        return tensor(slicer.at_targets(column))
 
     def if_known(column: NDArray[Any] | None) -> Tensor | None:
         return None if column is None else predicted(column)
@@ -219,7 +219,7 @@ def build_micro_batch(
     cumulative = np.concatenate([[0], np.cumsum(slicer.padded_lengths)])
     segments, first = None, first_segments(shard, spans)
     if first is not None and shard.segment_index is not None:
-        own = slicer.at_targets(shard.segment_index, 0) + first[slicer.owners]
+        own = slicer.at_targets(shard.segment_index) + first[slicer.owners]
         segments = tensor(np.where(slicer.targets != PADDING, own, 0))
     return MicroBatch(
         index=index,
@@ -227,8 +227,8 @@ def build_micro_batch(
         tokens=tensor(_with_padding(slicer, shard.tokens, spans))[None],
         position_ids=tensor(slicer.positions)[None],
         cumulative_lengths=on_device(cumulative.astype(np.int32), device) if packed else None,
-        labels=tensor(slicer.at_targets(shard.tokens, 0)),
-        loss_mask=tensor(slicer.at_targets(shard.loss_mask, 0)),
+        labels=tensor(slicer.at_targets(shard.tokens)),
+        loss_mask=tensor(slicer.at_targets(shard.loss_mask)),
         weights=predicted(shard.weights),
         advantages=predicted(shard.advantages),
         behaviour_log_probs=predicted(shard.behaviour_log_probs),
@@ -249,7 +249,7 @@ def build_micro_batch(
 def _with_padding(slicer: SequenceSlicer, tokens: NDArray[np.int32], spans: list[tuple[int, int]]) -> NDArray[np.int32]:
     """[T] int32: each row's token; rows of padding get tokens from all over `spans`, others on each context-parallel
     rank. Those of the whole shard where there is no span, 0 where there is nothing at all."""
-    held = slicer.at_rows(tokens, 0)
+    held = slicer.at_rows(tokens)
     padding = np.flatnonzero(slicer.rows == PADDING)
     around = np.concatenate([tokens[:0], *(tokens[start:stop] for start, stop in spans)]) if spans else tokens
     if len(around):

@@ -151,7 +151,7 @@ def _whole(trainer: MegatronTrainer, out: Tensor) -> NDArray[np.float32]:
 
 
 def _with_targets(part: ClientShard, batch: MicroBatch, device: torch.device) -> MicroBatch:
-    labels = batch.slicer.at_targets(part.targets, 0).astype(np.int64)
+    labels = batch.slicer.at_targets(part.targets).astype(np.int64)
     return replace(batch, labels=on_device(labels, device))
 
 

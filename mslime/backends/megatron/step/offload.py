@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -33,18 +33,6 @@ CHUNK = 64 << 20
 SMALLEST = 4096
 """Bytes of a storage that is worth moving."""
 Storage = torch.UntypedStorage
-
-
-class Store(Protocol):
-    """Where bytes are while they are not on the device: one run of them, written from its begin on."""
-
-    def write(self, at: int, flat: torch.Tensor) -> None:
-        """Keep `flat` [bytes] uint8, of any device, as the bytes from `at` on."""
-        ...
-
-    def read(self, at: int, flat: torch.Tensor) -> None:
-        """Fill `flat` with the bytes from `at` on."""
-        ...
 
 
 class MemoryStore:
@@ -145,7 +133,7 @@ class DeviceState:
         self._wrapped, self._optimizer, self._device, self._directory = wrapped, optimizer, device, directory
         self._here: set[TrainerPart] = set(PARTS)
         self._away: dict[TrainerPart, list[tuple[Storage, int]]] = {}
-        self._stores: dict[TrainerPart, Store] = {}
+        self._stores: dict[TrainerPart, MemoryStore | FileStore] = {}
         self._stored: dict[TrainerPart, list[tuple[int, int]]] = {}  # identity and size of each storage, in order
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,8 +39,8 @@ OnMicroBatch = Callable[[int, int], None]
 """Called with (micro-batches done, micro-batches in all) by every rank during a pass."""
 
 
-class RouteHooks(Protocol):
-    """What routing replay does around each forward pass of a model chunk."""
+class RouteHooks:
+    """What routing replay does around each forward pass of a model chunk: here nothing."""
 
     def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
@@ -67,11 +67,7 @@ class Pipeline:
 
     @torch.no_grad()
     def per_token(
-        self,
-        shard: TrainShard,
-        read: Callable[[MicroBatch, Tensor], Tensor],
-        routes: RouteHooks | None = None,
-        progress: OnMicroBatch | None = None,
+        self, shard: TrainShard, read: Callable[[MicroBatch, Tensor], Tensor], routes: RouteHooks | None = None
     ) -> Tensor:
         """What the model says about each of the shard's N tokens: float32 [N] on the CPU, on every rank.
 
@@ -86,7 +82,7 @@ class Pipeline:
             batch.slicer.scatter_targets(read(batch, output), out)
             return output.new_zeros(()), {}
 
-        run_lanes([Lane(self, shard, collect, routes)], progress, forward_only=True)
+        run_lanes([Lane(self, shard, collect, routes)], None, forward_only=True)
         if self.parallel.is_last_stage:
             self.parallel.sum_over_context_ranks(out)
         return self.parallel.broadcast_from_last_stage(out).cpu()

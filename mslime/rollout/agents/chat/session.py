@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ from mslime.rollout.agents.chat.messages import (
 )
 from mslime.rollout.agents.chat.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
+
+if TYPE_CHECKING:
+    from mslime.rollout.turns import Rollout
 
 # The turns of a rollout, and which of them a request goes on from.
 #
@@ -258,26 +261,6 @@ COUNTED = (
 )  # fmt: skip
 
 
-class SequenceEngine(Protocol):
-    """What a conversation needs of the rollout's engine; see `workflow.Engine`.
-
-    Attributes:
-        longest: sequences of so many tokens cannot be continued.
-    """
-
-    @property
-    def longest(self) -> int: ...
-    def new_sample(self, prompt: Sequence[int] | None = None) -> Sample: ...
-    def branch(self, sample: Sample, at: int | None = None) -> Sample: ...
-    async def generate(
-        self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> workflow.Turn: ...
-    def append(self, sample: Sample, added: str | Sequence[int]) -> None: ...
-    def cut(self, sample: Sample, at: int) -> None: ...
-    def mask(self, sample: Sample, start: int, end: int) -> None: ...
-    def encode(self, text: str, after: int | None = None) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Reply:
     """What the model replied.
@@ -330,7 +313,7 @@ class ChatSession:
     """
 
     def __init__(
-        self, engine: SequenceEngine, rendering: Rendering, limits: AgentLimits,
+        self, engine: Rollout, rendering: Rendering, limits: AgentLimits,
         on_expiry: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._engine, self._rendering, self._limits = engine, rendering, limits

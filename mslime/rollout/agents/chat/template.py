@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.agents.chat.call_forms import FORMS, SPELLINGS
@@ -31,19 +31,6 @@ _HISTORIES: tuple[Messages, ...] = (
 _SAID, _THOUGHT = "said", "pondered"
 USUAL = (("tool",), ("tool", "tool"), ("user",), ("tool", "user"))
 """Roles that follow a reply, as agents send them."""
-
-
-class Parser(Protocol):
-    """Reads replies of one format.
-
-    Attributes:
-        tag_ids: tokens within a reply, however special they are.
-    """
-
-    tag_ids: frozenset[int]
-
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed: ...
-    def reasons(self, sampled: Sequence[int], prompt: Sequence[int]) -> bool: ...
 
 
 class TemplateRenderer:
@@ -73,7 +60,7 @@ class TemplateRenderer:
         self.stop_ids = self._openers = frozenset[int]()
         tags = _thinking(template)
         self._thinks = harmony or (tags is not None and not self._closes(tags))
-        self._parser: Parser = HarmonyParser(tokenizer) if harmony else self._tagged(tags)
+        self._parser: TaggedParser | HarmonyParser = HarmonyParser(tokenizer) if harmony else self._tagged(tags)
         self.calls_read = self._reads_calls()
         self.stop_ids = self._find_stops()
         if not self.stop_ids:

@@ -16,9 +16,9 @@ from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build
-from mslime.run.delivery import Delivery
 from mslime.run.endpoint import Order
 from mslime.run.fleet import FORGIVEN_AFTER, Fleet
+from mslime.run.publish import Publisher
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
 from tests.fixtures.remote import fake_process
@@ -158,24 +158,24 @@ def fleet_of(fakes: Fakes) -> Fleet:
     return Fleet(fake_process(made).engines, made, made, fakes.check, made)
 
 
-def delivery_of(fakes: Fakes) -> Delivery:
+def publisher_of(fakes: Fakes) -> Publisher:
     made: Any = fakes
     numbers = itertools.count(1)
     fakes.fleet = fleet_of(fakes)
-    delivery = Delivery(
-        CONFIG, fake_process(made), made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made,
-        Apart(lambda: None),
+    publisher = Publisher(
+        CONFIG, fake_process(made), made, made, fakes.fleet, Apart(lambda: None), fakes.check,
+        lambda: f"g{next(numbers)}", made, made,
     )  # fmt: skip
-    delivery._proven = frozenset(URLS.values())
-    return delivery
+    publisher._proven = frozenset(URLS.values())
+    return publisher
 
 
-def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
-    delivery = delivery_of(fakes)
-    delivery.connect("g0")
+def publish(fakes: Fakes, syncs: int = 1) -> Publisher:
+    publisher = publisher_of(fakes)
+    publisher.connect("g0")
     for version in range(syncs):
-        delivery.send(version, False)
-    return delivery
+        publisher.send(version, False)
+    return publisher
 
 
 def met(names: str, number: int) -> list[str]:
@@ -207,20 +207,20 @@ def test_leaving_outlasts_what_a_rank_waits_for_an_engine_that_is_silent(monkeyp
 
 def test_engines_that_are_there_are_met_once() -> None:
     fakes = Fakes(["abc", "abc"], [None, None])
-    assert deliver(fakes, syncs=2).engines == 3
+    assert len(publish(fakes, syncs=2)._met) == 3
     assert fakes.calls == ["connect abc g0", "begin", "send 0", "begin", "send 1"]
 
 
 def test_an_engine_that_is_gone_before_a_sync_is_left_before_anything_is_sent() -> None:
     fakes = Fakes(["abc", "ac", "ac"], [None, None, None])
-    assert deliver(fakes, syncs=3).engines == 2
+    assert len(publish(fakes, syncs=3)._met) == 2
     left_out = ["begin", *told("b", 2), "leave", "connect ac g1", "send 1"]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *left_out, "begin", "send 2"]
 
 
 def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
     fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
-    assert deliver(fakes).engines == 1
+    assert len(publish(fakes)._met) == 1
     first = ["check", "leave", "again", *told("b", 2), "connect ac g1", "send 0"]
     second = ["check", "leave", "again", *told("a", 1), "connect c g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
@@ -229,7 +229,7 @@ def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
 def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     fakes = Fakes(["ab", "a"], [None])
     fakes.refused = {"g1"}
-    assert deliver(fakes).engines == 1
+    assert len(publish(fakes)._met) == 1
     met = ["begin", *told("c", 2), "leave", "connect ab g1"]
     again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", *met, *again]
@@ -239,14 +239,14 @@ def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
 def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_get_theirs(launches: bool) -> None:
     fakes = Fakes(["ac", "abc", "abc", "ac"], [None, BROKEN, None])
     fakes.launches = launches
-    delivery = deliver(fakes)
+    publisher = publish(fakes)
     fakes.calls = []
-    delivery.send(1, False)
+    publisher.send(1, False)
     begun = ["begin", "3 of 3 engines take the weights", "leave", "connect abc g2", "send 1", "check", "leave", "again"]
     assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
     size = 3 if launches else 2
     rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1", "compare digests 1"]
-    assert fakes.calls[-5:] == rest and delivery.engines == 2
+    assert fakes.calls[-5:] == rest and len(publisher._met) == 2
     assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
     assert ("end b" in fakes.calls) is not launches
 
@@ -257,14 +257,14 @@ ANEW = ["check", "leave", "again"]
 
 def test_a_failure_that_no_death_explains_is_tried_again_with_all_and_then_compared() -> None:
     fakes = Fakes(["abc", "abc"], [BROKEN, None])
-    delivered = delivery_of(fakes).send(0, verify=False)
+    delivered = publisher_of(fakes).send(0, verify=False)
     assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", COMPARED]
     assert delivered.compared == 39 and delivered.repeats == 1
 
 
 def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
     fakes = Fakes(["abc", "abc", "abc", "ac"], [BROKEN, BROKEN, None])
-    assert deliver(fakes).engines == 2
+    assert len(publish(fakes)._met) == 2
     second = [*ANEW, "leave out http://b: bucket 1 to http://b: the connection broke", "again", *told("b", 2)]
     calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
     assert fakes.calls == ["connect abc g0", *calls, COMPARED]
@@ -273,7 +273,7 @@ def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
 def test_engines_that_are_left_after_another_was_left_out_are_tried_twice_as_well() -> None:
     at_a = sync_error("send", "bucket 1 to http://a", "the connection broke")
     fakes = Fakes(["abc", "abc", "abc", "ac", "ac", "ac", "c"], [BROKEN, BROKEN, at_a, at_a, None])
-    assert deliver(fakes).engines == 1
+    assert len(publish(fakes)._met) == 1
     assert sum(call.startswith("leave out") for call in fakes.calls) == 2
     assert sum(call.startswith("all weights are sent again") for call in fakes.calls) == 2
 
@@ -282,7 +282,7 @@ def test_weights_that_differ_are_sent_again_and_an_engine_whose_always_differ_is
     differs = sync_error("check", "http://b: a.weight", "the engine holds something else")
     fakes = Fakes(["abc", "abc", "abc", "ac"], [None, None, None])
     fakes.unequal = [differs, differs]
-    delivered = delivery_of(fakes).send(0, verify=True)
+    delivered = publisher_of(fakes).send(0, verify=True)
     assert delivered.compared == 39 and delivered.repeats == 2
     assert "leave out http://b: http://b: a.weight: the engine holds something else" in fakes.calls
     assert fakes.calls[-3:] == ["connect ac g2", "send 0", COMPARED]
@@ -291,27 +291,27 @@ def test_weights_that_differ_are_sent_again_and_an_engine_whose_always_differ_is
 def test_what_fails_with_engines_that_never_took_weights_is_not_sent_again() -> None:
     """The run's first sync: it is not an accident, and nobody wants to wait for it twice."""
     fakes = Fakes(["abc", "abc"], [BROKEN])
-    delivery = delivery_of(fakes)
-    delivery._proven = frozenset()
+    publisher = publisher_of(fakes)
+    publisher._proven = frozenset()
     with pytest.raises(WeightSyncError, match="the connection broke") as caught:
-        delivery.send(0, verify=True)
+        publisher.send(0, verify=True)
     assert fakes.calls == ["begin", "send 0", *ANEW] and caught.value is BROKEN
 
 
 def test_nothing_is_compared_unless_asked_for() -> None:
     fakes = Fakes(["abc", "abc"], [None, None])
-    delivery = delivery_of(fakes)
-    assert delivery.send(0, verify=True).compared == 39
-    assert delivery.send(0, verify=False).compared is None
+    publisher = publisher_of(fakes)
+    assert publisher.send(0, verify=True).compared == 39
+    assert publisher.send(0, verify=False).compared is None
 
 
 @pytest.mark.parametrize(("verify", "strict"), [("probe", False), ("first", True), ("always", True)])
 def test_engines_must_say_what_they_hold_where_bits_were_asked_for(verify: str, strict: bool) -> None:
     fakes = Fakes(["abc"], [None])
-    delivery = delivery_of(fakes)
+    publisher = publisher_of(fakes)
     weights = CONFIG.weights.model_copy(update={"verify": verify})
-    delivery._config = CONFIG.model_copy(update={"weights": weights})
-    delivery.send(0, verify=True)
+    publisher._config = CONFIG.model_copy(update={"weights": weights})
+    publisher.send(0, verify=True)
     assert fakes.strict == strict
 
 
@@ -324,7 +324,7 @@ def test_engines_must_say_what_they_hold_where_bits_were_asked_for(verify: str, 
 def test_a_failure_twice_that_names_nobody_or_all_ends_it_in_its_own_words(error: WeightSyncError) -> None:
     fakes = Fakes(["abc", "abc", "abc"], [error, error])
     with pytest.raises(WeightSyncError) as caught:
-        deliver(fakes)
+        publish(fakes)
     assert caught.value is error and fakes.calls[-3:] == ANEW
 
 
@@ -347,24 +347,24 @@ def test_a_sync_ends_with_its_first_failure_or_with_what_the_last_engine_died_of
 ) -> None:
     fakes = Fakes(there, [first])
     with pytest.raises(type(raised)) as caught:
-        deliver(fakes)
+        publish(fakes)
     assert caught.value is raised and fakes.calls[-len(last) :] == last
 
 
 def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> None:
     fakes = Fakes(["ac", "abc"], [None, None])
-    delivery = deliver(fakes)
+    publisher = publish(fakes)
     assert not fakes.fleet.tend() and state_of(fakes, "b") == "starting"
     fakes.back, fakes.calls = {"b": EngineAddress("b", "http://b2", keys=NO_KEYS)}, []
     URLS["b"] = "http://b2"
     try:
         assert fakes.fleet.tend() and state_of(fakes, "b") == "joining"
-        delivery.send(1, False)
+        publisher.send(1, False)
         fakes.fleet.settled()
     finally:
         URLS["b"] = "http://b"
     back = ["greet b", "b is back at http://b2", "begin", "3 of 3 engines take the weights"]
-    assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and delivery.engines == 3
+    assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and len(publisher._met) == 3
     assert state_of(fakes, "b") == "serving"
 
 
@@ -373,7 +373,7 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
 ])  # fmt: skip
 def test_an_engine_that_does_not_come_back_well_is_started_again(found: Any) -> None:
     fakes = Fakes(["ac"], [None])
-    deliver(fakes)
+    publish(fakes)
     fakes.back = {"b": found}
     assert not fakes.fleet.tend()
     assert fakes.calls[-1] == "b could not be started (handshake: it lacks routes): start b"
@@ -477,7 +477,7 @@ def test_an_engine_that_has_served_for_a_while_may_be_started_again_as_often_as_
 
 def test_engines_are_added_and_let_go_as_asked() -> None:
     fakes = Fakes(["abc"], [None])
-    deliver(fakes)
+    publish(fakes)
     fleet, orders = fakes.fleet, fakes.fleet.orders
     number = orders.give(Order(engines=4))
     assert not fleet.tend() and orders.standing()["told"] == {str(number): "starting n1"}
