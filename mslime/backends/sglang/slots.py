@@ -1,4 +1,4 @@
-"""One engine of a pool, with its share of the work."""
+"""One engine of a pool, with its share of the requests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mslime.config.errors import EngineError
 
 
 class EngineSlot:
-    """One engine with its share of the work.
+    """One engine with its share of the requests.
 
     Args:
-        concurrency: requests in flight; more wait, in order.
+        concurrency: requests in flight; further ones wait, in order.
         ready: whether it may have requests at once.
 
     Attributes:
-        error: what it died of.
+        error: the cause of its death.
         answered, missed: see `heartbeat.Watched`.
-        served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
-            sees in its scheduler's word that a heartbeat was aborted.
-        leaving: it gets no requests any more, and is forgotten at the next weight update.
-        ready: set when it has the adapters that requests ask for; until then they wait.
-        proven: cleared while requests go on under weights that are being probed; their answers wait until it is set.
+        served: time (`time.monotonic`) of its last answer to a request: stronger than a sign of life, which SGLang also
+            derives from its scheduler's report of an aborted heartbeat.
+        leaving: it gets no more requests, and is removed at the next weight update.
+        ready: set when it has the adapters of requests; until then they wait.
+        proven: cleared while requests run under weights that are being probed; their answers wait until it is set.
     """
 
     def __init__(self, client: EngineClient, concurrency: int, ready: bool = True, *, leaving: bool = False) -> None:
@@ -43,13 +43,13 @@ class EngineSlot:
 
     @property
     def death(self) -> asyncio.Future[None]:
-        """Done when the engine is dead. One for all requests: a task for each would cost as much as they do."""
+        """Done when the engine is dead. Shared by all requests: a task for each would cost as much as the requests."""
         if self._death is None:
             self._death = asyncio.get_running_loop().create_future()
         return self._death
 
     def kill(self, error: EngineError) -> None:
-        """It is dead; the first reason stays."""
+        """Mark it as dead; the first reason is kept."""
         if self.error is None:
             self.error = error
             self.death.set_result(None)
