@@ -185,8 +185,10 @@ class RoutingReplay:
 
     A pass is one run of the pipeline schedule; several trainers may share it, each with its own tally:
 
-    with replay.replaying(gradient=True): tally = replay.tally() ... before each model forward of chunk c:
-    replay.lay_out(c, rows, tally) report = replay.report(tally, expected)
+        with replay.replaying(gradient=True):
+            tally = replay.tally()
+            ... before each model forward of chunk c: replay.lay_out(c, rows, tally)
+        report = replay.report(tally, expected)
 
     Attributes:
         layer_ids: global (0-based) ids of this rank's MoE layers, over its virtual pipeline chunks in order.
