@@ -1,6 +1,6 @@
 """Mathematical equivalence of a response and its label: reward kind `math`. Runs inside a reward worker process.
 
-How a label is read, where a response's answer stands, and what counts as equal is in `graders`.
+Other modules of `graders` read labels, locate answers in responses, and define equality.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class UngradedError(Exception):
 
 
 def math_equivalent(sample: Sample) -> float:
-    """1.0 when the response's final answer equals the label, else 0.0; also 0.0 when that cannot be told in 5 s.
+    """1.0 if the response's final answer equals the label, else 0.0; also 0.0 after 5 s without a result.
 
-    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response carries its
-    answer in `\\boxed{}`, else behind `answer is`, else at its end.
+    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response has its answer
+    in `\\boxed{}`, else behind `answer is`, else at its end.
 
     Raises:
         ValueError: no answer can be read from the label.
@@ -38,12 +38,12 @@ def math_equivalent(sample: Sample) -> float:
 
 
 def graded_math(sample: Sample) -> float:
-    """`math_equivalent` without a limit, for a process that is watched. Raises UngradedError, ValueError."""
+    """`math_equivalent` without a time limit, for a supervised process. Raises UngradedError, ValueError."""
     return _grade(sample, candidates)
 
 
 def graded_answer_line(sample: Sample) -> float:
-    """1.0 when the last `Answer:` line of the response equals the label as mathematics, else 0.0.
+    """1.0 if the last `Answer:` line of the response equals the label as mathematics, else 0.0.
 
     Raises UngradedError, ValueError.
     """
