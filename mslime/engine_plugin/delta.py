@@ -1,4 +1,4 @@
-"""Inside an SGLang server: of a bucket comes what changed. The rest is taken from the model's own parameters.
+"""Inside an SGLang server: rebuild a bucket from its received changes and the model's own parameters.
 
 Changes come in a file, or by a broadcast (`receive`). The copies that were recorded for a bucket (`copy_plan`), run
 backwards, fill it from the model's parameters. The changes are applied, and the bucket is loaded like any other.
@@ -53,7 +53,7 @@ def receive(
         name: of the connection that the versions belong to.
 
     Raises:
-        ValueError: what arrived is damaged, or does not belong to what the model holds.
+        ValueError: the data is damaged, or does not fit the model's version.
     """
     place = Path(name) / version_name(version.number)
     if version.base is None:
@@ -78,7 +78,7 @@ def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.
         bucket: one that this model has loaded before.
 
     Raises:
-        ValueError: the changes do not belong to what the model holds.
+        ValueError: the changes do not fit the model's version.
     """
     copies, held = bucket.copies.get(id(model)), bucket.held
     if copies is None or not copies.fit(model):

@@ -1,4 +1,4 @@
-"""Inside an SGLang server: what each machine of an engine keeps of a bucket, so that senders send it that and no more.
+"""Inside an SGLang server: the slice of a bucket that each host of an engine keeps, and that senders send to it.
 
 A host's slice is the union of its ranks' slices (`rank_slices`). Overlapping runs are merged, so each element is sent
 once: rows, columns, experts, and elements that all ranks keep. The slice comes packed, so its elements have other

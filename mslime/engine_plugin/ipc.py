@@ -1,4 +1,4 @@
-"""Inside an SGLang server: buckets are taken from who has the same GPU, by checkpoint-engine's handles.
+"""Inside an SGLang server: receive buckets from the trainer rank on the same GPU by checkpoint-engine's handles.
 
 SGLang 0.5.23 supports checkpoint-engine (`/update_weights_from_ipc`). But it gives everything to the model's own
 loader, finishes the weights within an update's session and before its end, and only logs errors of that.

@@ -1,4 +1,4 @@
-"""Inside an SGLang server: memory is given back while a trainer uses the same GPU, and no wrong call ends the server.
+"""Inside an SGLang server: safe release of memory while a trainer uses the same GPU.
 
 For engines that share GPUs with the trainer. Stock servers crash on a release while a request runs, and on a resume
 without a release, and cannot report their released parts. Here such a call does nothing, and `wire.ReleasedMemory`
@@ -104,7 +104,7 @@ def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None
 
 
 def released(manager: Any) -> Released:
-    """What a server has released. Args: SGLang's `SchedulerWeightUpdaterManager`."""
+    """Released parts of a server. Args: SGLang's `SchedulerWeightUpdaterManager`."""
     return Released(frozenset(manager.offload_tags), _refused)
 
 

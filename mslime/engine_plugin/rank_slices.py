@@ -5,8 +5,8 @@ slices once. From then on the rank with a bucket packs each rank's slice of it. 
 buckets at once, one from each of their lanes, so sent and received bytes are about equal on all ranks. This needs no
 knowledge of layouts or names.
 
-A bucket goes to all ranks whole if a rank's copies of it are not recorded, or if several ranks keep most of it, so that
-the slices together are larger than it.
+A bucket goes to all ranks whole if a rank's copies of it are not recorded, or if the slices together are larger than
+the bucket.
 """
 
 from __future__ import annotations

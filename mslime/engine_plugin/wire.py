@@ -223,11 +223,11 @@ class JoinGroup:
 
 @dataclass(frozen=True)
 class JoinRelayGroup:
-    """On each machine of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
+    """On each host of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
 
     Attributes:
         sender: its number.
-        machine: only the rank on this machine joins; None: one on each.
+        machine: only the rank on this host joins; None: one on each.
     """
 
     sender: int

@@ -64,7 +64,7 @@ class Examined:
 def run_doctor(
     options: Options, only: Sequence[str] = (), skip: Sequence[str] = (), *, as_json: bool = False, strict: bool = False
 ) -> int:
-    """Examine this machine and print it.
+    """Check this host and print the findings.
 
     Args:
         only, skip: names of checks; `only` also takes those that otherwise need --full.

@@ -93,7 +93,7 @@ class Options:
         directory: of the checkpoints.
         model: a checkpoint for the test step; None: create a tiny one.
         full: measure longer, and start a trainer and an engine.
-        nodes, node_rank, head: machines that take part in collectives, this one's number, HOST:PORT of number 0.
+        nodes, node_rank, head: number of hosts in collectives, this one's index, HOST:PORT of index 0.
     """
 
     directory: Path = Path("outputs")

@@ -129,7 +129,7 @@ def run_settings(node: Node, model: Path, directory: Path) -> dict[str, Any]:
 
 
 def run_to_its_end(command: list[str], directory: Path, node: Node) -> tuple[int, str]:
-    """Exit status and output of a run. On a timeout or Ctrl-C it is asked to end, which saves and ends all its
+    """Exit status and output of a run. On a timeout or Ctrl-C the run is interrupted: it saves and ends all its
     processes."""
     output = directory / "driver.log"
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

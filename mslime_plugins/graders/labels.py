@@ -41,7 +41,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _answer_of(text: str) -> str:
-    """A label's answer: its last box, or what follows `####`, or all of it."""
+    """A label's answer: its last box, or the text after `####`, or all of it."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed

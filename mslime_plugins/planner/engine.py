@@ -205,7 +205,7 @@ def _state_bytes(w: Widths, tp: int, width: int) -> int:
 def engine_vocabulary(rows: int, tp: int) -> int:
     """Rows that an engine of `tp` ranks holds of a vocabulary, zeros included.
 
-    A multiple of 64, or of 64 x TP where that does not divide (sglang's VocabParallelEmbedding).
+    A multiple of 64, or of 64 x TP if TP does not divide that (sglang's VocabParallelEmbedding).
     """
     padded = -(-rows // _VOCABULARY) * _VOCABULARY
     return padded if padded % tp == 0 else -(-rows // (_VOCABULARY * tp)) * _VOCABULARY * tp

@@ -91,7 +91,7 @@ class RunPlan:
         rollouts: bytes of a step's responses; None for supervised training.
         rates: of the links and copies of a sync, as set.
         bounds: lower bounds of one sync in seconds, by limiting link; for a user's transport those of `broadcast`.
-        problems: what does not fit.
+        problems: parts that do not fit.
         remarks: sentences about slow or unused parts.
         phases: of a step, if trainer and engines share their GPUs; else none.
         saved: bytes written to disks.

@@ -40,7 +40,7 @@ def _gib(size: float) -> str:
 
 
 def _cell(size: float) -> str:
-    """A table cell for bytes; empty for 0."""
+    """A table cell for bytes; a dash for 0."""
     return _gib(size) if size else "–"
 
 

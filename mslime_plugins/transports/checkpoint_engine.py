@@ -277,7 +277,7 @@ def own_gpus() -> tuple[int, int]:
 
 
 def _patient(bound: tuple[Any, Any], server: _Server, link: Link) -> tuple[PatientSocket, Any]:
-    """Replace the sockets that a ParameterServer has bound."""
+    """Wrap the socket that a ParameterServer has bound; keep its addresses."""
     socket, addresses = bound
     assert server.failures is not None
     return PatientSocket(socket, server.failures, f"the engine on the GPU of trainer rank {link.rank}"), addresses

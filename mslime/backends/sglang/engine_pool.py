@@ -177,7 +177,7 @@ class EnginePool:
         """Drop cached prefixes on all engines; those that generated during a probe have already done so."""
         await self.broadcast(lambda client: client.flush_cache(), paused=True)
 
-    # -------------------------------------------------------------------------------------------- who belongs to it
+    # -------------------------------------------------------------------------------------------------- membership
     #
     # Engines come and go only at weight updates: a new one needs weights before its first request, and a leaving one
     # must have no requests left.

@@ -46,7 +46,7 @@ _NEGATABLE = {
 
 @dataclass(frozen=True)
 class Part:
-    """One machine of a server that spans several.
+    """One host's part of a server that spans several.
 
     Attributes:
         rank: its index; part 0 answers over HTTP.
@@ -78,7 +78,7 @@ def server_fields(
     Args:
         identity: name under which it serves its model, which distinguishes it from other servers.
         routes: whether it returns the experts of every token.
-        part: of a server that spans several machines.
+        part: of a server that spans several hosts.
         half: of a pair.
 
     Raises:

@@ -115,7 +115,7 @@ class GenerateRequest:
         top_k: -1 for the whole vocabulary.
         min_p: least probability of a token, as a share of the likeliest one's.
         seed: honoured only by servers with `enable_deterministic_inference`.
-        ignore_eos: go on to `max_new_tokens` whatever is sampled.
+        ignore_eos: continue to `max_new_tokens` whatever is sampled.
         want_routes: return the experts of every position from `routes_start` on.
         routes_start: first position whose routes are returned, at most len(input_ids).
         session_id: requests of one session are sent to one engine (see `EnginePool`), which reuses its prefix cache.

@@ -289,7 +289,7 @@ async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: i
 
     Args:
         tokenizer, vocab_size: of the student; rows of its embedding.
-        longest: tokens of the longest sequence that must be scored.
+        longest: tokens of a sequence that the teacher must be able to score.
 
     Raises:
         EngineError: the server is unreachable, has other or too few tokens, too short a context, or no scores.

@@ -42,7 +42,7 @@ class SGLangPort:
         deadlines: `weight_sync_s` for each call about weights, `engine_control_s` for `describe`.
 
     Attributes:
-        heard: (URL, how the engine reported to have loaded a bucket), each once.
+        heard: (URL, the engine's report on loading a bucket), each once.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
@@ -78,7 +78,7 @@ class SGLangPort:
     def ask(
         self, engine: EngineInfo, request: wire.Request | wire.OwnRequest, hint: str = ""
     ) -> Future[wire.Answer | wire.Loaded]:
-        """See `EnginePort`. Raises WeightSyncError with the plug-in's own words if it cannot do what it is asked."""
+        """See `EnginePort`. Raises WeightSyncError with the plug-in's message if the request fails."""
 
         async def asked() -> wire.Answer | wire.Loaded:
             client = self._client(engine.endpoint)

@@ -87,7 +87,7 @@ def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KE
 
 
 class OtherMachine(Protocol):
-    """Another machine of a server that spans several. Calls may cross the network."""
+    """Another host of a server that spans several. Calls may cross the network."""
 
     def launch(self, meeting: str) -> None:
         """Start its part of the server, whose part 0 waits at `host:port`. Raises EngineError."""
@@ -103,11 +103,10 @@ class OtherMachine(Protocol):
 
 
 class ServerPart:
-    """The part of a server on a machine other than its first. It serves no requests; an `OtherMachine` is its remote
-    end.
+    """The part of a server on a host other than its first. It serves no requests; an `OtherMachine` is its remote end.
 
     Args:
-        rank: index of the machine in the server, from 1 on. Other arguments are as for `ServerProcess`.
+        rank: index of the host in the server, from 1 on. Other arguments are as for `ServerProcess`.
     """
 
     def __init__(
@@ -140,18 +139,18 @@ class ServerPart:
 
 
 class ServerProcess:
-    """One SGLang server of a run; if it spans several machines, its first part, which controls the others.
+    """One SGLang server of a run; if it spans several hosts, its first part, which controls the others.
 
     Args:
         spec: settings of servers of its role; this one is named `<role><index>`.
         index: its number among them.
         log_dir: `<name>.log` is written there.
-        host: address to listen on; loopback unless engines and rollout live on different machines.
+        host: address to listen on; loopback unless engines and rollouts are on different hosts.
         gpus: devices for this server; None takes the devices visible to this process.
         port: fixed port; None picks a free one, and another if it is taken meanwhile.
         keys: API keys for its clients; default: a new random key.
         routes: whether it can return the experts of tokens.
-        others: its other machines, in order.
+        others: its parts on other hosts, in order.
         half: its role in a pair; None: it prefills and decodes.
     """
 
@@ -281,7 +280,7 @@ class ServerProcess:
             time.sleep(0.2)
 
     def _check_others(self) -> None:
-        """Raise EngineError, with everything stopped, if a part on another machine has ended; checked periodically."""
+        """Raise EngineError, with everything stopped, if a part on another host has ended; checked periodically."""
         if time.monotonic() - self._asked_others < ASK_OTHERS_S:
             return
         self._asked_others = time.monotonic()

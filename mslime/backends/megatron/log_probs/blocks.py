@@ -114,7 +114,7 @@ class _BlockedLogProbs(torch.autograd.Function):
         sums = ShardSums(hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32), *_zeros(hidden, 3))
         x = None if support is None else torch.full(support.ids.shape, -torch.inf, device=hidden.device)
         logits = None
-        for rows, block in reversed(list(asked.blocks())):  # backward keeps the first block, of full width
+        for rows, block in reversed(list(asked.blocks())):  # last is block 0, of full width: backward reuses it
             logits = None  # free it before the next one is made
             logits = hidden @ weight[rows].t()
             column, ours = block.local(labels)

@@ -134,12 +134,10 @@ def mark_parameters(chunk: torch.nn.Module) -> None:
     """Mark the owner of parameters that megatron-core and Transformer Engine mark wrongly, in every layout.
 
     Experts are marked `allreduce=False`: megatron-core 0.16.1 does so only for EP > 1, and without it gradients are
-    wrong if ETP differs from TP.
-
-    `tensor_model_parallel` decides what the gradient norm counts: a parameter without it is counted on the first
-    tensor-parallel rank only. Each rank holds different experts and attention sinks, which Transformer Engine 2.20
-    leaves unmarked. It marks every weight of a linear layer, even MLA's replicated down-projections, which would be
-    counted once per rank.
+    wrong if ETP differs from TP. `tensor_model_parallel` decides what the gradient norm counts: parameters without it
+    count on the first tensor-parallel rank only. Each rank holds different experts and attention sinks, which
+    Transformer Engine 2.20 leaves unmarked. It also marks MLA's replicated down-projections, which would count once per
+    rank.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:

@@ -41,8 +41,7 @@ class RankPassResult:
 
 
 def forward(trainer: MegatronTrainer, part: ClientShard) -> RankPassResult:
-    """Losses and log-probs of a client's data. A collective; this function and the next ones need the adapter in the
-    model."""
+    """Losses and log-probs of a client's data. A collective; the adapter must be in the model, as for the next one."""
     out = _column(trainer, part)
     total = LossStatistics.zeros(trainer.device)
 
