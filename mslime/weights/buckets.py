@@ -1,7 +1,7 @@
 """Filling a bucket: every member packs its shards, one gather brings them to the sender, which converts them.
 
-The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps (a
-flattened bucket in SGLang). Data already in this layout is not moved. Shards that are adjacent in Megatron's parameter
+The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps (the
+flattened bucket of engines). Data already in this layout is not moved. Shards that are adjacent in Megatron's parameter
 buffer are packed as a view of it, and shards in flat order are gathered directly into the flat buffer.
 """
 
