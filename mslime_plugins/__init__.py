@@ -1,4 +1,4 @@
-"""What mslime's distribution adds to mslime as a third party would: by entry points alone (`mslime.config.plugins`).
+"""Features that mslime's distribution adds like a third party: through entry points alone (`mslime.config.plugins`).
 
 `mslime` imports nothing from here, and trains without it.
 """

@@ -1,6 +1,6 @@
-"""The Python API of this package: what `mslime plan` and `mslime report` do, as functions that return values.
+"""The Python API of this package: `mslime plan` and `mslime report` as functions that return values.
 
-Like those of `mslime.api`, they raise UserError for a mistake and print nothing.
+Like `mslime.api`, they raise UserError for a mistake and print nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def plan(source: Source, *, gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
-    """Memory, balance and weight-sync traffic, as `mslime plan`; of `model.path` only config.json is read.
+    """Memory, balance and weight-sync traffic, as in `mslime plan`; reads only config.json of `model.path`.
 
     Args:
-        gpus: of the whole run, engines included; default: what the configuration says.
-        gpu_memory_gb: of one GPU as it is sold; default `cluster.gpu_memory_gb`.
+        gpus: of the whole run, engines included; default: from the configuration.
+        gpu_memory_gb: nominal memory of one GPU; default `cluster.gpu_memory_gb`.
 
     Raises:
-        UserError: a mistake in the configuration or in config.json. That something does not fit is in the plan.
+        UserError: a mistake in the configuration or in config.json. A run that does not fit is reported in the plan.
     """
     from mslime_plugins.planner.plan_command import plan_of
 
@@ -33,14 +33,14 @@ def plan(source: Source, *, gpus: int | None = None, gpu_memory_gb: float | None
 def report(
     run_dir: str | os.PathLike[str], *others: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write the page about a run, finished or not, or one that compares it with others; returns its path. Of a run of
-    several adapters, each is compared with the others.
+    """Write the report of a run, finished or not, or its comparison with others; returns the path. A run of several
+    adapters gives a comparison of these.
 
     Args:
-        out: where to; default: report.html or compare.html in `run_dir`.
+        out: path of the page; default: report.html or compare.html in `run_dir`.
 
     Raises:
-        UserError: a directory is not there, holds no metrics, or a broken file.
+        UserError: a directory is missing, has no metrics, or has a broken file.
     """
     from mslime.config.errors import reading_run
     from mslime.config.lora import directories

@@ -1,4 +1,4 @@
-"""The commands that this package adds to `mslime`. What does the work is imported when a command runs."""
+"""Commands that this package adds to `mslime`. Their code is imported when a command runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs inside the processes of an SGLang server: mslime's plug-in for it. Outside them only `wire` is imported."""
+"""mslime's plug-in for SGLang, run inside the processes of a server. Outside them only `wire` is imported."""

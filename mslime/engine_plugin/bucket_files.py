@@ -1,18 +1,17 @@
-"""Inside an SGLang server: a bucket of weights comes in a file instead of a broadcast.
+"""Inside an SGLang server: read a bucket of weights from a file instead of a broadcast.
 
-A request says so (`wire.FromFile`); all else about it, and all that follows, is as with a broadcast: the same session,
-the same loading, the same comparison. A file is of one of these kinds:
+The request contains a `wire.FromFile`; session, loading and comparison are as with a broadcast. Kinds of files:
 
 - `mapped`: shared memory that a sender writes each of its buckets into, mapped once and kept until the sender leaves;
-- `handle`: likewise, of memory that torch opens by a handle: a GPU's own, where the engine runs on one;
-- `remote`: in no file, but in a sender's memory, which is read over the network (`rdma`);
-- `safetensors`: one bucket, read and closed again; `base`: the same, and changes of it may follow;
-- `changes`: what is different in a bucket that came before (`delta`).
+- `handle`: likewise, for memory that torch opens by a handle: a GPU's own, if the engine runs on one;
+- `remote`: no file, but a sender's memory, read over the network (`rdma`);
+- `safetensors`: one bucket, read and closed again; `base`: the same, for a bucket whose changes may follow;
+- `changes`: differences to an earlier bucket (`delta`).
 
 With `wire.FromBroadcast` a broadcast follows, of a bucket or of changes.
 
-Every rank of an engine reads for itself. An answer is rank 0's, so each rank hears first whether all have read: the
-sender may then write the next bucket over this one.
+Every rank of an engine reads the file. Rank 0 answers after all ranks have read, because the sender may then overwrite
+this bucket with the next one.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ from mslime.engine_plugin.wire import (
 )
 
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
-"""Of a bucket: names, dtypes and shapes."""
+"""Names, dtypes and shapes of a bucket's tensors."""
 ALONE = EngineRankGroup()
 _HEADER_LIMIT = 1 << 30
 
 
 @dataclass
 class _Mapped:
-    """A file of shared memory, which stays mapped when its name is gone.
+    """A file of shared memory, which stays mapped after it is unlinked.
 
     Attributes:
         flat: [bytes of the file] uint8.
-        file: open as long as it is mapped; its sender holds a lock on it.
+        file: open while it is mapped; its sender holds a lock on it.
     """
 
     flat: torch.Tensor
@@ -76,36 +75,36 @@ class _Mapped:
 
 
 class Files:
-    """The files of senders, as one process of an engine reads them."""
+    """Readable files of senders, in one process of an engine."""
 
     def __init__(self) -> None:
         self._mapped: dict[Path, _Mapped] = {}
         self.remote = RdmaReader()
 
     def see(self, directory: Path) -> None:
-        """Return when files of this directory can be read. Raises OSError when not.
+        """Return if files of this directory can be read. Raises OSError if not.
 
-        A sender that was killed told nobody to forget what it had: that is forgotten now.
+        This also unmaps files of killed senders, which could not request it.
         """
         os.listdir(directory)
         for path in [path for path, mapped in self._mapped.items() if mapped.sender_is_gone()]:
             self._drop(path)
 
     def forget(self, directory: Path) -> None:
-        """Unmap what came from this directory."""
+        """Unmap the files of this directory."""
         for path in [path for path in self._mapped if path.parent == directory]:
             self._drop(path)
 
     def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: EngineRankGroup = ALONE) -> None:
-        """Fill `flat` [bytes] uint8 from a file; returns when the file is not needed any more.
+        """Fill `flat` [bytes] uint8 from a file; returns when the file is no longer needed.
 
         Args:
-            named: the tensors that lie in it, one after the other.
+            named: the tensors in it, one after the other.
             near: the engine's ranks.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it holds something else.
+            ValueError: it has other contents.
             RuntimeError: another rank could not read its part.
         """
         if kind == "remote":
@@ -113,7 +112,7 @@ class Files:
         elif kind in ("mapped", "handle"):
             flat.copy_(self._map(kind, path, flat)[: flat.numel()])
             if flat.is_cuda:
-                torch.cuda.current_stream(flat.device).synchronize()  # the sender writes the next bucket over it
+                torch.cuda.current_stream(flat.device).synchronize()  # the sender overwrites it with the next bucket
         else:
             _read_safetensors(path, named, flat)
 
@@ -147,11 +146,11 @@ def _mapping(file: int) -> torch.Tensor:
 
 
 def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
-    """[bytes] uint8: the memory that a handle is of, as long as the tensor lives.
+    """[bytes] uint8: the memory of a handle, valid while the tensor lives.
 
     Args:
-        device: of this process. Memory of any GPU of the machine is expected to be mapped into it, also of one that
-            this process does not see (not tested).
+        device: of this process. Memory of any GPU of the machine can be mapped into it, even of one that is not visible
+            to this process (not tested).
 
     Raises:
         ValueError: the memory is on another kind of device.
@@ -166,7 +165,7 @@ def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
 
 
 def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
-    """The data of a file whose tensors lie in the order of `named`."""
+    """Read the data of a file whose tensors are in the order of `named`."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
@@ -180,7 +179,7 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
         if {name: (found["shape"], found["data_offsets"]) for name, found in header.items()} != places:
             raise ValueError(f"{path} holds other tensors than those of the bucket")
         host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
-        # Not `numpy()`: after that torch refuses to give the buffer's memory back.
+        # Not `numpy()`: after that torch refuses to free the buffer's memory.
         read = file.readinto((ctypes.c_char * host.numel()).from_address(host.data_ptr()))
         if read != flat.numel() or file.read(1):
             raise ValueError(f"{path} does not end where its tensors do")
@@ -189,11 +188,11 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
 
 
 FILES = Files()
-"""Of this process."""
+"""Files of this process."""
 
 
 def read_directory(files: Files, request: ReadDirectory) -> Answer:
-    """Whether files of a directory can be read."""
+    """Check whether files of a directory can be read."""
     try:
         files.see(request.directory)
     except OSError as error:
@@ -208,7 +207,7 @@ def forget_directory(files: Files, request: ForgetDirectory) -> Answer:
 
 
 def read_memory(files: Files, request: ReadMemory) -> Answer:
-    """Whether a sender's memory can be read."""
+    """Check whether a sender's memory can be read."""
     try:
         files.remote.reach(request.memory, bytes.fromhex(request.expected))
     except (ImportError, OSError, ValueError) as error:
@@ -221,10 +220,10 @@ def _here() -> str:
 
 
 def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, group: str) -> Received:
-    """The tensors of a bucket, on every rank of the engine.
+    """Receive the tensors of a bucket, on every rank of the engine.
 
     Args:
-        updater: SGLang's, of this rank.
+        updater: SGLang's updater of this rank.
         group: name of the process group of a broadcast.
 
     Raises:
@@ -237,7 +236,7 @@ def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, grou
             received = delta.receive(load.version, group, updater._model_update_group[group], bucket, model)
         else:
             received = take(FILES, load, bucket, model, all_ranks())
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for this report
         failed = f"{REFUSED + ': ' if is_refusal(load, error) else ''}{type(error).__name__}: {error}"
     all_ranks().heard(failed, None)
     assert received is not None
@@ -245,7 +244,7 @@ def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, grou
 
 
 def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
-    """Whether all of the bucket may be sent after what went wrong: not if the broadcast itself broke."""
+    """Whether the whole bucket may be sent after this error: not if the broadcast itself broke."""
     if isinstance(load, FromBroadcast):
         return load.version.base is not None and isinstance(error, ValueError)
     return load.kind == "changes"
@@ -254,7 +253,7 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
 def take(
     files: Files, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: EngineRankGroup = ALONE
 ) -> Received:
-    """A bucket that comes in a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
+    """Read a bucket from a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)

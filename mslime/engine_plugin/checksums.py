@@ -1,9 +1,8 @@
-"""Inside an SGLang server: what a model's parameters, or an adapter's, hold of the tensors that were sent.
+"""Inside an SGLang server: checksums of the sent tensors, computed from a model's or an adapter's parameters.
 
-The copies that were recorded for a bucket (`copy_plan`), made backwards, give the sent tensors back, whatever the model
-has joined, cut or shared out, so that they are compared with the trainer's without anybody knowing how. Each rank sums
-what it holds of a tensor, and the places that this is of (`tensor_sums.place_sum`): sums of different places add up to
-those of the whole.
+The recorded copies of a bucket (`copy_plan`), run backwards, restore the sent tensors, even if the model joined, cut or
+sharded them. So they can be compared with the trainer's without knowledge of the layout. Each rank sums its elements of
+a tensor, and their places (`tensor_sums.place_sum`); sums of different places add up to those of the whole.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from mslime.tensor_sums import bits_of, place_sum, whole_sum
 
 
 def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
-    """Sum and places of what this rank holds, by name of what was sent in this update; and under `CANNOT` why it cannot
-    say it of some tensors, which are left out then."""
+    """Checksum and places of this rank's elements, by name of the tensors sent in this update. Tensors that it cannot
+    report are missing; `CANNOT` maps to the reason."""
     sums = dict[str, str]()
     for buckets in every:
         for bucket in buckets.loaded:
@@ -36,7 +35,7 @@ def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, s
 
 
 def of_bucket(bucket: RecordedBucket, copies: Copies) -> dict[str, str]:
-    """Sum and places of each of its tensors. Writes over the bucket's buffer."""
+    """Checksum and places of each of its tensors. Overwrites the bucket's buffer."""
     if copies.places is None:
         copies.places, copies.apart = _places(bucket, copies)
     copies.make_backwards(bucket.flat)
@@ -51,8 +50,8 @@ def of_bucket(bucket: RecordedBucket, copies: Copies) -> dict[str, str]:
 
 
 def _places(bucket: RecordedBucket, copies: Copies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The sum of the places that this rank holds of each tensor; and the copies that the buffer, filled backwards, does
-    not tell of: those that come from a place of which there are several, or that change the dtype."""
+    """The place sums of this rank's elements of each tensor, and the copies that the backward copy cannot restore:
+    several copies of one place, and copies that change the dtype."""
     bucket.flat.zero_()
     for view in copies.out_of:
         bits_of(view).fill_(1)
@@ -64,26 +63,26 @@ def _places(bucket: RecordedBucket, copies: Copies) -> tuple[list[int], list[tup
     return torch.stack([place_sum(tensor) for tensor in tensors]).tolist(), apart
 
 
-# Inside an SGLang server (0.5.23): what it holds of an adapter that it was given, tensor by tensor.
+# Inside an SGLang server (0.5.23): checksums of a loaded adapter, tensor by tensor.
 #
-# SGLang joins some tensors of an adapter when it has read them (queries, keys and values; gate and up), and keeps the
-# whole in host memory, on every rank, as long as the adapter is loaded; it is copied to the device from there. Here
-# each tensor is found again in what it was joined to, and summed as the trainer sums what it wrote.
+# SGLang joins some tensors of an adapter after reading them (queries, keys and values; gate and up). It keeps the
+# result in host memory on every rank while the adapter is loaded, and copies it to the device from there. This code
+# locates each tensor in the joined one, and sums it as the trainer does.
 
 _JOINED = (("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj"))
-"""Modules whose tensors SGLang joins, in this order, and what it calls the whole."""
+"""Modules whose tensors SGLang joins, in this order, and its name for the joined tensor."""
 _SHAPES: WeakKeyDictionary[Any, dict[str, torch.Size]] = WeakKeyDictionary()
-"""Of the tensors of every adapter as they were read, by SGLang's adapter."""
+"""Shapes of the tensors of every adapter as they were read, by SGLang's adapter."""
 
 
 def note_shape(original: Callable[..., Any], self: Any, name: str, loaded_weight: torch.Tensor) -> Any:
-    """Around `LoRAAdapter._process_weight`, which is given each tensor as it was read."""
+    """Wrapper of `LoRAAdapter._process_weight`, which receives each tensor as it was read."""
     _SHAPES.setdefault(self, {})[name] = loaded_weight.shape
     return original(self, name, loaded_weight)
 
 
 def adapter_sums(manager: Any, name: str) -> dict[str, str]:
-    """Sum and places of every tensor of the adapter of this name; under `CANNOT`, why there is none.
+    """Checksum and places of every tensor of the named adapter; `CANNOT` maps to the reason if there are none.
 
     Args:
         manager: SGLang's `LoRAManager` of this rank; None: it serves no adapters.
@@ -100,11 +99,11 @@ def adapter_sums(manager: Any, name: str) -> dict[str, str]:
 def taken_apart(
     kept: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that was read, found in what is kept; those that are not there are left out.
+    """Split the kept tensors into those that were read; missing ones are skipped.
 
     Args:
-        kept: by SGLang's names.
-        shapes: of what was read, by its names.
+        kept: SGLang's tensors, by its names.
+        shapes: of the tensors that were read, by their names.
     """
     for name, shape in shapes.items():
         if name in kept:

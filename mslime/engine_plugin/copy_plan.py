@@ -1,12 +1,12 @@
-"""Inside an SGLang server: a bucket of weights is loaded by copies that were recorded once, not by the model's loader.
+"""Inside an SGLang server: load a bucket of weights by copies recorded once, instead of the model's loader.
 
-A model's own `load_weights` finds for every tensor, in Python, where its parts belong: some 30 us a tensor, at each
-sync the same. Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is
-noted. From then on one call makes them all.
+A model's own `load_weights` locates the parts of every tensor in Python: some 30 us a tensor, the same at each sync.
+Here it runs only at the first load of a bucket, while every copy from the bucket into a parameter is recorded. Later
+loads make all copies in one call.
 
-Only copies can be repeated, also of tensors that the loader joins first (DeepSeek's attention). Where a loader does
-anything else with the weights, it goes on loading, and the answer to the sender says why. What a model derives from its
-weights after loading (`post_load_weights`: DeepSeek's attention) it derives once, at the end of the sync.
+Only copies can be repeated, including those of tensors that the loader joins first (DeepSeek's attention). If a loader
+does anything else with the weights, it stays in use, and the answer to the sender has the reason. Weights derived after
+loading (`post_load_weights`: DeepSeek's attention) are derived once, at the end of the sync.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mslime.engine_plugin.wire import OWN_LOADER, RECORDED
 
 _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 0))
-"""Padding is cleared, and stays so. But a parameter of one value may be filled with what was sent, also with 0."""
+"""Operations that clear padding, which stays cleared. But a parameter of one value may be filled with a sent value,
+even 0."""
 Named = list[tuple[str, torch.Tensor]]
 _BUCKETS: dict[int, tuple[Any, Buckets]] = {}
-"""By the `id` of SGLang's updater, which has no room for an attribute and cannot be referred to weakly. It is kept
-beside them, so that no other one gets its `id`."""
+"""Buckets by the `id` of SGLang's updater, which allows no new attribute and no weak reference. The updater is kept
+beside them, so that no other object gets its `id`."""
 
 
 class Received(list[tuple[str, torch.Tensor]]):
-    """Named tensors of a bucket, as its model's loader takes them.
+    """Named tensors of a bucket, in the form of its model's loader.
 
     Args:
         then: called when the model has loaded them.
-        packed: what the bucket's recorded copies read, where only that has come; they then lie elsewhere.
+        packed: sources of the bucket's recorded copies, if only these arrived, in other memory.
 
     Attributes:
-        bucket: that they are views of.
+        bucket: the tensors are views of it.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class Received(list[tuple[str, torch.Tensor]]):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each copy from a buffer into a model's parameters, and whatever else is written into those.
+    """Records each copy from a buffer into a model's parameters, and any other write into these.
 
     Args:
-        buffer: that a bucket lies in.
+        buffer: memory of the bucket.
         written: storages of the model's parameters and buffers, by address.
     """
 
@@ -86,14 +87,14 @@ class Recorder(TorchDispatchMode):
         if not isinstance(into, torch.Tensor) or not into.numel():
             return
         if _address(into) not in self._written:
-            self._joined.pop(_address(into), None)  # it holds something else now
+            self._joined.pop(_address(into), None)  # its contents have changed
         elif func is torch.ops.aten.copy_.default and (copies := self._copies(into, source)):
             self.copies += copies
         elif into.numel() == 1 or (func, source) not in _CLEARED:
             self.other = self.other or f"{func} writes a parameter of shape {list(into.shape)}"
 
     def _copies(self, into: torch.Tensor, source: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What copying `source` comes to, in copies out of the buffer; none where it is something else."""
+        """The copies from the buffer that copying `source` is equivalent to; empty if there is no equivalent."""
         if not isinstance(source, torch.Tensor) or source.shape != into.shape:
             return []
         if self._is_sent(source):
@@ -107,10 +108,10 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Joined:
-    """Tensors out of the buffer that were joined before they are copied.
+    """Tensors from the buffer that the loader joined before copying.
 
     Attributes:
-        whole: of them. Kept, so that no other tensor gets its address as long as this is known.
+        whole: the joined tensor. It is kept, so that no other tensor gets its address.
     """
 
     whole: torch.Tensor
@@ -118,7 +119,7 @@ class _Joined:
     dim: int
 
     def copies(self, into: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """That fill `into` with `source`, which lies in the memory of the whole; none where it is not all of it."""
+        """Copies that fill `into` with `source`, a view of the joined tensor; empty if it is not all of it."""
         if (source.shape, source.stride()) != (self.whole.shape, self.whole.stride()):
             return []
         shares = into.split([part.shape[self.dim] for part in self.parts], self.dim)
@@ -127,18 +128,18 @@ class _Joined:
 
 @dataclass(frozen=True)
 class _Cloned:
-    """A tensor out of the buffer that was copied before a part of it is: SGLang turns packed INT4 weights round.
+    """A tensor cloned from the buffer before a part of it is copied: SGLang transposes packed INT4 weights.
 
     Attributes:
-        whole: the copy, in an order of its own. Kept, see `_Joined`.
-        sent: what it is a copy of.
+        whole: the clone, in its own order. It is kept, see `_Joined`.
+        sent: the tensor that it clones.
     """
 
     whole: torch.Tensor
     sent: torch.Tensor
 
     def copies(self, into: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """That fills `into` with `source`, a part of the whole; none where it is another view of its memory."""
+        """The copy that fills `into` with `source`, a part of the clone; empty if it is another view of its memory."""
         strides = self.whole.stride()
         if source.stride() != strides or source.dtype != self.whole.dtype:
             return []
@@ -152,7 +153,7 @@ class _Cloned:
 
 
 class Homes:
-    """Where those parameters lie that some copies fill. An engine asks at every bucket, so no others are looked at.
+    """Addresses of the parameters that some copies fill. Checked at every bucket, so other parameters are ignored.
 
     Args:
         into: views of parameters and buffers of the model.
@@ -160,7 +161,7 @@ class Homes:
 
     def __init__(self, model: torch.nn.Module, into: Iterable[torch.Tensor]) -> None:
         filled = {_address(view) for view in into}
-        self._model = weakref.ref(model)  # another one may get its `id`
+        self._model = weakref.ref(model)  # another model may get its `id`
         self._known = [
             (module, name, tensor.data_ptr())
             for module in model.modules()
@@ -169,19 +170,19 @@ class Homes:
         ]
 
     def are_in(self, model: torch.nn.Module) -> bool:
-        """Whether it is the same model, and they are still where they were."""
+        """Whether it is the same model, with the parameters at the same addresses."""
         return self._model() is model and all(getattr(home, name).data_ptr() == at for home, name, at in self._known)
 
 
 @dataclass
 class Copies:
-    """What loading one bucket into one model comes to.
+    """The recorded copies that load one bucket into one model.
 
     Attributes:
         into, out_of: views of the parameters and of the buffer, pairwise.
-        homes: of the parameters when they were recorded.
-        why_not: why they cannot be repeated; empty where they can.
-        places, apart: see `checksums`; None until it was asked.
+        homes: addresses of the parameters during recording.
+        why_not: why they cannot be repeated; empty if they can.
+        places, apart: see `checksums`; None before the first checksum.
     """
 
     into: list[torch.Tensor]
@@ -192,39 +193,39 @@ class Copies:
     apart: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
 
     def fit(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still where they were."""
+        """Whether the model's parameters are still at the same addresses."""
         return not self.why_not and self.homes.are_in(model)
 
     def make(self, packed: list[torch.Tensor] | None = None) -> None:
-        """Make them all.
+        """Make all copies.
 
         Args:
-            packed: where to copy from, in place of `out_of`.
+            packed: sources to use instead of `out_of`.
         """
         _copy_all(self.into, self.out_of if packed is None else packed)
 
     def make_backwards(self, flat: torch.Tensor) -> None:
-        """Fill a bucket's buffer with what the parameters hold of it, and zeros for the rest."""
+        """Fill a bucket's buffer from the parameters, with zeros elsewhere."""
         if not self.are_all_of(flat):
             flat.zero_()
         _copy_all(self.out_of, self.into)
 
     def are_all_of(self, flat: torch.Tensor) -> bool:
-        """Whether all of a buffer is copied: an engine of several ranks gives each of them a part."""
+        """Whether the whole buffer is copied: with several ranks, an engine gives each of them a part."""
         return sum(view.numel() * view.itemsize for view in self.out_of) == flat.numel()
 
     def keep_bits(self) -> bool:
-        """Whether parameters hold what is sent as it is, in its dtype."""
+        """Whether parameters keep the sent bits and dtype."""
         return all(into.dtype == out_of.dtype for into, out_of in zip(self.into, self.out_of, strict=True))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a model holds of a bucket.
+    """The version of a bucket that a model has loaded.
 
     Attributes:
-        version: the directory that it came from; by a broadcast, the version's name below that of the connection.
-        total: word sum of the bucket as the model's parameters give it back.
+        version: the directory that it came from; for a broadcast, the version's name below the connection's.
+        total: word sum of the bucket restored from the model's parameters.
     """
 
     version: Path
@@ -233,13 +234,13 @@ class Held:
 
 @dataclass
 class RecordedBucket:
-    """A bucket that came before.
+    """A known bucket.
 
     Attributes:
         flat: [bytes] uint8, the head of the buffer that all buckets share.
         named: its tensors, views of it.
-        copies: by the model's `id`, once it was loaded.
-        held: what the model is known to hold, where changes of that may come.
+        copies: by the model's `id`, after the first load.
+        held: the version that the model holds, if changes may follow.
     """
 
     flat: torch.Tensor
@@ -249,29 +250,29 @@ class RecordedBucket:
 
 
 class Buffer:
-    """Memory on `device` that comes and goes, while views of it stay."""
+    """Memory on `device` that can be released and reallocated, while views of it stay valid."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
     def head(self, size: int) -> torch.Tensor:
-        """[size] uint8: its first bytes, for which there is room until it is released."""
+        """[size] uint8: its first bytes, allocated until the release."""
         self.make_room(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage, 0, (size,), (1,))
 
     def make_room(self, size: int) -> None:
-        """For so many bytes. Views follow it when it is made larger."""
+        """Allocate this many bytes. Views follow if the memory is enlarged."""
         if self.bytes < size:
             self._storage.resize_(size)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._storage.resize_(0)
 
     @property
     def bytes(self) -> int:
-        """That it has now."""
+        """Bytes allocated now."""
         return self._storage.nbytes()
 
 
@@ -279,9 +280,9 @@ class Buckets:
     """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync.
 
     Attributes:
-        buffer: that all buckets are heads of.
-        behind: the model whose loader was not used, so that what it derives from its weights is that of older ones.
-        loaded: in this update.
+        buffer: memory that all buckets share, each from its start.
+        behind: the model loaded without its own loader, whose derived weights are therefore out of date.
+        loaded: buckets loaded in this update.
     """
 
     def __init__(self, device: Any) -> None:
@@ -290,7 +291,7 @@ class Buckets:
         self._known: dict[tuple[Any, ...], RecordedBucket] = {}
 
     def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> RecordedBucket:
-        """The bucket with these tensors, and room for it."""
+        """The bucket with these tensors, with memory allocated."""
         key = (tuple(names), tuple(map(str, dtypes)), tuple(map(tuple, shapes)))
         if key not in self._known:
             self._known[key] = self._new(names, dtypes, shapes)
@@ -299,8 +300,8 @@ class Buckets:
         return bucket
 
     def release(self) -> None:
-        """The end of a sync: let the model catch up, and give the buffer's memory back. What is known of the buckets
-        stays."""
+        """End a sync: update the model's derived weights, and free the buffer's memory. Records of the buckets are
+        kept."""
         model, self.behind, self.loaded = self.behind, None, []
         if model is not None:
             with torch.no_grad():
@@ -308,7 +309,7 @@ class Buckets:
         self.buffer.release()
 
     def _new(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> RecordedBucket:
-        """Tensors lie one after the other, as SGLang's `FlattenedTensorBucket` has them."""
+        """Tensors follow each other, as in SGLang's `FlattenedTensorBucket`."""
         kinds = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
         flat = self.buffer.head(sum(sizes))
@@ -317,15 +318,15 @@ class Buckets:
 
 
 def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
-    if into:  # a rank may hold nothing of a bucket, for example of another one's experts
+    if into:  # a rank may have no part of a bucket, for example of another rank's experts
         with torch.no_grad():
             torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
 def in_one_thread() -> Generator[None]:
-    """What this thread hands to a pool of threads it does itself: a dispatch mode sees no other thread, and SGLang's
-    loader for DeepSeek uses some."""
+    """Run this thread's thread-pool tasks in the thread itself: a dispatch mode is local to a thread, and SGLang's
+    loader for DeepSeek uses a pool."""
     own, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
     def at_once(self: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -347,27 +348,27 @@ def in_one_thread() -> Generator[None]:
 
 
 def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[Copies | None]:
-    """Of each bucket, the recorded copies that can be repeated; None where there are none."""
+    """The repeatable recorded copies of each bucket; None for buckets without."""
     known = (bucket.copies.get(id(model)) for bucket in buckets)
     return [each if each is not None and each.fit(model) else None for each in known]
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Where each parameter lies, by name."""
+    """Address of each parameter, by name."""
     return {name: param.data_ptr() for name, param in model.named_parameters()}
 
 
 def record(
     model: torch.nn.Module, buffer: torch.Tensor, load: Callable[[], tuple[bool, str]]
 ) -> tuple[Copies, bool, str]:
-    """Let a model load a bucket, and note how.
+    """Let a model load a bucket, and record the copies.
 
     Args:
         buffer: of the bucket.
-        load: makes the model load it; whether it did, and what is said of it.
+        load: makes the model load it; returns success and a message.
 
     Returns:
-        The copies, and what `load` returned.
+        The copies, and the return value of `load`.
     """
     before = _addresses(model)
     tensors = (*model.parameters(), *model.buffers())
@@ -383,15 +384,14 @@ def record(
 def receive(
     updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group: str
 ) -> Received:
-    """The tensors of a bucket that is broadcast in the updater's process group of this name."""
+    """Receive the tensors of a bucket by a broadcast in the updater's process group of this name."""
     bucket = buckets_of(updater).of(names, dtypes, shapes)
     torch.distributed.broadcast(bucket.flat, src=0, group=updater._model_update_group[group])
     return Received(bucket)
 
 
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:
-    """Load a bucket by its recorded copies, or by the model's loader, of which they are recorded; whether it was, and
-    how.
+    """Load a bucket by its recorded copies, or record them from the model's loader; returns success and a message.
 
     Args:
         original: SGLang's method of the updater `self`, which calls the model's loader.
@@ -418,26 +418,26 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
             buckets_of(self).loaded.append(bucket)
             if named_tensors.then is not None:
                 named_tensors.then()
-    except Exception as error:  # what a hook raises ends the server
+    except Exception as error:  # an exception in a hook would end the server
         return False, f"recorded copies failed: {type(error).__name__}: {error}"
     return loaded, message
 
 
 def release(original: Any, self: Any, **how: Any) -> None:
-    """Around the end of an update. What the model derives comes before its weights are packed."""
+    """Wrapper of the end of an update. Derived weights are updated before weights are packed."""
     buckets_of(self).release()
     original(self, **how)
 
 
 def buckets_of(updater: Any) -> Buckets:
-    """An updater's own. There is one for each model of the process, as long as that lives."""
+    """The updater's buckets. There is one updater for each model of the process, as long as the model lives."""
     if id(updater) not in _BUCKETS:
         _BUCKETS[id(updater)] = updater, Buckets(updater.device)
     return _BUCKETS[id(updater)][1]
 
 
 def all_buckets() -> Iterable[Buckets]:
-    """Of every updater of this process."""
+    """The buckets of every updater of this process."""
     return (buckets for _, buckets in _BUCKETS.values())
 
 

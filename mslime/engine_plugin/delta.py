@@ -1,11 +1,12 @@
-"""Inside an SGLang server: of a bucket comes what changed. The rest is taken from the model's own parameters.
+"""Inside an SGLang server: rebuild a bucket from its received changes and the model's own parameters.
 
-Changes come in a file, or by a broadcast (`receive`). The copies that were recorded for a bucket (`copy_plan`), made
-backwards, fill it with what the model holds. The changes are put into it, and it is loaded like any other. A file
-system, a session of somebody else's or a loader that keeps its parameters in another form could make the outcome a
-mixture, so nothing is taken on trust: the changes name the version that they belong to and carry sums of themselves and
-of the outcome, and a sum of what the model was given shows whether it still holds it. The first doubt refuses the
-changes, before anything is loaded.
+Changes come in a file, or by a broadcast (`receive`). The copies that were recorded for a bucket (`copy_plan`), run
+backwards, fill it from the model's parameters. The changes are applied, and the bucket is loaded like any other.
+
+The outcome could be a mixture: through a file system, a foreign update session, or a loader that transforms its
+parameters. So everything is checked. The changes name their base version, and carry checksums of themselves and of the
+outcome; another checksum shows whether the model still has that base. Changes with any mismatch are rejected before
+loading.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Delta:
-    """What is said to be different.
+    """Changes of a bucket.
 
     Attributes:
-        version: number of the version that was changed.
+        version: number of the base version.
         total: word sum of the whole bucket with the changes in it.
         index: [n] int32.
-        value: [n], the dtype of the bucket's tensors; where they have several, bytes.
+        value: [n], the dtype of the bucket's tensors; if they have several, bytes.
     """
 
     version: int
@@ -46,13 +47,13 @@ class Delta:
 def receive(
     version: BucketVersion, name: str, group: dist.ProcessGroup, bucket: RecordedBucket, model: torch.nn.Module
 ) -> Received:
-    """The bucket that is broadcast, or that with the changes that are.
+    """Receive a broadcast bucket, or apply broadcast changes to the known one.
 
     Args:
         name: of the connection that the versions belong to.
 
     Raises:
-        ValueError: what arrived is damaged, or does not belong to what the model holds.
+        ValueError: the data is damaged, or does not fit the model's version.
     """
     place = Path(name) / version_name(version.number)
     if version.base is None:
@@ -60,7 +61,7 @@ def receive(
         return Received(bucket, partial(hold, bucket, model, place))
     dtype = _flat_as_one(bucket).dtype
     packed = bucket.flat.new_empty(version.changed * (4 + dtype.itemsize))
-    if version.changed:  # all ranks take part, also those that will refuse
+    if version.changed:  # all ranks take part, even those that will reject it
         dist.broadcast(packed, group=group, group_src=0)
     index, value = packed.split([4 * version.changed, dtype.itemsize * version.changed])
     of_index, of_value, total = version.sums
@@ -70,14 +71,14 @@ def receive(
 
 
 def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.nn.Module) -> Received:
-    """The bucket with the changes in it.
+    """The bucket with the changes applied.
 
     Args:
-        version: that they lead to.
-        bucket: that this model has loaded before.
+        version: the resulting version.
+        bucket: one that this model has loaded before.
 
     Raises:
-        ValueError: the changes do not belong to what the model holds.
+        ValueError: the changes do not fit the model's version.
     """
     copies, held = bucket.copies.get(id(model)), bucket.held
     if copies is None or not copies.fit(model):
@@ -94,13 +95,13 @@ def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.
 
 
 def read_delta(path: Path) -> Delta:
-    """A file of changes. Raises OSError, and ValueError when it is damaged."""
+    """Read a file of changes. Raises OSError, and ValueError if it is damaged."""
     try:
         sums, index, value = (load(path.read_bytes())[name] for name in CHANGES)
         version, of_index, of_value, total = map(int, sums)
     except OSError:
         raise
-    except Exception as error:  # of safetensors, which has errors of its own
+    except Exception as error:  # safetensors raises its own exceptions
         raise ValueError(f"{path} is not a file of changes: {error}") from error
     if (word_sum(index), word_sum(value)) != (of_index, of_value) or index.shape != value.shape:
         raise ValueError(f"{path} is damaged")
@@ -108,7 +109,7 @@ def read_delta(path: Path) -> Delta:
 
 
 def put(changes: Delta, bucket: RecordedBucket) -> None:
-    """Write the changes into the bucket's buffer. Raises ValueError where they do not fit."""
+    """Write the changes into the bucket's buffer. Raises ValueError if they do not fit."""
     value, flat = changes.value, _flat_as_one(bucket)
     if value.dtype != flat.dtype:
         raise ValueError(f"the changes are {value.dtype}, and the bucket {flat.dtype}")
@@ -119,28 +120,28 @@ def put(changes: Delta, bucket: RecordedBucket) -> None:
 
 
 def _flat_as_one(bucket: RecordedBucket) -> torch.Tensor:
-    """The bucket's buffer in the dtype of its tensors; bytes where they have several."""
+    """The bucket's buffer in the dtype of its tensors; bytes if they have several."""
     dtypes = {tensor.dtype for _, tensor in bucket.named}
     return bucket.flat.view(dtypes.pop()) if len(dtypes) == 1 else bucket.flat
 
 
 def hold(bucket: RecordedBucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
-    """Note that a model has loaded all of a bucket: changes of it may come.
+    """Record that a model has loaded all of a bucket, so changes of it may follow.
 
     Args:
-        version: as `Held` has it.
-        total: word sum of the whole bucket; None: not known.
+        version: as in `Held`.
+        total: word sum of the whole bucket; None: unknown.
     """
     copies, bucket.held = bucket.copies.get(id(model)), None
     if copies is None or not copies.fit(model):
         return
-    if copies.are_all_of(bucket.flat) and copies.keep_bits():  # the bucket is what it would give back
+    if copies.are_all_of(bucket.flat) and copies.keep_bits():  # the bucket equals its restored contents
         bucket.held = Held(version, word_sum(bucket.flat) if total is None else total)
     else:
         bucket.held = Held(version, take_back(bucket, copies))
 
 
 def take_back(bucket: RecordedBucket, copies: Copies) -> int:
-    """Fill a bucket with what the model holds of it, and zeros for the rest; the word sum."""
+    """Restore a bucket from the model's parameters, with zeros elsewhere; returns the word sum."""
     copies.make_backwards(bucket.flat)
     return word_sum(bucket.flat)

@@ -1,7 +1,7 @@
-"""Inside an SGLang server: every method of SGLang that the plug-in wraps, and who does what it is asked.
+"""Inside an SGLang server: the wrapped methods of SGLang, and the handlers of requests.
 
 SGLang calls `install` in each of its processes (entry point group `sglang.srt.plugins`, `wire.PATH_ENTRY`). If that
-fails, SGLang only logs it, and the server is one without the plug-in.
+fails, SGLang only logs it, and the server runs without the plug-in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mslime.engine_plugin.copy_plan import Named, Received
 from mslime.engine_plugin.engine_ranks import all_ranks
 
 READ_IN = "0.5.23"
-"""The SGLang whose methods these are: read them again in another one."""
+"""The SGLang version whose methods are wrapped; check them again for another one."""
 RECORDS = os.environ.get(wire.LOADER_VARIABLE) != "model"
 """Whether buckets are loaded by recorded copies."""
 
@@ -34,13 +34,13 @@ def install() -> None:
 
 
 def check_weights(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
-    """Around the end of `/weights_checker`: a `wire.Request`, or one of SGLang's own actions."""
+    """Wrapper of the end of `/weights_checker`: handles a `wire.Request`, or one of SGLang's own actions."""
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
     try:
         request = wire.decode(recv_req.action)
         reply = None if request is None else wire.encode(HANDLERS[type(request)](self, request))
-    except RuntimeError as error:  # what a hook raises ends the server
+    except RuntimeError as error:  # an exception in a hook would end the server
         return CheckWeightsReqOutput(success=False, message=str(error))
     except Exception as error:
         return CheckWeightsReqOutput(success=False, message=f"{type(error).__name__}: {error}")
@@ -51,7 +51,7 @@ def receive(
     original: Callable[..., Named], self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str,
     load_format: str | None = None,
 ) -> Named:  # fmt: skip
-    """Around what receives a bucket, of which SGLang answers what this raises."""
+    """Wrapper of the reception of a bucket; SGLang returns its exceptions as answers."""
     load = wire.decode(load_format)
     if isinstance(load, wire.RelaySync):
         return relay.receive(self, load, names, dtypes, shapes)
@@ -63,7 +63,7 @@ def receive(
 
 
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Named) -> tuple[bool, str]:
-    """Around what loads a bucket that was received: whether it did, and how."""
+    """Wrapper of the loading of a received bucket; returns success and a message."""
     if isinstance(named_tensors, relay.Relayed):
         return relay.load(self, named_tensors)
     if RECORDS and isinstance(named_tensors, Received):
@@ -73,7 +73,7 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
 
 
 def end(original: Callable[..., None], self: Any, **how: Any) -> None:
-    """Around the end of an update, after which buckets have no memory."""
+    """Wrapper of the end of an update, after which buckets have no memory."""
     bucket_files.FILES.remote.forget()
     copy_plan.release(original, self, **how)
 
@@ -88,7 +88,7 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out": narrow_routes.narrow,
     "sglang.srt.lora.lora.LoRAAdapter._process_weight": checksums.note_shape,
 }
-"""By method, what is put around it: called with the original, and with its arguments."""
+"""Wrapper of each method, called with the original and its arguments."""
 
 
 def _runner(manager: Any) -> Any:
@@ -96,10 +96,10 @@ def _runner(manager: Any) -> Any:
 
 
 def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
-    """Of all ranks."""
+    """Checksums of all ranks."""
     try:
         own = sums()
-    except Exception as error:  # the other ranks wait for this one's
+    except Exception as error:  # the other ranks wait for this rank's
         own = {wire.CANNOT: f"{type(error).__name__}: {error}"}
     return wire.Sums(tuple(all_ranks().gathered(own)))
 
@@ -124,4 +124,4 @@ HANDLERS: Mapping[type[wire.Record], Handler] = {
     ),
     wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),
 }
-"""By request, who replies: called with SGLang's manager and the request, on every rank of an engine."""
+"""Handler of each request, called with SGLang's manager and the request on every rank of an engine."""

@@ -1,4 +1,4 @@
-"""Inside an SGLang server: the ranks of one engine among themselves, all of them or those of one machine."""
+"""Inside an SGLang server: communication among the ranks of one engine, all of them or those of one host."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineRankGroup:
-    """Ranks of an engine, as one of them sees them. All take part in each call, in the same order.
+    """Group of an engine's ranks, seen from one of them. Every method is collective.
 
     Attributes:
         rank: its own among them.
-        count: of them all.
-        tensors: the process group for tensors on their device; None where there is one rank.
-        words: the one on CPUs, likewise.
-        first: number that the first of them has in the engine, for messages.
+        count: number of ranks.
+        tensors: the process group for tensors on their device; None for one rank.
+        words: the process group for objects on CPUs, likewise.
+        first: index of the first of them in the engine, for messages.
     """
 
     rank: int = 0
@@ -32,32 +32,32 @@ class EngineRankGroup:
     first: int = 0
 
     def pass_on(self, flat: torch.Tensor, source: int) -> None:
-        """Let `flat` be what it is on rank `source`."""
+        """Broadcast `flat` from rank `source`."""
         if self.tensors is not None:
             dist.broadcast(flat, group=self.tensors, group_src=source)
 
     def first_failure(self, failed: str) -> str:
-        """What failed on the first rank where something did; empty where all is well.
+        """The error of the first failed rank; empty if none failed.
 
         Args:
-            failed: what failed on this one.
+            failed: this rank's error, or empty.
         """
         return next(filter(None, self.gathered(self._named(failed))), "")
 
     def _named(self, failed: str) -> str:
-        """With the rank's number, where there are several."""
+        """The error with the rank's index, if there are several ranks."""
         if not failed or self.words is None or failed.startswith("rank "):
             return failed
         return f"rank {self.first + self.rank}: {failed}"
 
     def heard(self, failed: str, said: T) -> list[T]:
-        """What each rank says, by rank.
+        """Each rank's value, by rank.
 
         Args:
-            failed: what failed on this one.
+            failed: this rank's error, or empty.
 
         Raises:
-            RuntimeError: on all of them, with what failed on the first where something did.
+            RuntimeError: on all of them, with the error of the first failed rank.
         """
         everyone = self.gathered((self._named(failed), said))
         if broken := next(filter(None, (failure for failure, _ in everyone)), ""):
@@ -65,7 +65,7 @@ class EngineRankGroup:
         return [each for _, each in everyone]
 
     def gathered(self, said: T) -> list[T]:
-        """What each rank says, by rank."""
+        """Each rank's value, by rank."""
         heard = [said] * self.count
         if self.words is not None:
             dist.all_gather_object(heard, said, group=self.words)  # pyright: ignore[reportUnknownMemberType]
@@ -74,12 +74,12 @@ class EngineRankGroup:
 
 @dataclass(frozen=True)
 class Ranks:
-    """An engine's ranks, as one of them sees them.
+    """An engine's ranks, seen from one of them.
 
     Attributes:
         whole: all of them.
-        near: those on its machine.
-        machine: number of that, among those of the engine.
+        near: those on its host.
+        machine: index of its host among those of the engine.
     """
 
     whole: EngineRankGroup = EngineRankGroup()
@@ -88,12 +88,12 @@ class Ranks:
 
     @property
     def machines(self) -> int:
-        """That the engine lies on."""
+        """Number of hosts of the engine."""
         return self.whole.count // self.near.count
 
 
 def all_ranks() -> EngineRankGroup:
-    """All ranks of this engine, in a server that runs."""
+    """All ranks of this engine, in a running server."""
     group = _parallel().tp_group
     if group.world_size == 1:
         return EngineRankGroup()
@@ -102,10 +102,10 @@ def all_ranks() -> EngineRankGroup:
 
 @cache
 def ranks() -> Ranks:
-    """This process among the ranks of its engine, in a server that runs.
+    """This process's groups within its engine, in a running server.
 
-    Where the engine lies over several machines, the first call makes process groups, so that all its ranks make it at
-    the same time. SGLang gives each machine as many neighbouring ranks (`_calculate_rank_ranges`).
+    If the engine spans several hosts, the first call creates process groups and is collective. SGLang gives each host
+    equally many consecutive ranks (`_calculate_rank_ranges`).
     """
     whole, machines = all_ranks(), _parallel().nnodes
     if machines == 1 or whole.count == 1:
@@ -115,7 +115,7 @@ def ranks() -> Ranks:
     near = EngineRankGroup(first=whole.rank)
     for machine in range(machines):
         first = machine * count
-        # Every rank makes every group, in the same order.
+        # Every rank creates every group, in the same order.
         tensors, words = (_new_group(members[first : first + count], kind) for kind in (backend, "gloo"))
         if machine == own and count > 1:
             near = EngineRankGroup(whole.rank - first, count, tensors, words, first)

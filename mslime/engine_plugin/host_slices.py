@@ -1,9 +1,9 @@
-"""Inside an SGLang server: what each machine of an engine keeps of a bucket, so that senders send it that and no more.
+"""Inside an SGLang server: the slice of a bucket that each host of an engine keeps, and that senders send to it.
 
-A machine keeps what its ranks' shares (`rank_slices`) have together, each element once where shares overlap as runs of
-neighbours: rows, columns, experts, and what all of them keep. It comes packed, so that what a rank keeps has another
-place in it than in the bucket. Two forms that overlap otherwise, a whole tensor beside some columns of it, are both
-sent. Where all machines together would be sent much more than the bucket, it goes to them as a whole.
+A host's slice is the union of its ranks' slices (`rank_slices`). Overlapping runs are merged, so each element is sent
+once: rows, columns, experts, and elements that all ranks keep. The slice comes packed, so its elements have other
+offsets than in the bucket. Two forms that overlap otherwise (a whole tensor, and some columns of it) are both sent. If
+all hosts together would receive much more than the bucket, it is sent whole.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Runs = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Form:
-    """A part as a piece, and where its dimensions went.
+    """A part as a piece, with the mapping of its dimensions.
 
     Attributes:
-        dims: of each dimension, the number of the piece's dimension that it lies in, counted from the runs outwards
-            with 0 for the run itself, and its stride there.
+        dims: for each dimension, the index of the piece's dimension that contains it (0 is the run itself, then
+            outwards), and its stride there.
     """
 
     piece: Slice
@@ -34,8 +34,8 @@ class _Form:
 
 
 def _form(part: ElementView) -> _Form | None:
-    """None where its elements overlap."""
-    sizes, strides = [1], [1]  # innermost first: the run is one of stride 1
+    """The form of a part; None if its elements overlap."""
+    sizes, strides = [1], [1]  # innermost first: the run has stride 1
     dims = [(0, 0)] * len(part.shape)
     for dim in sorted(range(len(part.shape)), key=lambda each: part.stride[each]):
         size, stride = part.shape[dim], part.stride[dim]
@@ -55,7 +55,7 @@ def _form(part: ElementView) -> _Form | None:
 
 
 def host_slice_of(shares: Iterable[RankSlice]) -> HostSlice | None:
-    """What the ranks of a machine keep together; None where a rank keeps what has no pieces."""
+    """The slice that a host's ranks keep together; None if a rank's part has no pieces."""
     runs: dict[_Runs, set[tuple[int, int]]] = {}
     for part in {part for share in shares for part in share.parts}:
         form = _form(part)
@@ -72,7 +72,7 @@ def host_slice_of(shares: Iterable[RankSlice]) -> HostSlice | None:
 
 
 def _joined(spans: Sequence[tuple[int, int]], most: int | None) -> Iterator[tuple[int, int]]:
-    """Spans in order, those that meet or overlap as one, unless that is wider than `most`."""
+    """Sorted spans; touching or overlapping ones are merged, unless the result is wider than `most`."""
     begin, end = spans[0]
     for start, stop in spans[1:]:
         if start <= end and (most is None or max(end, stop) - begin <= most):
@@ -84,12 +84,11 @@ def _joined(spans: Sequence[tuple[int, int]], most: int | None) -> Iterator[tupl
 
 
 def host_slices_of(sizes: Sequence[int], shares: Sequence[Sequence[RankSlice | None]], machines: int) -> HostSlices:
-    """What each machine keeps of the buckets of a plan, as far as it is worth sending alone.
+    """Each host's slice of the buckets of a plan, where it pays to send slices.
 
     Args:
         sizes: of each bucket, in bytes.
-        shares: of each rank of the engine, its share of each bucket. A machine has as many neighbouring ranks as
-            another one.
+        shares: for each rank of the engine, its slice of each bucket. All hosts have equally many consecutive ranks.
     """
     near = len(shares) // machines
     found: list[tuple[HostSlice, ...] | None] = []
@@ -103,12 +102,12 @@ def host_slices_of(sizes: Sequence[int], shares: Sequence[Sequence[RankSlice | N
 
 
 def host_slice_bytes(cut: HostSlice, itemsize: int) -> int:
-    """Of a packed cut."""
+    """Bytes of a packed slice."""
     return itemsize * sum(piece.numel for piece in cut)
 
 
 class PackedSlice:
-    """A machine's cut of a bucket, as it arrives."""
+    """A host's slice of a bucket, packed as it arrives."""
 
     def __init__(self, cut: HostSlice) -> None:
         found: dict[_Runs, list[tuple[int, Slice, int]]] = {}
@@ -120,7 +119,7 @@ class PackedSlice:
         self._starts = {runs: [start for start, _, _ in pieces] for runs, pieces in found.items()}
 
     def within(self, part: ElementView) -> ElementView:
-        """Where a part of the bucket that the cut was made for lies in it."""
+        """The view of a bucket's part within the packed slice."""
         form = _form(part)
         assert form is not None, "a cut has been made of it"
         runs = form.piece.sizes, form.piece.strides

@@ -1,10 +1,11 @@
-"""Inside an SGLang server: buckets are taken from who has the same GPU, by checkpoint-engine's handles.
+"""Inside an SGLang server: receive buckets from the trainer rank on the same GPU by checkpoint-engine's handles.
 
-SGLang 0.5.23 has an end for checkpoint-engine (`/update_weights_from_ipc`). It gives everything to the model's own
-loader, finishes the weights by itself, within an update's session and before its end does, and only logs when that
-fails. Here SGLang's end still finds the handle and its GPU. But what it is given is buckets, each one tensor whose name
-is its `wire.IpcBucket`: they are loaded, recorded and compared like all others, and the end of the session finishes the
-weights, once.
+SGLang 0.5.23 supports checkpoint-engine (`/update_weights_from_ipc`). But it gives everything to the model's own
+loader, finishes the weights within an update's session and before its end, and only logs errors of that.
+
+Here SGLang's code still finds the handle and its GPU. But it receives buckets, each one tensor named by its
+`wire.IpcBucket`. They are loaded, recorded and compared like all others, and the end of the session finishes the
+weights once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ENDS_MODULE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
 
 
 def check() -> Answer:
-    """Whether checkpoint-engine is there."""
+    """Check whether checkpoint-engine is installed."""
     try:
         importlib.import_module(_ENDS_MODULE)
     except ImportError as error:
@@ -33,10 +34,10 @@ def check() -> Answer:
 
 
 def take(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
-    """Load the buckets that the trainer's ranks hand out.
+    """Load the buckets that the trainer's ranks provide.
 
     Args:
-        updater, runner: SGLang's, of this rank.
+        updater, runner: SGLang's objects of this rank.
 
     Raises:
         RuntimeError: on every rank of the engine; one of them did not load all of them.
@@ -52,7 +53,7 @@ def take(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
         worker = _worker(runner, request.addresses)
         worker.get_model_loader, worker.get_post_hook = lambda: load, lambda: None
         worker.update_weights_from_ipc(request.addresses)
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for this report
         failed = f"{type(error).__name__}: {error}"
     if failed := all_ranks().first_failure(failed):
         raise RuntimeError(failed)
@@ -60,17 +61,17 @@ def take(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
 
 
 def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
-    """SGLang's end on this rank.
+    """SGLang's checkpoint-engine worker on this rank.
 
     Raises:
-        RuntimeError: on every rank of the engine where one has nobody on its GPU: the others would wait for it.
+        RuntimeError: on every rank of the engine, if one has no trainer rank on its GPU: the others would wait for it.
     """
     worker, failed = None, ""
     try:
         worker = importlib.import_module(_ENDS_MODULE).SGLangCheckpointEngineWorkerExtensionImpl(runner)
         if (gpu := worker.get_device_uuid()) not in addresses:
             failed = f"{UNABLE}: none of {len(addresses)} trainer ranks is on {gpu}"
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for this report
         failed = f"{UNABLE}: {type(error).__name__}: {error}"
     if failed := all_ranks().first_failure(failed):
         raise RuntimeError(failed)
@@ -78,14 +79,14 @@ def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
 
 
 def load_bucket(updater: Any, name: str, handed: torch.Tensor) -> str:
-    """Load one bucket; how it was loaded.
+    """Load one bucket; returns a message on how it was loaded.
 
     Args:
         name: its `wire.IpcBucket`.
-        handed: [bytes] uint8, in memory of whoever hands it out.
+        handed: [bytes] uint8, in the memory of its sender.
 
     Raises:
-        RuntimeError: the model does not take it.
+        RuntimeError: the model could not load it.
     """
     described = decode(name)
     assert isinstance(described, IpcBucket)

@@ -1,14 +1,14 @@
-"""Inside an SGLang server: memory is given back while a trainer uses the same GPU, and no wrong call ends the server.
+"""Inside an SGLang server: safe release of memory while a trainer uses the same GPU.
 
-For engines that share GPUs with the trainer. Stock servers die of a release while a request runs, and of a resume of
-what was not released; nobody can ask them what they have released. Here such a call does nothing, and
-`wire.ReleasedMemory` asks what is released: the client asks instead of remembering, so that it knows also after a
-connection broke.
+For engines that share GPUs with the trainer. Stock servers crash on a release while a request runs, and on a resume
+without a release, and cannot report their released parts. Here such a call does nothing, and `wire.ReleasedMemory`
+returns the released parts. The client queries them instead of tracking them, so the answer is correct even after a
+broken connection.
 
-Weights that come back are zeros until a sync has brought the new ones, also where no tensor of a checkpoint covers them
-(rows of padding), which recorded copies leave alone. A teacher's, which nobody sends, come back as they were (SGLang's
-`enable_weights_cpu_backup`). On a GPU SGLang's memory saver gives the memory back; on a CPU, where it is not to be had,
-pages of parameters and of the cache are dropped here, and what is to come back is in a file meanwhile.
+Resumed weights are zeros until a sync, including padding rows that no checkpoint tensor covers and recorded copies
+skip. A teacher's weights, which are never sent, are restored (SGLang's `enable_weights_cpu_backup`). On a GPU SGLang's
+memory saver releases the memory. A CPU has none: this module drops pages of parameters and cache, and keeps needed
+contents in a file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mslime.engine_plugin.wire import Released
 _RUNS = "requests run"
 _refused = ""
 _BACKUP: list[IO[bytes]] = []
-"""The weights of a server on a CPU that keeps them: a file without a name, written once, since they never change."""
+"""Weights of a server on a CPU that restores them: an unnamed file, written once, since they never change."""
 _log = logging.getLogger(__name__)
 
 
 def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> tuple[list[str], str]:
-    """What a release is to give back, and why it gives nothing.
+    """Tags to release, and the reason if none are.
 
     Args:
-        asked: tags; none of them: all.
-        released: already.
+        asked: tags; empty or None: all.
+        released: tags that are already released.
         idle: whether no request runs.
     """
     tags = [tag for tag in asked or ENGINE_TAGS if tag not in released]
@@ -44,12 +44,12 @@ def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> t
 
 
 def to_resume(asked: Sequence[str] | None, released: set[str]) -> list[str]:
-    """What a resume is to take again."""
+    """Tags that a resume reallocates."""
     return [tag for tag in asked or ENGINE_TAGS if tag in released]
 
 
 def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
-    """Around `release_memory_occupation`."""
+    """Wrapper of `release_memory_occupation`."""
     global _refused
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -71,7 +71,7 @@ def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> An
 
 
 def resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
-    """Around `resume_memory_occupation`."""
+    """Wrapper of `resume_memory_occupation`."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
     tags = to_resume(recv_req.tags, self.offload_tags)
@@ -90,26 +90,26 @@ def resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any
 
 
 def backup_of(parameters: Iterable[torch.nn.Parameter]) -> IO[bytes]:
-    """A file without a name that has the bits of these, and goes with this process."""
+    """Write parameters to an unnamed file, which disappears with this process."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
     torch.save([parameter.data for parameter in parameters], file)
     return file
 
 
 def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None:
-    """Give the same parameters, in the same order, the bits that `backup_of` has kept."""
+    """Restore the same parameters, in the same order, from the file of `backup_of`."""
     backup.seek(0)
     for parameter, kept in zip(parameters, torch.load(backup), strict=True):
         parameter.data.copy_(kept)
 
 
 def released(manager: Any) -> Released:
-    """What a server has released. Args: SGLang's `SchedulerWeightUpdaterManager`."""
+    """Released parts of a server. Args: SGLang's `SchedulerWeightUpdaterManager`."""
     return Released(frozenset(manager.offload_tags), _refused)
 
 
 def cache_tensors(pool: Any) -> Iterator[torch.Tensor]:
-    """What a pool of keys and values keeps them in, or the pools that it is made of (sliding windows, delta-nets)."""
+    """Tensors of a pool of keys and values, or of its sub-pools (sliding windows, delta-nets)."""
     for name, value in vars(pool).items():
         if name.endswith("buffer"):
             yield from (each for each in (value if isinstance(value, (list, tuple)) else (value,)) if _is_tensor(each))

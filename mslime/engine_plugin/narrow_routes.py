@@ -1,8 +1,8 @@
-"""Inside an SGLang server: the experts of tokens leave it in one byte each, or in two, instead of four.
+"""Inside an SGLang server: send expert ids of tokens in one or two bytes each, instead of four.
 
 SGLang 0.5.23 sends the experts of every token and layer as base64 of int32, most of an answer's bytes; few models have
-more than 256 experts. The text then begins with a tag that is no base64 (`wire.NARROW`), so that nobody reads it as
-int32. What cannot be narrowed is sent as SGLang sends it.
+more than 256 experts. A narrowed text begins with a tag that is invalid base64 (`wire.NARROW`), so no client decodes it
+as int32. Other ids are sent unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mslime.engine_plugin.wire import NARROW
 
 
 def narrowed(experts: torch.Tensor | None) -> tuple[str, torch.Tensor | None]:
-    """The experts of a request in the narrowest dtype that holds them, and the tag of that one.
+    """The tag of the narrowest dtype for a request's experts, and the experts in it.
 
     Args:
-        experts: int32, of any shape; None for a request that did not ask for them.
+        experts: int32, of any shape; None if the request needs none.
     """
     if experts is None or experts.dtype != torch.int32 or not experts.numel():
         return "", experts
@@ -32,7 +32,7 @@ def narrowed(experts: torch.Tensor | None) -> tuple[str, torch.Tensor | None]:
 
 
 def narrow(original: Any, self: Any, batch: Any) -> Any:
-    """Around `DetokenizerManager.handle_batch_token_id_out`."""
+    """Wrapper of `DetokenizerManager.handle_batch_token_id_out`."""
     if not batch.routed_experts:
         return original(self, batch)
     found = [narrowed(experts) for experts in batch.routed_experts]

@@ -1,13 +1,12 @@
-"""Inside an SGLang server: what each rank of a machine keeps of a bucket, so that whoever received it gives the others
-their share and no more.
+"""Inside an SGLang server: each rank's slice of a bucket, so that the receiving rank passes on only these slices.
 
-Recorded copies (`copy_plan`) say which elements of a bucket a rank copies into its parameters. Ranks tell each other
-where these lie, once. From then on the rank that has a bucket packs everybody's share of it, and the ranks of a machine
-hand several buckets on at once, one from each of their lanes: in one exchange everybody gives and takes about as much.
-No layout is known here, and no name.
+Recorded copies (`copy_plan`) show which elements of a bucket a rank copies into its parameters. Ranks exchange these
+slices once. From then on the rank with a bucket packs each rank's slice of it. The ranks of a host exchange several
+buckets at once, one from each of their lanes, so sent and received bytes are about equal on all ranks. This needs no
+knowledge of layouts or names.
 
-A bucket goes to all ranks as a whole where somebody's copies of it are not recorded, and where most of it is kept by
-several ranks, so that the shares together are larger than it.
+A bucket goes to all ranks whole if a rank's copies of it are not recorded, or if the slices together are larger than
+the bucket.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class ElementView:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What one rank keeps of a bucket. It is handed on packed: the elements of all parts, in their order.
+    """One rank's slice of a bucket, passed on packed: the elements of all parts, in order.
 
     Attributes:
         itemsize: bytes of an element.
@@ -58,17 +57,17 @@ class RankSlice:
 
     @property
     def bytes(self) -> int:
-        """Of the packed share."""
+        """Bytes of the packed slice."""
         return self.itemsize * sum(part.numel for part in self.parts)
 
 
 def rank_slice_of(bucket: RecordedBucket, copies: Copies) -> RankSlice | None:
-    """What the recorded copies read of a bucket; None where its tensors have elements of several sizes."""
+    """The elements that recorded copies read from a bucket; None if its tensors have several element sizes."""
     sizes = {tensor.itemsize for _, tensor in bucket.named}
     if len(sizes) != 1:
         return None
     parts: list[ElementView] = []
-    for view in copies.out_of:  # a bucket is the head of its storage
+    for view in copies.out_of:  # a bucket starts at the beginning of its storage
         part = ElementView(int(view.storage_offset()), tuple(view.shape), view.stride())
         if view.is_contiguous():
             part = ElementView(part.start, (part.numel,), (1,))
@@ -82,11 +81,11 @@ def rank_slice_of(bucket: RecordedBucket, copies: Copies) -> RankSlice | None:
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """Buckets that are handed on at once.
+    """Buckets that are exchanged at once.
 
     Attributes:
-        buckets: their places in the plan, neighbours; of different sources.
-        shared: everybody takes its share; else the one bucket goes to all as a whole.
+        buckets: consecutive indices in the plan; of different sources.
+        shared: every rank takes its slice; else the one bucket goes whole to all.
     """
 
     buckets: tuple[int, ...]
@@ -99,12 +98,12 @@ def steps(
     shares: Sequence[Sequence[RankSlice | None]],
     largest: int | None = None,
 ) -> list[ExchangeStep]:
-    """How the buckets of a plan are handed on, in its order.
+    """Group the buckets of a plan into exchange steps, in order.
 
     Args:
-        sources: of each bucket, the rank that receives it.
-        sizes: of each bucket, the bytes of it that the machine receives.
-        shares: of each rank, its share of each bucket.
+        sources: for each bucket, the rank that receives it.
+        sizes: for each bucket, the bytes that the host receives.
+        shares: for each rank, its slice of each bucket.
         largest: bytes of the largest bucket; default: that of `sizes`.
     """
     largest = max(sizes, default=0) if largest is None else largest
@@ -135,20 +134,20 @@ def steps(
 
 
 class Exchange:
-    """One rank's part in a step whose buckets are shared, at every sync.
+    """One rank's part in a step that exchanges slices, reused at every sync.
 
     Args:
-        sources: of its buckets, each another one.
-        shares: of each rank, its share of each of the step's buckets.
+        sources: source ranks of its buckets, all different.
+        shares: for each rank, its slice of each of the step's buckets.
         copies: this rank's, of each of the step's buckets.
         beside: the ranks that exchange.
-        room: [bytes] uint8, into which this rank receives its own of these buckets.
-        within: where a part of that bucket lies in what is received.
-        given, taken: in which shares are packed for others, and arrive.
+        room: [bytes] uint8, memory in which this rank receives its own bucket of the step.
+        within: maps a part of that bucket to its place in the received bytes.
+        given, taken: memory for packed slices for other ranks, and for arriving ones.
 
     Attributes:
-        gives, takes: bytes of these two that it needs.
-        arrived: of each bucket, the packed views that its copies read.
+        gives, takes: bytes that it needs of these two.
+        arrived: for each bucket, the packed views that its copies read.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class Exchange:
         ]
 
     def _note(self, share: RankSlice, room: torch.Tensor, start: int) -> None:
-        """The copies that pack a share, to a place of what is given."""
+        """Add the copies that pack a slice at a position of `given`."""
         bits = BITS[share.itemsize]
         elements, packed = _typed(room, 0, bits), _typed(self._given, start, bits)
         ends = accumulate((part.numel for part in share.parts), initial=0)
@@ -184,24 +183,24 @@ class Exchange:
             self._packed.append(packed[begin : begin + part.numel].view(part.shape))
 
     def pack(self) -> None:
-        """Take everybody's share out of the bucket that this rank has received."""
+        """Pack every rank's slice from the bucket that this rank has received."""
         if self._packed:
             torch._foreach_copy_(self._packed, self._from_room)  # pyright: ignore[reportPrivateImportUsage]
 
     def exchange(self) -> None:
-        """Give and take. All ranks at the same time."""
+        """Exchange the packed slices; collective."""
         dist.all_to_all_single(self._taken, self._given, self._take, self._give, group=self._beside.tensors)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What comes of a bucket to a machine.
+    """The part of a bucket that arrives at a host.
 
     Attributes:
         source: the rank that receives it.
         size: bytes.
-        room: [bytes] uint8, in which it arrives on that rank; empty on the others.
-        within: where a part of the bucket lies in it; None where all of the bucket comes.
+        room: [bytes] uint8, memory in which it arrives on that rank; empty on the others.
+        within: maps a part of the bucket to its place in it; None if the whole bucket arrives.
     """
 
     source: int
@@ -211,21 +210,21 @@ class Arrival:
 
 
 class Route:
-    """How one rank hands a plan's buckets on.
+    """One rank's schedule for passing on a plan's buckets.
 
     Args:
         sent: the buckets, in the order of the plan.
-        arrivals: of each, what comes of it.
-        shares: of each rank of the machine, its share of each bucket.
+        arrivals: for each bucket, the part that arrives.
+        shares: for each rank of the host, its slice of each bucket.
         copies: this rank's, of each bucket.
-        beside: the ranks of the machine.
-        given, taken: for shares that are packed, and for what arrives from others.
+        beside: the ranks of the host.
+        given, taken: memory for packed slices, and for those from other ranks.
 
     Attributes:
         steps: in order.
-        arrivals: as they were given.
-        exchanges: this rank's part in those that are shared and move anything, by their first bucket.
-        packed: of the buckets that do not come to this rank as a whole, the views that its copies read.
+        arrivals: the argument.
+        exchanges: this rank's part in steps that exchange slices, by their first bucket.
+        packed: for buckets that do not arrive whole at this rank, the views that its copies read.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class Route:
         self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))
         self.arrivals = arrivals
         self._given, self._taken = given, taken
-        alone = beside.count == 1  # it copies out of what has arrived, where that lies
+        alone = beside.count == 1  # it copies directly from the arrived bytes
         self.exchanges: dict[int, Exchange] = {}
         self.packed: dict[int, list[torch.Tensor]] = {}
         for step in self.steps:
@@ -266,7 +265,7 @@ class Route:
                     self.packed[index] = _views_within(arrived, mine.out_of, within)
 
     def make_room(self) -> None:
-        """For all steps of a sync."""
+        """Allocate memory for all steps of a sync."""
         self._given.make_room(max((each.gives for each in self.exchanges.values()), default=0))
         self._taken.make_room(max((each.takes for each in self.exchanges.values()), default=0))
 
@@ -278,7 +277,7 @@ def _as_it_is(part: ElementView) -> ElementView:
 def _views_within(
     arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[ElementView], ElementView]
 ) -> list[torch.Tensor]:
-    """Of what has arrived of a bucket, the views that are others of the whole bucket."""
+    """Map views of the whole bucket to views of its arrived part."""
     views: list[torch.Tensor] = []
     for view in like:
         part = within(ElementView(int(view.storage_offset()), tuple(view.shape), view.stride()))
@@ -291,13 +290,13 @@ def _view(elements: torch.Tensor, part: ElementView) -> torch.Tensor:
 
 
 def _typed(buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer from a place on, as elements of this type; what is left over at its end is not seen."""
+    """A buffer from an offset on, as elements of this dtype; leftover bytes at its end are cut off."""
     whole = (buffer.numel() - start) // dtype.itemsize * dtype.itemsize
     return buffer[start : start + whole].view(dtype)
 
 
 def _views(buffer: torch.Tensor, start: int, like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Packed views in `buffer` from a place on, of the shapes and dtypes of others."""
+    """Packed views in `buffer` from an offset on, with the given shapes and dtypes."""
     views: list[torch.Tensor] = []
     for view in like:
         end = start + view.numel() * view.itemsize

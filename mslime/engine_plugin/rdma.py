@@ -1,7 +1,7 @@
-"""Inside an SGLang server: a bucket is read out of a sender's memory, by Mooncake's transfer engine.
+"""Inside an SGLang server: read a bucket from a sender's memory with Mooncake's transfer engine.
 
-The ranks of an engine read a part each, so that every byte crosses the network once for an engine and by all of its
-adapters, and give the parts to each other over NVLink. A part of the plug-in `bucket_files`.
+Each rank of an engine reads a part and shares it over NVLink. So every byte crosses the network once per engine, spread
+over all network adapters. A part of the plug-in `bucket_files`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mslime.remote_memory import End, RemoteMemory
 
 
 class RdmaReader:
-    """What one process of an engine reads of senders' memory."""
+    """Reads senders' memory in one process of an engine."""
 
     def __init__(self) -> None:
         self._ends: dict[MooncakeOver, End] = {}
         self._registered: tuple[End, int, int] | None = None
 
     def reach(self, place: Path, said: bytes) -> None:
-        """Return when these bytes were read there.
+        """Read these bytes there, to check the connection.
 
         Raises:
             ImportError: Mooncake's package is missing.
             OSError: they cannot be read.
-            ValueError: others lie there.
+            ValueError: the memory has other bytes.
         """
         memory, into = RemoteMemory.of_path(place), torch.zeros(len(said), dtype=torch.uint8)
         end = self._end(memory)
@@ -42,13 +42,13 @@ class RdmaReader:
             raise ValueError(f"something else lies in the memory of {memory.session}")
 
     def read(self, place: Path, flat: torch.Tensor, near: EngineRankGroup) -> None:
-        """Fill `flat` [bytes] uint8; returns when the memory is not needed any more.
+        """Fill `flat` [bytes] uint8; returns when the sender's memory is no longer needed.
 
         Args:
             near: the engine's ranks, all of which call this.
 
         Raises:
-            RuntimeError: with several ranks, on each of them: one could not read its part.
+            RuntimeError: on each of several ranks: one could not read its part.
             OSError: it cannot be read.
             ValueError: the path names no memory.
         """
@@ -66,7 +66,7 @@ class RdmaReader:
             near.pass_on(part, source)
 
     def forget(self) -> None:
-        """Let the memory that was read into be given back."""
+        """Unregister the receiving memory, so that it can be freed."""
         if self._registered is not None:
             end, address, _ = self._registered
             end.unregister(address)
@@ -75,12 +75,13 @@ class RdmaReader:
     def _read(self, memory: RemoteMemory, flat: torch.Tensor, part: torch.Tensor) -> None:
         end, storage = self._end(memory), flat.untyped_storage()
         wanted = end, storage.data_ptr(), storage.nbytes()
-        if self._registered != wanted:  # once in a sync: all buckets lie in one buffer, unless it was made larger
+        if self._registered != wanted:  # once per sync: all buckets share one buffer, unless it was enlarged
             self.forget()
             end.register(wanted[1], wanted[2])
             self._registered = wanted
         if part.is_cuda:
-            torch.cuda.current_stream(part.device).synchronize()  # copies out of the bucket before: RDMA asks no stream
+            # wait for copies from the previous bucket: RDMA ignores streams
+            torch.cuda.current_stream(part.device).synchronize()
         end.read(memory, part.data_ptr() - flat.data_ptr(), part.data_ptr(), part.numel())
 
     def _end(self, memory: RemoteMemory) -> End:

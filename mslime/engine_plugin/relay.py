@@ -1,16 +1,17 @@
 """Inside an SGLang server: each rank receives a part of the buckets, and passes it on to the other ranks.
 
-SGLang itself lets every rank receive every bucket, one bucket at a time, so that one sender's network adapter carries
-all. Here a sender meets one rank on each machine of each engine, on a lane of their own: sender i the rank i modulo the
-ranks that an engine has there. All of these receive at the same time, each from its own senders, and while one bucket
-is passed on inside the machine, those after it arrive.
+In SGLang every rank receives every bucket, one bucket at a time, so one sender's network adapter carries all traffic.
+Here a sender connects to one rank on each host of each engine, on a separate lane: sender i to rank i modulo the ranks
+of the engine on that host. All these ranks receive at the same time. While one bucket is passed on inside the host,
+later ones arrive.
 
-One request stands for a whole sync. All ranks go through the buckets in the order of the plan: the rank on whose lane a
-bucket came gives it to the others, and each loads it like any other bucket. Where loading is recorded it gives each of
-the others its share alone, and buckets of several lanes are handed on at once (`rank_slices`). A rank asks for its next
-bucket as soon as it has given the last one away; whoever waits here waits for one that lies earlier in the plan, or
-that is handed on at the same time, so that nobody waits in a circle. Every sender asks every engine, so that
-each hears what became of the sync; the first request does the work, the others are told its outcome.
+One request starts a whole sync. All ranks process the buckets in the plan's order: the rank whose lane received a
+bucket gives it to the others, and each loads it like any other bucket. If loading is recorded, it gives each rank only
+its slice, and buckets of several lanes are exchanged at once (`rank_slices`).
+
+A rank requests its next bucket after passing on the last one. It waits only for buckets earlier in the plan or in the
+same step, so there is no circular wait. Every sender sends the request to every engine; the first request does the
+work, and the others return its outcome.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from mslime.engine_plugin.wire import (
 )
 
 _RELAYS: dict[int, Relay] = {}
-"""By the `id` of SGLang's updater."""
+"""Relays by the `id` of SGLang's updater."""
 
 
 class Relayed(list[tuple[str, torch.Tensor]]):
-    """Nothing is left to load: a whole sync has been.
+    """Empty tensors: the whole sync is already loaded.
 
     Attributes:
-        updater: `id` of the one that loaded it.
+        updater: `id` of the updater that loaded it.
     """
 
     def __init__(self, updater: int, loaded: Loaded) -> None:
@@ -68,20 +69,19 @@ class Relayed(list[tuple[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Sent:
-    """A bucket of a plan, and the numbers of those who send equal parts of it: several only where an engine has one
-    rank."""
+    """A bucket of a plan, and the indices of senders of equal parts of it (several only if an engine has one rank)."""
 
     senders: tuple[int, ...]
     bucket: RecordedBucket
 
     @property
     def sender(self) -> int:
-        """Who sends it, where that is one."""
+        """The sender, if there is one."""
         return self.senders[0]
 
 
 def _largest(plan: Iterable[Sent]) -> int:
-    """Bytes of its largest bucket."""
+    """Bytes of the largest bucket."""
     return max((len(sent.bucket.flat) for sent in plan), default=0)
 
 
@@ -89,10 +89,10 @@ class Relay:
     """One rank's part in all syncs.
 
     Args:
-        buckets: where they are put together.
-        load: makes the model load a bucket; whether it did, and what is said of it.
+        buckets: buffers in which they are assembled.
+        load: makes the model load a bucket; returns success and a message.
         device: of the buckets.
-        copies: of each of some buckets, those by which the model would load it; None where it has to do it itself.
+        copies: recorded copies of each given bucket; None if the model's loader must load it.
     """
 
     def __init__(
@@ -108,9 +108,10 @@ class Relay:
         self._known: list[Copies | None] = []
         self._shares: list[list[RankSlice | None]] = []
         self._route: Route | None = None
-        self._routed = ""  # name of the cuts that the route is for
-        self._cuts: HostSlices | None = None  # by the shares that ranks have now
-        self._told: tuple[HostSlices, list[Copies | None]] | None = None  # to senders, and this rank's copies then
+        self._routed = ""  # name of the slices that the route is for
+        self._cuts: HostSlices | None = None  # from the ranks' current slices
+        # slices last sent to senders, and this rank's copies then
+        self._told: tuple[HostSlices, list[Copies | None]] | None = None
 
     def obey(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
@@ -119,12 +120,12 @@ class Relay:
         """Receive, pass on and load a whole sync, once.
 
         Args:
-            names, dtypes, shapes: of the tensors of all buckets; empty where the plan is known.
-            groups: that this rank has joined, by name.
-            place: among the ranks of this engine, which are all told to do the same.
+            names, dtypes, shapes: of the tensors of all buckets; empty if the plan is known.
+            groups: process groups that this rank has joined, by name.
+            place: this rank among those of the engine, which all get the same call.
 
         Returns:
-            How it was loaded, and what machines keep if senders were not told so before.
+            How it was loaded, and the hosts' slices if they are new to senders.
 
         Raises:
             RuntimeError: a bucket did not arrive, or was not loaded, on this rank or another one.
@@ -150,9 +151,9 @@ class Relay:
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
         groups: Mapping[str, dist.ProcessGroup], place: Ranks,
     ) -> list[Sent]:  # fmt: skip
-        """Ask for the first buckets, and hear what all ranks keep, where one has other copies than before.
+        """Request the first buckets, and exchange the ranks' slices if one has new copies.
 
-        Collective among all ranks. Raises RuntimeError on all of them when one cannot.
+        Collective among all ranks. Raises RuntimeError on all of them if one fails.
         """
         failed, plan = "", list[Sent]()
         copies: list[Copies | None] | None = None
@@ -182,7 +183,7 @@ class Relay:
         return plan
 
     def _check_cuts(self, order: RelaySync, copies: Sequence[Copies | None]) -> None:
-        """Whether this rank still keeps what senders go by. Raises RuntimeError."""
+        """Check that this rank's slice is still the one that senders use. Raises RuntimeError."""
         if not order.cuts:
             return
         if self._told is None or self._told[0].name != order.cuts:
@@ -194,8 +195,8 @@ class Relay:
     def _ask(
         self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
     ) -> None:
-        """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
-        if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
+        """Request the first buckets that this rank receives. Raises RuntimeError and LookupError."""
+        if self._lanes is not None:  # lanes of a failed sync: pending receives may still write into their memory
             self._room, self._route = Buffer(self._device), None
         arriving = list[tuple[list[dist.ProcessGroup], ArrivalSlot]]()
         for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
@@ -209,7 +210,7 @@ class Relay:
     def _arriving(
         self, plan: Sequence[Sent], order: RelaySync, place: Ranks
     ) -> tuple[list[HostSlice | None], list[ArrivalSlot]]:
-        """What comes of each bucket to this machine, None for all of it, and its place on the rank that receives it."""
+        """Each bucket's slice for this host (None: all of it), and its slot on the receiving rank."""
         cuts: list[HostSlice | None] = [None] * len(plan)
         if order.cuts:
             assert self._told is not None, "that was checked"
@@ -229,7 +230,7 @@ class Relay:
         return cuts, found
 
     def _way(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[Route | None, str]:
-        """How buckets are handed on, and room for it; what this rank has no room for."""
+        """The schedule for passing on buckets, with memory allocated, and an error if this rank lacks memory."""
         near = place.near
         try:
             if self._route is None or self._routed != order.cuts:
@@ -262,10 +263,11 @@ class Relay:
         return self._plans[order.plan]
 
     def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: EngineRankGroup) -> str:
-        """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
+        """Receive and pass on all buckets. A rank that failed to load one still passes on the rest, so no sender waits
+        for it.
 
         Args:
-            without: what this rank has no room for: then nothing is handed on.
+            without: the memory that this rank lacks: then nothing is passed on.
         """
         assert self._lanes is not None
         lanes, said, failed, unheard = self._lanes, set[str](), "", 0
@@ -287,7 +289,7 @@ class Relay:
                     raise RuntimeError(broken)
             unheard += len(step.buckets)
             self._hand_on(step, plan, route, beside, load)
-        if plan and plan[0].bucket.flat.is_cuda:  # an answer says that all is done
+        if plan and plan[0].bucket.flat.is_cuda:  # an answer means that all work is done
             torch.cuda.current_stream().synchronize()
         if failed := beside.first_failure(lanes.failed or failed):
             raise RuntimeError(failed)
@@ -308,7 +310,7 @@ class Relay:
         beside: EngineRankGroup,
         load: Callable[[Received], None],
     ) -> None:
-        """Load the buckets of a step, when this rank has them, or its shares."""
+        """Load the buckets of a step once this rank has them, or its slices."""
         assert self._lanes is not None
         indexes, arrivals = step.buckets, route.arrivals
         mine = [i for i in indexes if arrivals[i].size and arrivals[i].source == beside.rank]
@@ -336,16 +338,16 @@ class Relay:
     def _loaded(self, received: Received) -> tuple[bool, str]:
         try:
             return self._load(received)
-        except Exception as error:  # the other ranks go on, and hear of it at the end
+        except Exception as error:  # the other ranks continue, and get the error at the end
             return False, f"{type(error).__name__}: {error}"
 
 
 def join(updater: Any, request: JoinRelayGroup) -> Answer:
-    """Let this rank join a sender's group, if it receives from that. Raises RuntimeError on every rank of the engine if
-    one of them cannot."""
+    """Join a sender's group if this rank receives from it. Raises RuntimeError on every rank of the engine if one
+    fails."""
     place, group, joined, message = ranks(), request.group, True, ""
     receives = request.sender % place.near.count == place.near.rank and request.machine in (None, place.machine)
-    if receives:  # one on each machine joins, or the one on this; SGLang adds the rank within the engine
+    if receives:  # one rank on each host joins, or the one on this host; SGLang adds the rank within the engine
         own = group.rank + (place.machine if request.machine is None else 0) - updater.tp_rank
         joined, message = updater.init_weights_update_group(
             group.host, group.port, own, group.world_size, group.name, group.backend
@@ -357,7 +359,7 @@ def join(updater: Any, request: JoinRelayGroup) -> Answer:
 def receive(
     updater: Any, sync: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
 ) -> Relayed:
-    """Receive, pass on and load a whole sync. Raises RuntimeError on every rank of the engine if one of them cannot."""
+    """Receive, pass on and load a whole sync. Raises RuntimeError on every rank of the engine if one fails."""
     if id(updater) not in _RELAYS:
         _RELAYS[id(updater)] = Relay(
             buckets_of(updater), updater.load_weights_from_distributed, updater.device,
@@ -368,7 +370,7 @@ def receive(
 
 
 def load(updater: Any, relayed: Relayed) -> tuple[bool, str]:
-    """What SGLang answers of a sync that has been loaded when it was received."""
+    """SGLang's answer for a sync that was loaded on reception."""
     if relayed.updater != id(updater):
         return False, "weights.transport relay loads no draft model: set weights.transport broadcast"
     return True, encode(relayed.loaded)

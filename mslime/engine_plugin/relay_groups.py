@@ -1,4 +1,4 @@
-"""Inside an SGLang server: what one rank receives from its senders, in the order of the plan (`relay`)."""
+"""Inside an SGLang server: one rank's arrivals from its senders, in the order of the plan (`relay`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ALIGNED = 16
 
 
 def aligned(size: int) -> int:
-    """So many bytes that what follows them may have elements of any size."""
+    """The size rounded up, so that elements of any size are aligned behind it."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True)
 class ArrivalSlot:
-    """Where one arrival of a rank lies in the room for all of them.
+    """Position of one arrival in a rank's receive buffer.
 
     Attributes:
         start: its first byte.
-        taken: how many arrivals are taken before it may come.
+        taken: number of earlier arrivals that must be consumed before it may arrive.
     """
 
     start: int
@@ -34,14 +34,14 @@ class ArrivalSlot:
 
 
 def arrival_slots(sizes: Sequence[int], capacity: int) -> list[ArrivalSlot]:
-    """Where arrivals lie one after the other, again from the room's beginning where it ends.
+    """Slots of consecutive arrivals in a ring buffer.
 
     Args:
         sizes: bytes of each.
-        capacity: bytes of the room. One that is larger has the room for itself, from its beginning.
+        capacity: bytes of the buffer. A larger arrival gets the whole buffer, from its start.
     """
     found: list[ArrivalSlot] = []
-    start = first = 0  # `first`: of those that lie in the room with the next, as far as they are in its way
+    start = first = 0  # `first`: first arrival that still occupies memory of the next one
     for size in sizes:
         if start + size > capacity:
             start = 0
@@ -57,15 +57,14 @@ def _meet(place: ArrivalSlot, start: int, size: int) -> bool:
 
 
 class RelayGroups:
-    """What one rank receives. As many arrivals are on their way as there is room for.
+    """One rank's arrivals; as many are in flight as fit into the buffer.
 
     Args:
-        arriving: of each, in the order of the plan, the groups of those who send equal parts of it, and where it is to
-            lie.
-        room: [bytes] uint8, for all that is on its way.
+        arriving: for each arrival, in the plan's order, the groups of the senders of its equal parts, and its slot.
+        room: [bytes] uint8, buffer for all arrivals in flight.
 
     Attributes:
-        failed: why nothing comes any more; empty while all is well.
+        failed: why nothing more arrives; empty without an error.
     """
 
     def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], ArrivalSlot]], room: torch.Tensor) -> None:
@@ -75,7 +74,7 @@ class RelayGroups:
         self._ask()
 
     def take(self, use: Callable[[torch.Tensor], object]) -> None:
-        """Let `use` read the next arrival, [bytes] uint8, and ask for what has room then."""
+        """Let `use` read the next arrival, [bytes] uint8, then request the arrivals that now fit."""
         if self.failed:
             return
         try:

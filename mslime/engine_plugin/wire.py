@@ -1,13 +1,13 @@
-"""What the plug-in of an engine is asked and what it replies: typed records, JSON on the way. Free of torch and SGLang.
+"""Requests and replies of an engine's plug-in: typed records, sent as JSON. Free of torch and SGLang.
 
-SGLang 0.5.23 has no route of ours, so records travel in text fields of two of its own, and nowhere else:
+SGLang 0.5.23 has no routes for plug-ins, so records travel in text fields of two of its own routes:
 
 - a `Request` is the `action` of `/weights_checker`, and its `Reply` the `message` of the answer. Every rank of an
   engine gets the request between two batches, whether the engine is paused or not; rank 0 replies.
-- a `Load` is the `load_format` of `/update_weights_from_distributed`: it says how the bucket comes, if not by a plain
+- a `Load` is the `load_format` of `/update_weights_from_distributed`: how the bucket comes, if not by a plain
   broadcast. The `message` is how it was loaded, for `RelaySync` a `Loaded`.
 
-A server without the plug-in refuses an action that it does not know (`UNKNOWN`).
+A server without the plug-in rejects unknown actions (`UNKNOWN`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pydantic import TypeAdapter
 from mslime.config.base import ENGINE_TAGS, EngineTag, FileKind
 from mslime.config.keys import AnnouncedBucket, BucketVersion
 
-# Which elements of a bucket each machine of an engine keeps: what engines say, and what senders pack (`relay`).
+# Which elements of a bucket each host of an engine keeps: reported by engines and packed by senders (`relay`).
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements of a bucket: runs of neighbours that lie at equal distances. Packed they lie one after the other.
+    """Elements of a bucket: runs of consecutive elements at equal distances. Packed, the runs follow each other.
 
     Attributes:
         start: the first element.
-        width: neighbours in a run.
-        sizes, strides: how many runs there are, and their distances in elements, outermost first; empty: one run.
+        width: elements in a run.
+        sizes, strides: numbers of runs and their distances in elements, outermost first; empty: one run.
     """
 
     start: int
@@ -49,21 +49,21 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.width * math.prod(self.sizes)
 
 
 HostSlice = tuple[Slice, ...]
-"""What one machine keeps of a bucket, in the order in which it is packed; empty: nothing."""
+"""One host's part of a bucket, in packing order; empty: nothing."""
 
 
 @dataclass(frozen=True)
 class HostSlices:
-    """What each machine of an engine keeps of the buckets of a plan.
+    """The slices of a plan's buckets that each host of an engine keeps.
 
     Attributes:
-        name: the same for the same cuts, and for no others.
-        buckets: of each bucket, the cut of each machine; None where it goes to all machines as a whole.
+        name: unique to these slices.
+        buckets: for each bucket, the slice of each host; None if it goes whole to all hosts.
     """
 
     name: str
@@ -71,15 +71,15 @@ class HostSlices:
 
     @classmethod
     def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
-        """With their name."""
+        """The slices with their computed name."""
         return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
 
 
 def machine_lane(lane: str, machine: int) -> str:
-    """The process group by which a sender sends to one machine of each engine.
+    """Name of the process group by which a sender sends to one host of each engine.
 
     Args:
-        lane: the group by which it sends to all of them.
+        lane: name of the group by which it sends to all of them.
     """
     return f"{lane}-machine{machine}"
 
@@ -93,21 +93,21 @@ def _encoded(buckets: Sequence[tuple[HostSlice, ...] | None]) -> str:
 
 
 PATH_ENTRY = Path(__file__).with_name("path_entry")
-"""Directory for the `PYTHONPATH` of a server: SGLang finds the plug-in there as if it were an installed package."""
+"""Directory for the `PYTHONPATH` of a server: SGLang finds the plug-in there like an installed package."""
 LOADER_VARIABLE = "MSLIME_ENGINE_LOADER"
 """Environment variable of a server; `model`: buckets are loaded by the model's own loader (`weights.loader`)."""
 FLAT = "flattened_bucket"
 """SGLang's `load_format` of a bucket that comes by a plain broadcast."""
 UNKNOWN = "Unsupported action"
-"""In the answer of a server without the plug-in to any `Request`."""
+"""Text in the answer of a server without the plug-in to any `Request`."""
 RECORDED, OWN_LOADER = "loaded by recorded copies", "loaded by the model's own loader: "
-"""What begins the message about a bucket that was loaded."""
+"""Prefix of the message about a loaded bucket."""
 REFUSED = "changes are refused"
-"""In the message of an engine that has loaded nothing of the changes that it was sent."""
+"""Text in the message of an engine that has rejected changes and loaded none of them."""
 CANNOT = ""
-"""In the place of a tensor's name in `Sums`: why a rank cannot report some tensors, or all."""
+"""Key in `Sums`, instead of a tensor's name, for the reason why a rank cannot report some or all tensors."""
 NARROW = {"u1:": np.uint8, "u2:": np.uint16}
-"""By the tag with which a text of routes begins: what its base64 is of. Without a tag it is of int32."""
+"""Dtype of the base64 in a text of routes, by the tag at its beginning. Without a tag it is int32."""
 
 _MARK = "mslime:"
 
@@ -116,7 +116,7 @@ _MARK = "mslime:"
 
 @dataclass(frozen=True)
 class FromFile:
-    """A bucket that lies in a file, or in memory that `path` names."""
+    """A bucket in a file, or in the memory that `path` names."""
 
     kind: FileKind
     path: Path
@@ -124,23 +124,22 @@ class FromFile:
 
 @dataclass(frozen=True)
 class FromBroadcast:
-    """A bucket, or changes of it, that is broadcast in the request's process group."""
+    """A bucket, or changes of it, broadcast in the request's process group."""
 
     version: BucketVersion
 
 
 @dataclass(frozen=True)
 class RelaySync:
-    """All buckets of a sync, which the engine's ranks receive and pass on to each other.
+    """All buckets of a sync, received by the engine's ranks and passed on to each other.
 
     Attributes:
-        sync: names this sync among all; the same from every sender.
-        plan: names the buckets: their tensors come with the first request, and are known from then on.
+        sync: unique name of this sync; the same from every sender.
+        plan: name of the buckets: their tensors come only with the first request.
         lanes: names of the process groups of senders, by sender.
-        senders: of each bucket, who sends it: equal parts of it, in this order; empty where the plan is known.
-        tensors: of each bucket, how many; likewise.
-        cuts: names what the machines of each engine keep, if senders send each no more (`engine_plugin.wire`); empty:
-            they send whole buckets.
+        senders: for each bucket, the senders of its equal parts, in order; empty if the plan is known.
+        tensors: for each bucket, their number; likewise.
+        cuts: name of the hosts' slices, if senders send only these (`HostSlices`); empty: they send whole buckets.
     """
 
     sync: str
@@ -158,12 +157,12 @@ Load = FromFile | FromBroadcast | RelaySync
 
 @dataclass(frozen=True)
 class Ping:
-    """Is the plug-in there? Reply: `Answer`."""
+    """Test whether the plug-in is there. Reply: `Answer`."""
 
 
 @dataclass(frozen=True)
 class ReadDirectory:
-    """Can files of this directory be read? Reply: `Answer`."""
+    """Test whether files of this directory can be read. Reply: `Answer`."""
 
     directory: Path
 
@@ -177,10 +176,10 @@ class ForgetDirectory:
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Can these bytes be read in a sender's memory? Reply: `Answer`.
+    """Test whether these bytes can be read in a sender's memory. Reply: `Answer`.
 
     Attributes:
-        memory: where they lie (`mslime.remote_memory`).
+        memory: their address (`mslime.remote_memory`).
         expected: the bytes, as hexadecimal digits.
     """
 
@@ -190,7 +189,7 @@ class ReadMemory:
 
 @dataclass(frozen=True)
 class CheckIpc:
-    """Is the package there that takes buckets from a rank on the same GPU? Reply: `Answer`."""
+    """Test whether the package for buckets from a rank on the same GPU is there. Reply: `Answer`."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +223,11 @@ class JoinGroup:
 
 @dataclass(frozen=True)
 class JoinRelayGroup:
-    """On each machine of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
+    """On each host of the engine, the rank that receives from a sender joins that sender's group. Reply: `Answer`.
 
     Attributes:
         sender: its number.
-        machine: only the rank on this machine joins; None: one on each.
+        machine: only the rank on this host joins; None: one on each.
     """
 
     sender: int
@@ -245,19 +244,19 @@ class LeaveGroup:
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What does each rank hold of the tensors that this update has sent? Reply: `Sums`."""
+    """Checksums of each rank for the tensors sent in this update. Reply: `Sums`."""
 
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """What does each rank hold of the tensors of the adapter of this name? Reply: `Sums`."""
+    """Checksums of each rank for the tensors of the named adapter. Reply: `Sums`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ReleasedMemory:
-    """What has the engine released? Reply: `Released`."""
+    """The parts that the engine has released. Reply: `Released`."""
 
 
 Request = (
@@ -274,17 +273,17 @@ Request = (
 )
 
 OwnRequest = JoinGroup | LeaveGroup
-"""What SGLang has a route for. Reply: `Answer`."""
+"""Requests with a route of SGLang's own. Reply: `Answer`."""
 
 # ----------------------------------------------------------------------------------------------------------- replies
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Yes, or done.
+    """Success or failure of a request.
 
     Attributes:
-        why_not: the reason if the answer is no; else empty.
+        why_not: the reason of a failure; else empty.
     """
 
     why_not: str = ""
@@ -296,7 +295,7 @@ class Loaded:
 
     Attributes:
         how: begins with `RECORDED` or `OWN_LOADER`.
-        cuts: what each machine keeps, if that is news.
+        cuts: the slices that each host keeps, if new to the senders.
     """
 
     how: str
@@ -305,10 +304,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Sums:
-    """What an engine's ranks hold.
+    """Checksums of an engine's ranks.
 
     Attributes:
-        ranks: of each, sum and places (`format_sum`) by name of the tensor; see `CANNOT`.
+        ranks: for each rank, sum and places (`format_sum`) by name of the tensor; see `CANNOT`.
     """
 
     ranks: tuple[dict[str, str], ...]
@@ -316,22 +315,22 @@ class Sums:
 
 @dataclass(frozen=True)
 class Released:
-    """What an engine does not hold.
+    """Released parts of an engine.
 
     Attributes:
-        tags: in SGLang's words.
-        refused: why its last release did nothing; empty if it did what it was asked.
+        tags: SGLang's names.
+        refused: why its last release did nothing; empty if it succeeded.
     """
 
     tags: frozenset[EngineTag] = field(default_factory=frozenset)
     refused: str = ""
 
     def to_release(self, held: Collection[EngineTag]) -> list[EngineTag]:
-        """What to release so that nothing but `held` is held."""
+        """Tags to release, so that only `held` remains."""
         return [tag for tag in ENGINE_TAGS if tag not in held and tag not in self.tags]
 
     def to_resume(self, held: Collection[EngineTag]) -> list[EngineTag]:
-        """What to resume so that all of `held` is held."""
+        """Tags to resume, so that all of `held` is held."""
         return [tag for tag in ENGINE_TAGS if tag in held and tag in self.tags]
 
 
@@ -340,7 +339,7 @@ Reply = Answer | Loaded | Sums | Released
 
 @dataclass(frozen=True)
 class IpcBucket:
-    """Tensors that lie one after the other in a buffer: the name of a bucket that a trainer's rank hands out."""
+    """Tensors that follow each other in a buffer: the name of a bucket that a trainer's rank provides."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -365,7 +364,7 @@ def encode(record: Record) -> str:
 
 
 def decode(text: str | None) -> Record | None:
-    """The record that a text is; None if it is none of ours. Raises ValueError if it cannot be read."""
+    """Parse a record; None if the text is not one of ours. Raises ValueError if it cannot be read."""
     if text is None or not text.startswith(_MARK):
         return None
     name, _, body = text.removeprefix(_MARK).partition(" ")
@@ -380,12 +379,12 @@ def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
 
 
 def format_sum(total: int, places: int) -> str:
-    """The sum of a tensor, and that of its places (`tensor_sums`), as they stand in `Sums`."""
+    """Text of a tensor's sum and of its place sum (`tensor_sums`), as used in `Sums`."""
     return f"{total} {places}"
 
 
 def parse_sum(text: str) -> tuple[int, int] | None:
-    """What `format_sum` wrote; None for anything else."""
+    """Parse the text of `format_sum`; None for any other text."""
     match text.split():
         case [total, places] if total.lstrip("-").isdecimal() and places.lstrip("-").isdecimal():
             return int(total), int(places)
@@ -394,7 +393,7 @@ def parse_sum(text: str) -> tuple[int, int] | None:
 
 
 def update_request(buckets: Sequence[AnnouncedBucket], group: str = "", load: Load | None = None) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket.
+    """The body of `/update_weights_from_distributed`: tensors, one after the other in one flat buffer per bucket.
 
     Args:
         group: the process group in which they are broadcast; empty if they come otherwise.
@@ -407,15 +406,15 @@ def update_request(buckets: Sequence[AnnouncedBucket], group: str = "", load: Lo
             "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes],
             "group_name": group,
             "load_format": FLAT if load is None else encode(load),
-            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
+            "flush_cache": False,  # once per sync, by the owner of the engines' pause
         }
     )
 
 
-# Handles of memory that a process shares with others on its machine, as files: each is for one process to open.
+# Handles of memory shared with other processes on the host, as files: each is for one process to open.
 
 HandleFields = tuple[bytes | int, ...]
-"""What torch needs to open memory; the first says on which kind of device: 0 a CPU, 1 CUDA."""
+"""Fields that torch needs to open memory; the first is the kind of device: 0 a CPU, 1 CUDA."""
 
 
 def write_handle(path: Path, number: int, fields: HandleFields) -> None:
@@ -425,10 +424,10 @@ def write_handle(path: Path, number: int, fields: HandleFields) -> None:
 
 
 def take_handle(path: Path) -> HandleFields:
-    """A handle that no other process has taken, nor will.
+    """Take one of the handles, so that no other process can.
 
     Raises:
-        OSError: there is none left, or none was written.
+        OSError: no handle is left, or none was written.
     """
     for number in count():
         own = path.with_name(f"{path.name}.{number}")

@@ -1,1 +1,1 @@
-"""Weight sync, trainer to engines: a plan that is pure data, flat buckets, transports, and the versioned commit."""
+"""Weight sync from trainer to engines: the plan as pure data, flat buckets, transports, and the versioned commit."""

@@ -1,8 +1,8 @@
 """The transport `broadcast`: one flat broadcast a bucket, over a process group of the sender with the engines.
 
-The group spans one sender (rank 0) and every rank of every engine, and belongs to no trainer group: it is made the way
-the engines make their end (`init_custom_process_group`), so that both meet in the same store under the same names.
-Every wait has a deadline, and an engine that answers with an error ends the wait at once, with the engine's own words.
+The group spans one sender (rank 0) and every rank of every engine, and is independent of the trainer's groups. It is
+created like the engines' end (`init_custom_process_group`), so both use the same store and names. Every wait has a
+deadline, and an engine's error ends the wait at once and is reported.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mslime.weights.weight_plan import Bucket
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
-    """A rendezvous store that this process serves on `host` alone: by itself, torch's listens on every address.
+    """A rendezvous store that this process serves on `host` alone: torch's default listens on every address.
 
     Args:
-        multi_tenant: `torch.distributed.rendezvous` at the same port in this process uses this store.
+        multi_tenant: let `torch.distributed.rendezvous` at the same port in this process use this store.
     """
     server = listen(host)
     port = server.getsockname()[1]
@@ -45,9 +45,9 @@ def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: 
 def join_group(
     store: Store, backend: str, world_size: int, rank: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group outside torch's default one, met by the engines' `init_custom_process_group` of the same name.
+    """A process group outside torch's default one; engines join by `init_custom_process_group` with the same name.
 
-    Torch has no public way to make one beside an existing default group; the private helper is what engines call too.
+    Torch has no public function for this beside an existing default group; engines call the same private helper.
     """
     make: Callable[..., tuple[dist.ProcessGroup, Store]] = cast(Any, c10d)._new_process_group_helper
     group, _ = make(
@@ -58,7 +58,7 @@ def join_group(
 
 
 def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> dist.Work:
-    """Begin to broadcast `flat` from this rank; for a thread, whose current device and stream are its own.
+    """Begin to broadcast `flat` from this rank; callable in any thread, as it sets device and stream itself.
 
     Args:
         stream: on which `flat` was filled, None on a CPU.
@@ -77,15 +77,15 @@ def meet(
     """Make a process group of this rank, its rank 0, with ranks of engines.
 
     Args:
-        joining: how many ranks of each engine are in it.
-        sender: the number of this one, if of each engine only ranks that receive from it join (`JoinRelayGroup`).
-        machine: of these, only those on this machine of each engine.
+        joining: number of ranks of each engine in it.
+        sender: index of this sender, if only the ranks that receive from it join (`JoinRelayGroup`).
+        machine: restricts these to one host of each engine.
 
     Returns:
-        The group, and the store that it needs as long as it lives.
+        The group, and the store that must live as long as the group.
 
     Raises:
-        WeightSyncError: an engine refused, or did not come before the deadline.
+        WeightSyncError: an engine refused, or did not join before the deadline.
     """
     timeout, world_size = timedelta(seconds=link.deadline_s), 1 + sum(joining)
     host = own_address(engines[0].url)
@@ -95,7 +95,7 @@ def meet(
         group = wire.JoinGroup(link.name, host, store.port, rank, world_size, link.backend)
         request = group if sender is None else wire.JoinRelayGroup(sender, group, machine)
         joins.append(link.engine_port.ask(engine, request))
-    # In a thread of its own: an engine's refusal ends the wait at once, while the thread still waits for it.
+    # In a separate thread: an engine's refusal ends the wait at once, while the thread is still waiting for it.
     joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)
     all_done([joined, *joins], "connect", f"{len(engines)} engines", link.deadline_s)
     return joined.result(), store
@@ -104,11 +104,10 @@ def meet(
 class BroadcastTransport(Carrier):
     """One flat broadcast a bucket to all engines at once.
 
-    Of changes the places and then the values are one broadcast. Their number and sums are in the request that announces
-    it, so an engine knows how much will come.
+    Changes are one broadcast: places, then values. Their number and checksums are in the request that announces it.
 
     Args:
-        with_changes: changes of buckets may follow: engines note the version of what they load.
+        with_changes: changes of buckets may follow: engines record the version of loaded buckets.
     """
 
     def __init__(self, link: Link, with_changes: bool = False) -> None:
@@ -121,10 +120,10 @@ class BroadcastTransport(Carrier):
         self._version = 0
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Make the process group: every engine is asked to join while this rank waits in it.
+        """Create the process group: request every engine to join while this rank waits in it.
 
         Raises:
-            WeightSyncError: an engine refused, or did not come before the deadline.
+            WeightSyncError: an engine refused, or did not join before the deadline.
         """
         assert self._group is None, "connected already"
         link, self.engines = self.link, tuple(engines)
@@ -133,11 +132,11 @@ class BroadcastTransport(Carrier):
         self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Note the version. If changes may follow, it is sent with each bucket."""
+        """Record the version. If changes may follow, it is sent with each bucket."""
         self._version = version
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
-        """Ask every engine to receive the bucket, and broadcast it."""
+        """Request every engine to receive the bucket, and broadcast it."""
         if self._with_changes:
             return self._send(bucket, flat, self._update(bucket, BucketVersion(self._version)))
         if bucket.index not in self._updates:  # the request is the same at every sync
@@ -147,7 +146,7 @@ class BroadcastTransport(Carrier):
     def start_changes(
         self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
     ) -> PendingBroadcast:
-        """Ask every engine to receive changes of the bucket, and broadcast them."""
+        """Request every engine to receive changes of the bucket, and broadcast them."""
         packed = torch.cat([part.view(torch.uint8) for part in (index, value)])
         return self._send(bucket, packed, self._update(bucket, version))
 
@@ -159,8 +158,8 @@ class BroadcastTransport(Carrier):
         answers = [self.link.engine_port.load(engine, update) for engine in self.engines]
         if not flat.numel():
             return PendingBroadcast(bucket, answers, flat, None, self.link.deadline_s)
-        # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
-        # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
+        # In a separate thread: over NCCL the first broadcast creates the communicator and waits for every engine
+        # without a deadline. Engines create their end at the first bucket, so this cannot happen in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
         return PendingBroadcast(bucket, [self._entered, *answers], flat, self._entered, self.link.deadline_s)
@@ -170,7 +169,7 @@ class BroadcastTransport(Carrier):
         group, self._group = self._group, None
         engines, leave = self.engines if group is not None else (), wire.LeaveGroup(self.link.name)
         leaving = [self.link.engine_port.ask(engine, leave) for engine in engines]
-        # A broadcast that was never met holds the group's lock.
+        # A broadcast that engines never joined holds the group's lock.
         if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)
         wait(leaving, timeout=self.link.deadline_s)
@@ -186,7 +185,7 @@ class PendingBroadcast(Loading):
     deadline_s: float
 
     def refused(self) -> list[ChangesRefused]:
-        """As `Loading.refused`, and the broadcast is done."""
+        """Like `Loading.refused`, after the broadcast is done."""
         refused = super().refused()
         if self.entered is not None:
             try:

@@ -1,13 +1,13 @@
 """A sender's filled buckets on their way: one at a time, in the order of the plan, while the next is filled.
 
-Engines receive one bucket at a time. Two engines that took broadcasts of two senders in different orders would wait for
-each other for ever, so with several engines a sender sends when the bucket before it in the plan has arrived: its
-sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
-If a transport needs no order (`Transport.any_order`), senders take no turns.
+Engines receive one bucket at a time. If two engines took broadcasts of two senders in different orders, they would
+deadlock. So with several engines, a sender sends when the previous bucket in the plan has arrived, and the senders pass
+the turn on. All waits are for buckets earlier in the plan, so there is no circular wait. If a transport needs no order
+(`Transport.any_order`), senders take no turns.
 
-On GPUs all that a sender and its transport do is on a stream of their own, which waits for each bucket's filling and
-for nothing else. On the stream that fills, a send would wait for what is filled after it, and that for the send: a
-gather of the next bucket waits for other ranks, whose sends wait for theirs, so that ranks would wait in a circle.
+On GPUs a sender and its transport use a separate stream, which waits only for each bucket's filling. On the filling
+stream, a send would wait for later fills, and these for the send. The gather of the next bucket waits for other ranks,
+whose sends wait for theirs, so ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mslime.weights.weight_plan import Bucket, WeightPlan
 
 
 class SendOrder:
-    """Whose turn it is to send, passed from sender to sender with whether all went well so far.
+    """The turn to send, passed from sender to sender together with the success so far.
 
     Args:
         plan: its buckets are sent in order.
@@ -40,10 +40,10 @@ class SendOrder:
         self._passed_on: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def take(self, bucket: Bucket) -> bool:
-        """Wait until it is this bucket's turn; whether all before it arrived.
+        """Wait for this bucket's turn; returns whether all earlier buckets arrived.
 
         Raises:
-            WeightSyncError: the sender before is gone, or does not pass the turn on before the group's deadline.
+            WeightSyncError: the previous sender is gone, or does not pass the turn on before the group's deadline.
         """
         before = self._order[bucket.index - 1] if bucket.index else bucket.sender
         if before != bucket.sender:
@@ -57,9 +57,9 @@ class SendOrder:
         return self._went_well
 
     def pass_on(self, bucket: Bucket, went_well: bool) -> None:
-        """Let the next bucket's sender have its turn. A sender that is gone is noticed by others.
+        """Pass the turn to the next bucket's sender. Other ranks detect a dead sender.
 
-        gloo ends a send when the other side asks for it, which is when it has prepared its bucket: only the last is
+        gloo completes a send when the receiver calls receive, after preparing its bucket; so only the last send is
         waited for.
         """
         self._went_well = went_well
@@ -78,12 +78,12 @@ class SendOrder:
 
 @dataclass
 class Seconds:
-    """Where the time of one rank's part of a sync went.
+    """Seconds of the phases of one rank's part in a sync.
 
     Attributes:
         fill: packing, gathering and converting.
         turn: waiting for the senders before.
-        send: what the transport does with a bucket before it goes, the way, and loading in the engines.
+        send: preparation by the transport, transfer, and loading in the engines.
         sent: (begin, end) of each bucket's sending, in seconds since the epoch.
     """
 
@@ -98,22 +98,21 @@ class _FilledBucket:
     bucket: Bucket
     flat: torch.Tensor | None
     event: torch.cuda.Event | None
-    """On a GPU: `flat` is filled."""
+    """On a GPU: recorded when `flat` is filled."""
 
 
 @dataclass
 class BucketSender:
-    """Sends one rank's buckets of one sync, in a thread of its own.
+    """Sends one rank's buckets of one sync, in a separate thread.
 
     Args:
         transport: connected to the engines.
-        turns: None where the order between senders does not matter.
-        ends: time (`time.monotonic`) after which no bucket is sent any more.
-        deadline_s: that this is, for the message.
-        seconds: to which its time is added.
-        stream: of its own, the same in every sync: torch keeps the memory that is freed on one for that one. None on
-            CPUs.
-        failure: what went wrong already: nothing is sent then, but the turn is passed on.
+        turns: None if the order between senders does not matter.
+        ends: time (`time.monotonic`) after which no bucket is sent.
+        deadline_s: the same deadline in seconds, for messages.
+        seconds: its time is added to these.
+        stream: a separate one, the same in every sync, because torch reuses freed memory per stream. None on CPUs.
+        failure: an earlier error: nothing is sent then, but the turn is passed on.
     """
 
     transport: Transport
@@ -129,15 +128,15 @@ class BucketSender:
         self._done = in_thread(self._deliver)
 
     def wait_for_room(self) -> None:
-        """Return when the last bucket is on its way, so that the next may be filled: two are held at once."""
+        """Return when the last bucket is being sent, so that the next may be filled: at most two are held."""
         self._filled.join()
 
     def put(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        """Send a bucket after those before.
+        """Queue a bucket after the earlier ones.
 
         Args:
-            flat: [bucket.hf_numel], or this rank's part of that (`comes_in_parts`), filled on the current stream; None:
-                it could not be filled.
+            flat: [bucket.hf_numel], or this rank's part of that (`comes_in_parts`), filled on the current stream; None
+                if filling failed.
         """
         event = None
         if self.stream is not None:
@@ -145,7 +144,7 @@ class BucketSender:
         self._filled.put(_FilledBucket(bucket, flat, event))
 
     def close(self) -> Exception | None:
-        """Wait until all is sent; the first failure."""
+        """Wait until all is sent; returns the first failure."""
         self._filled.put(None)
         self._done.result()
         return self.failure
@@ -161,7 +160,8 @@ class BucketSender:
     def _deliver_bucket(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         """Prepare a bucket, wait for its turn, send it until every engine has loaded it, and pass the turn on.
 
-        Errors are of a user's transport as well. The first of this rank is kept in `failure` and raised on every rank.
+        This includes errors of a user's transport. This rank's first error is kept in `failure` and raised on every
+        rank.
         """
         began = time.monotonic()
         if flat is not None and self.failure is None:

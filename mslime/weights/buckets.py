@@ -1,8 +1,8 @@
 """Filling a bucket: every member packs its shards, one gather brings them to the sender, which converts them.
 
-The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps:
-engines call it a flattened bucket. What lies so already is not moved: shards that are neighbours in Megatron's
-parameter buffer are packed as a view of it, and shards that make the flat buffer are gathered into it.
+The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps (the
+flattened bucket of engines). Data already in this layout is not moved. Shards that are adjacent in Megatron's parameter
+buffer are packed as a view of it, and shards in flat order are gathered directly into the flat buffer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ TORCH_DTYPES = {
 
 
 def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
-    """A member's shards of a bucket in one buffer, which is a view of the parameters where they lie like that.
+    """A member's shards of a bucket in one buffer; a view of the parameters if they are adjacent in memory.
 
     Args:
         params: local parameters by canonical name, any dtype (cast to the bucket's while copying).
         rank: this global rank, a member of the bucket.
 
     Returns:
-        [bucket.local_numel], the bucket's dtype, on the parameters' device. Not to be written to.
+        [bucket.local_numel], the bucket's dtype, on the parameters' device. Read-only.
 
     Raises:
-        WeightSyncError: a parameter is missing or has another shape than the plan says.
+        WeightSyncError: a parameter is missing or its shape differs from the plan.
     """
     shards = [
         _shard(bucket, slot, name, params) for slot, name in zip(bucket.slots, bucket.packed_by(rank), strict=True)
@@ -63,7 +63,7 @@ def _shard(bucket: Bucket, slot: BufferSlot, name: str, params: Mapping[str, tor
 
 
 def _as_they_lie(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """One view of all shards, where each begins in memory where the one before ends."""
+    """One view of all shards if they are adjacent in memory, else None."""
     first = shards[0].detach()
     begin = end = first.data_ptr()
     for shard in shards:
@@ -71,13 +71,13 @@ def _as_they_lie(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
             return None
         end += shard.nbytes
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # of several storages that happen to be neighbours
+    if end > storage.data_ptr() + storage.nbytes():  # different storages that happen to be adjacent
         return None
     return first.as_strided(((end - begin) // first.itemsize,), (1,))
 
 
 def in_memory_order(params: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of parameters as they lie in memory; in their order where each has a storage of its own.
+    """Names of parameters in memory order; in the given order if each has its own storage.
 
     megatron-core lays a data-parallel buffer out from the last parameter to the first.
     """
@@ -90,13 +90,13 @@ def in_memory_order(params: Mapping[str, torch.Tensor]) -> list[str]:
 def gather(
     bucket: Bucket, flat: torch.Tensor, group: dist.ProcessGroup | None, rank: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """The bucket's one collective: all members' buffers, in their order, on the sender; None on the others.
+    """The bucket's one collective: all members' buffers, in order, on the sender; None on the others.
 
-    The buffers are neighbours, [members, bucket.local_numel] of one tensor.
+    The buffers are adjacent: [members, bucket.local_numel] of one tensor.
 
     Args:
         flat: from `pack`, the same size on every member.
-        group: of the bucket's members; None when there is one.
+        group: of the bucket's members; None for one member.
         rank: this global rank.
 
     Raises:
@@ -118,7 +118,7 @@ def gather(
 def _gather_in_place(
     flat: torch.Tensor, gathered: Sequence[torch.Tensor] | None, *, group: dist.ProcessGroup, group_dst: int
 ) -> None:
-    """`dist.gather` over gloo, whose own one receives into another tensor and copies out of that."""
+    """`dist.gather` over gloo without torch's intermediate tensor and extra copy."""
     if gathered is None:
         dist.send(flat, group=group, group_dst=group_dst)
         return
@@ -131,10 +131,10 @@ def _gather_in_place(
 
 
 def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) -> torch.Tensor:
-    """The flat buffer of Hugging Face tensors, [bucket.converted_numel]; without a copy where the bucket is in order.
+    """The flat buffer of Hugging Face tensors, [bucket.converted_numel]; without a copy if the bucket is in order.
 
     Args:
-        gathered: the members' buffers, neighbours in memory as `gather` returns them.
+        gathered: the members' buffers, adjacent in memory as returned by `gather`.
     """
     if bucket.in_order:
         return gathered[0].as_strided((bucket.converted_numel,), (1,))
@@ -148,10 +148,10 @@ def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) 
 
 
 def convert_alone(bucket: Bucket, params: Mapping[str, torch.Tensor], table: RuleTable) -> torch.Tensor:
-    """As `convert`, of a bucket that has one member: out of its parameters, which are not packed before.
+    """Like `convert`, for a bucket with one member: directly from its parameters, without packing.
 
     Raises:
-        WeightSyncError: a parameter is missing or has another shape than the plan says.
+        WeightSyncError: a parameter is missing or its shape differs from the plan.
     """
     shards = {slot: _shard(bucket, slot, slot.names[0], params).detach() for slot in bucket.slots}
     return _converted(bucket, lambda slot, _: [shards[slot]], shards[bucket.slots[0]].device, table)
@@ -160,7 +160,7 @@ def convert_alone(bucket: Bucket, params: Mapping[str, torch.Tensor], table: Rul
 def _converted(
     bucket: Bucket, shards_of: Callable[[BufferSlot, int], list[torch.Tensor]], device: torch.device, table: RuleTable
 ) -> torch.Tensor:
-    """A new flat buffer, into which every tensor is written once."""
+    """A new flat buffer; every tensor is written into it once."""
     flat = torch.empty(bucket.converted_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=device)
     pieces, copies = iter(bucket.pieces), list[tuple[torch.Tensor, torch.Tensor]]()
     for slot in bucket.slots:
@@ -174,7 +174,7 @@ def _converted(
 
 
 def copy_each(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
-    """Each tensor to its place, cast to its dtype, in one call for all."""
+    """Copy each tensor to its place, cast to its dtype, in one call for all."""
     torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
@@ -182,7 +182,7 @@ def encode(bucket: Bucket, flat: torch.Tensor, encoded: Encoded) -> torch.Tensor
     """The flat buffer that is sent, [bucket.hf_bytes] uint8.
 
     Args:
-        bucket: of the encoded plan, with something to quantise in it.
+        bucket: of the encoded plan, with at least one tensor to quantise.
         flat: of the plain bucket, from `convert`.
     """
     sent = torch.empty(bucket.hf_bytes, dtype=torch.uint8, device=flat.device)

@@ -1,9 +1,9 @@
-"""The transport `delta`: of a bucket goes what changed since the version before, and all of it where that is less.
+"""The transport `delta`: send the changes of a bucket since the last version, or all of it if that is smaller.
 
-A sender keeps what it sent last (in host memory, as large as its part of the weights) and compares bits. All of a
-bucket goes to engines that were met just now, where its changes would be more bytes, and where an engine refuses them:
-it checks with sums that they belong to what it holds, and that the outcome is what was to be sent. How either reaches
-the engines is a carrier's: files in a directory that all machines share, or broadcasts (`weights.delta_over`).
+A sender keeps a copy of its last version (in host memory, as large as its part of the weights) and compares bits. It
+sends whole buckets to newly connected engines, if changes would be more bytes, or if an engine rejects them. Engines
+verify by checksums that the changes fit their version, and that the result is correct. A carrier transfers either:
+files in a directory that all hosts share, or broadcasts (`weights.delta_over`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Tra
 from mslime.weights.weight_plan import Bucket
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes of an element. A bucket of several dtypes is one of bytes."""
+"""Integer dtype by bytes of an element. A bucket of several dtypes is compared as bytes."""
 _CHUNK = 1 << 24
-"""Elements compared at once: their places take eight bytes each."""
+"""Elements compared at once: their indices take eight bytes each."""
 _SPARSE = 8
-"""One word in so many may differ for their elements to be looked at one by one."""
+"""If at most one word in this many differs, differing words are compared element by element."""
 _LARGEST_INDEX = 2**31 - 1
-"""What a file of changes can name."""
+"""Largest index that a file of changes can store."""
 _PATIENCE = 2
-"""Refusals in a row after which a bucket's changes are not tried any more over this connection."""
+"""Refusals in a row after which a bucket's changes are no longer sent over this connection."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What is different in a bucket: places [n] int64 and values [n], on the bucket's device."""
+    """Changed places [n] int64 and values [n] of a bucket, on the bucket's device."""
 
     index: torch.Tensor
     value: torch.Tensor
@@ -44,12 +44,12 @@ class Differences:
 
 @dataclass
 class _Sent:
-    """What all engines hold of a bucket.
+    """The version of a bucket that all engines hold.
 
     Attributes:
         version: its number.
         bits: [bucket.hf_numel] integers as wide as the bucket's dtype, in host memory.
-        refused: how often in a row an engine refused changes of it.
+        refused: how often in a row an engine rejected changes of it.
     """
 
     version: int
@@ -59,12 +59,12 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A bucket beside what engines hold of it.
+    """Comparison of a bucket with the engines' version.
 
     Attributes:
         bucket: its index.
-        count: elements that changed; None: it is not known.
-        found: what changed; None: all of the bucket is less.
+        count: elements that changed; None: unknown.
+        found: the changes; None: the whole bucket is smaller.
         sums: see `BucketVersion`.
     """
 
@@ -75,7 +75,7 @@ class _Compared:
 
 
 class DeltaTransport(Transport):
-    """Of every bucket what changed."""
+    """Sends the changes of every bucket."""
 
     def __init__(self, link: Link) -> None:
         make: Callable[..., Carrier] = cast(Any, find_transport(link.settings["delta_over"]))
@@ -84,34 +84,35 @@ class DeltaTransport(Transport):
         self._number = 0
         self._moved = Moved()
         self._compared: _Compared | None = None
-        self._loaded: list[tuple[Bucket, Differences]] = []  # by every engine, and not noted yet
+        self._loaded: list[tuple[Bucket, Differences]] = []  # by every engine, and not yet recorded
         self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Meet the engines, by the carrier."""
+        """Connect with the engines through the carrier."""
         self._carrier.connect(engines)
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Count anew."""
+        """Reset the counters."""
         self._carrier.begin(version, buckets)
         self._note_loaded()
         self._number, self._moved, self._compared = version, Moved(), None
 
     def complete(self) -> None:
-        """Note what the last bucket changed."""
+        """Record the last bucket's changes."""
         self._carrier.complete()
         self._note_loaded()
 
     def moved(self) -> Moved:
-        """What was sent of the buckets that every engine has loaded."""
+        """Bytes and elements of the buckets that every engine has loaded."""
         return self._moved
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Find what changed, at the speed of memory or of the way to the host: all senders at the same time."""
+        """Find the changes, on all senders at the same time; limited by the speed of memory or of the copy to the
+        host."""
         self._compared = self._compare(bucket, flat)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Send what changed, or all."""
+        """Send the changes, or the whole bucket."""
         compared, self._compared = self._compared, None
         if compared is None or compared.bucket != bucket.index:
             compared = self._compare(bucket, flat)
@@ -138,18 +139,18 @@ class DeltaTransport(Transport):
         """Send all of a bucket.
 
         Args:
-            changed: elements that are different from the version before; None: not known.
+            changed: elements that differ from the last version; None: unknown.
         """
         return _PendingWhole(self, bucket, flat, changed, self._carrier.start(bucket, flat))
 
     def disconnect(self) -> None:
-        """Leave the engines, and forget what they hold."""
+        """Leave the engines, and drop the record of their versions."""
         self._carrier.disconnect()
         self._sent.clear()
         self._loaded.clear()
 
     def note_whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> None:
-        """Every engine has loaded all of a bucket."""
+        """Record that every engine has loaded a whole bucket."""
         sent = self._sent.get(bucket.index)
         if sent is None:
             bits = torch.empty(flat.numel(), dtype=BITS[flat.itemsize], pin_memory=flat.is_cuda)
@@ -159,7 +160,8 @@ class DeltaTransport(Transport):
         self._moved += Moved(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
 
     def changes_arrived(self, bucket: Bucket, found: Differences) -> None:
-        """Every engine has loaded the changes of a bucket. They are noted later: others wait for this sender's turn."""
+        """Record that every engine has loaded a bucket's changes. The copy is updated later: others wait for this
+        sender's turn."""
         self._loaded.append((bucket, found))
 
     def _note_loaded(self) -> None:
@@ -173,7 +175,7 @@ class DeltaTransport(Transport):
         self._moved += Moved(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
 
     def note_refusal(self, bucket: Bucket, refused: ChangesRefused) -> None:
-        """An engine has not taken the changes of a bucket."""
+        """Record that an engine rejected the changes of a bucket."""
         sent = self._sent[bucket.index]
         sent.refused += 1
         ever = ", and from now on" if sent.refused == _PATIENCE else ""
@@ -182,7 +184,7 @@ class DeltaTransport(Transport):
 
 @dataclass
 class _PendingWhole:
-    """All of a bucket on its way."""
+    """A whole bucket in flight."""
 
     transport: DeltaTransport
     bucket: Bucket
@@ -198,7 +200,7 @@ class _PendingWhole:
 
 @dataclass
 class _PendingChanges:
-    """The changes of a bucket on their way."""
+    """Changes of a bucket in flight."""
 
     transport: DeltaTransport
     bucket: Bucket
@@ -217,7 +219,7 @@ class _PendingChanges:
 
 
 def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, Differences | None]:
-    """How many elements of a bucket have other bits than before, and which; None where sending all of it is less.
+    """Number of elements of a bucket with changed bits, and the changes; None if the whole bucket is smaller.
 
     Args:
         flat: [n] of 1, 2 or 4 bytes each, on any device.
@@ -238,9 +240,9 @@ def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, Differe
 
 
 def _differing(now: torch.Tensor, before: torch.Tensor, limit: int) -> tuple[int, torch.Tensor | None]:
-    """Where two tensors of integers differ: how often, and [n] int64 places, unless there are more than `limit`.
+    """Number of differences of two integer tensors, and [n] int64 places unless there are more than `limit`.
 
-    Words of 8 bytes are compared first: most are equal, and that is found out at the speed of memory.
+    Words of 8 bytes are compared first: most are equal, and this check runs at memory speed.
     """
     each = 8 // now.itemsize
     words = 0 if now.data_ptr() % 8 or before.data_ptr() % 8 else len(now) // each * each

@@ -1,16 +1,15 @@
-"""The transport `disk`, and what `shm`, `handles` and `mooncake` share with it: a sender writes a bucket somewhere, and
-engines are asked to read it there.
+"""The transport `disk`, and the base of `shm`, `handles` and `mooncake`: a sender writes a bucket, and engines read it.
 
-No process group is made, so no engine waits for another one, and senders do not take turns. Before the first bucket
-every engine is asked whether it can read at the sender's place. `disk` writes each bucket into a safetensors file,
-which engines on any machine read:
+There is no process group, so no engine waits for another one, and senders do not take turns. Before the first bucket, a
+test request to every engine checks that it can read the sender's files. `disk` writes each bucket into a safetensors
+file, which engines on any host read:
 
-    DIRECTORY/GROUP/version_000012/bucket_00003.safetensors     whole when it has this name
-    DIRECTORY/GROUP/version_000012/model.safetensors.index.json written last, by the first sender: all of it is there
-    DIRECTORY/GROUP/version_000013/bucket_00003.changes.safetensors  of `delta`: what is different in version 13
+    DIRECTORY/GROUP/version_000012/bucket_00003.safetensors     complete under this name
+    DIRECTORY/GROUP/version_000012/model.safetensors.index.json written last, by the first sender: complete
+    DIRECTORY/GROUP/version_000013/bucket_00003.changes.safetensors  of `delta`: changes in version 13
 
-GROUP is new for every connection. A version is removed when the next one is whole, also one of a run that was killed,
-so that there are two at most; the last one stays.
+GROUP is new for every connection. A version is removed when the next one is complete, also one of a killed run. So
+there are at most two; the last one stays.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ HINT = (
     "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "
     "delta for a weights.directory that all machines share"
 )
-"""What the user can do if an engine cannot read a directory."""
+"""Hint for the user if an engine cannot read a directory."""
 _VERSION = re.compile(r"version_\d{6,}")
 
 
@@ -58,31 +57,31 @@ class FileTransport(Transport):
 
     @abstractmethod
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
-        """Make the place where buckets will be; what an engine is asked, to find out whether it can read there, and
-        what the user can do if it cannot. Raises WeightSyncError."""
+        """Create the place of the buckets; returns a request that tests whether an engine can read there, and a hint
+        for the user if it cannot. Raises WeightSyncError."""
 
     @abstractmethod
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write `flat` [bucket.hf_numel] into a file. Raises WeightSyncError."""
 
     def arrived(self) -> None:
-        """Every engine has loaded a bucket."""
+        """Called when every engine has loaded a bucket."""
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Ask every engine whether it sees this sender's place. Raises WeightSyncError when one does not."""
+        """Check that every engine can read this sender's files. Raises WeightSyncError if one cannot."""
         self.engines = tuple(engines)
         request, hint = self.open_place(engines)
         ask_all(self.link.engine_port, engines, request, self.link.deadline_s, hint)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
-        """Write the bucket, and ask every engine to read it."""
+        """Write the bucket, and request every engine to read it."""
         assert self.engines, "not connected"
         return self.announce(bucket, self.kind, self.write(bucket, flat))
 
     def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> PendingFile:
-        """Ask every engine to read a bucket from a file."""
+        """Request every engine to read a bucket from a file."""
         known = self._announced.get(bucket.index)
-        if known is None or known[0] != path:  # the request is encoded anew only if the file is another one
+        if known is None or known[0] != path:  # the request is encoded again only for another file
             known = path, wire.update_request([bucket], load=wire.FromFile(kind, path))
             self._announced[bucket.index] = known
         answers = [self.link.engine_port.load(engine, known[1]) for engine in self.engines]
@@ -96,7 +95,6 @@ class PendingFile(Loading):
     arrived: Callable[[], None]
 
     def refused(self) -> list[ChangesRefused]:
-        """As `Loading.refused`."""
         if not (refused := super().refused()):
             self.arrived()
         return refused
@@ -106,8 +104,8 @@ class DiskTransport(FileTransport, Carrier):
     """Every bucket in a file of its own.
 
     Args:
-        with_changes: changes of buckets may follow. Then nobody else can read a version, so it has no index, and its
-            files need not outlive the machine's next crash: closing one is enough for other machines to see it.
+        with_changes: changes of buckets may follow. Such versions have no other readers, so they get no index and need
+            not survive a crash: closing a file makes it visible to other hosts.
     """
 
     def __init__(self, link: Link, with_changes: bool = False) -> None:
@@ -120,17 +118,17 @@ class DiskTransport(FileTransport, Carrier):
         self._unfinished: list[Path] = []
 
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
-        """A directory of this connection."""
+        """Create a directory for this connection."""
         return wire.ReadDirectory(self.open_directory()), HINT
 
     def open_directory(self) -> Path:
-        """Make the directory, which all senders share. Raises WeightSyncError."""
+        """Create the directory, which all senders share. Raises WeightSyncError."""
         with self._writing():
             self._group.mkdir(parents=True, exist_ok=True)
         return self._group
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Make a directory for the version. Raises WeightSyncError where this sender's part of it does not fit."""
+        """Create a directory for the version. Raises WeightSyncError if this sender's part does not fit."""
         self._version, self._buckets = self._group / version_name(version), buckets
         with self._writing():
             self._version.mkdir(exist_ok=True)
@@ -142,7 +140,7 @@ class DiskTransport(FileTransport, Carrier):
             raise self._unusable(f"{free >> 20:,} MiB are free, and this sender's part of a version has {mine >> 20:,}")
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
-        """Write the bucket's file, whole or not at all."""
+        """Write the bucket's file, completely or not at all."""
         path = self._path_of(bucket)
         tensors = zip(bucket.entries, bucket.dtypes, strict=True)
         header = safetensors_header(
@@ -154,7 +152,7 @@ class DiskTransport(FileTransport, Carrier):
     def start_changes(
         self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
     ) -> PendingFile:
-        """Write what changed, and ask every engine to read it."""
+        """Write the changes, and request every engine to read them."""
         path = self._path_of(bucket).with_suffix(".changes.safetensors")
         kinds = (("I64", 4), ("I32", len(index)), (SAFETENSORS_DTYPES[bucket.dtype], len(index)))
         plans = [TensorPlan(name, dtype, (size,)) for name, (dtype, size) in zip(CHANGES, kinds, strict=True)]
@@ -163,18 +161,18 @@ class DiskTransport(FileTransport, Carrier):
         return self.announce(bucket, "changes", path)
 
     def _path_of(self, bucket: Bucket) -> Path:
-        """The bucket's file of the version under way."""
+        """The bucket's file in the current version."""
         assert self._version is not None, "begin comes before start"
         return self._version / _file_name(bucket)
 
     def _write_file(self, path: Path, *parts: bytes | torch.Tensor) -> None:
-        """A file of the version under way, whole or not at all. Raises WeightSyncError."""
+        """Write a file of the current version, completely or not at all. Raises WeightSyncError."""
         self._unfinished.append(path)
         with self._writing():
             write_whole(path, *parts, lasting=not self._with_changes)
 
     def complete(self) -> None:
-        """Let the version count as whole, and remove all others. The plan's first sender does it for everyone."""
+        """Mark the version as complete, and remove all others. Only the plan's first sender does this."""
         assert self._version is not None
         self._unfinished.clear()
         if self._buckets[0].sender == self.link.rank:
@@ -195,16 +193,16 @@ class DiskTransport(FileTransport, Carrier):
                 if _VERSION.fullmatch(version.name) and version != kept:
                     shutil.rmtree(version)
             if group != self._group:
-                with suppress(OSError):  # something else lies there too
+                with suppress(OSError):  # the directory has other contents
                     group.rmdir()
 
     def disconnect(self) -> None:
-        """Remove what this sender has written of a version that did not become whole."""
+        """Remove this sender's files of an incomplete version."""
         for path in self._unfinished:
             path.unlink(missing_ok=True)
         self._unfinished.clear()
         for directory in filter(None, (self._version, self._group)):
-            with suppress(OSError):  # not empty, or not there
+            with suppress(OSError):  # not empty, or missing
                 directory.rmdir()
 
     def _unusable(self, rule: str) -> WeightSyncError:
@@ -227,7 +225,7 @@ def _file_name(bucket: Bucket) -> str:
 
 
 def write_whole(path: Path, *parts: bytes | torch.Tensor, lasting: bool = True) -> None:
-    """A file that has its name only when all of it is written, and on the disk if it is to last. Raises OSError.
+    """Write a file that gets its name only when complete (and synced to disk if `lasting`). Raises OSError.
 
     Args:
         parts: one after the other; tensors are [bytes] uint8 on a CPU, contiguous.
@@ -236,7 +234,7 @@ def write_whole(path: Path, *parts: bytes | torch.Tensor, lasting: bool = True) 
     try:
         with partial.open("wb") as file:
             for part in parts:
-                if isinstance(part, torch.Tensor):  # not by `numpy()`: torch would never resize the storage again
+                if isinstance(part, torch.Tensor):  # not by `numpy()`: torch could no longer resize the storage
                     file.write((ctypes.c_char * part.numel()).from_address(part.data_ptr()))
                 else:
                     file.write(part)

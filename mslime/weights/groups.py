@@ -1,5 +1,5 @@
-"""The process groups of a sync: in which trainer ranks gather, in which senders take turns, and in which all ranks
-exchange small values."""
+"""The process groups of a sync: trainer ranks that gather together, senders that take turns, and all ranks for
+exchanges of small values."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mslime.weights.weight_plan import Senders
 _T = TypeVar("_T")
 Members = tuple[int, ...]
 EXCHANGED_AT_ONCE = 2048
-"""Bytes of each rank in the first collective: as many as a sender's report of a sync of about 90 buckets."""
+"""Bytes of each rank in the first collective: enough for a sender's report of a sync of about 90 buckets."""
 LENGTH_BYTES = 8
 """Bytes of the length, little-endian, before the value."""
 
 
 @dataclass(frozen=True)
 class SyncGroups:
-    """One rank's place in the sync.
+    """One rank's process groups in the sync.
 
     Attributes:
         senders: the trainer's layout, and which of its ranks send.
         rank: global rank.
-        gathers: the groups of several ranks that this rank gathers in, by their members.
+        gathers: groups in which this rank gathers, by their members; only those of several ranks.
         control: all trainer ranks over gloo, for plans and errors.
-        turns: the senders over gloo, ordered by rank; None where there is one, or this rank is none.
+        turns: the senders over gloo, ordered by rank; None if there is one sender, or this rank is not one.
     """
 
     senders: Senders
@@ -63,10 +63,10 @@ class SyncGroups:
 
 
 def make_groups(senders: Senders, backend: str, timeout_s: float) -> SyncGroups:
-    """Build the groups; every trainer rank calls this at the same time, after `torch.distributed` is up.
+    """Build the groups; a collective of all trainer ranks, after `torch.distributed` is initialised.
 
     Args:
-        senders: of a layout with as many ranks as there are processes.
+        senders: of a layout that covers all processes.
         backend: of the gathers: `nccl` on GPUs, `gloo` on CPUs.
         timeout_s: after which a collective of the sync fails.
     """
@@ -75,7 +75,7 @@ def make_groups(senders: Senders, backend: str, timeout_s: float) -> SyncGroups:
     rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
     mine: dict[Members, dist.ProcessGroup] = {}
     for members in dict.fromkeys(_gathers(senders)):
-        # Every rank makes every group, in the same order; a group of one needs none.
+        # Every rank creates every group, in the same order; a group of one needs none.
         group = _new_group(members, backend, timeout) if len(members) > 1 else None
         if group is not None and rank in members:
             mine[members] = group
@@ -101,10 +101,10 @@ def _new_group(ranks: Members, backend: str, timeout: timedelta) -> dist.Process
 
 
 def exchange(mine: _T, group: dist.ProcessGroup) -> list[_T]:
-    """Every rank's value, in rank order. Collective, over gloo: in one all-gather if all values are small.
+    """All-gather of small Python objects over gloo, in rank order; one collective if all fit in 2 KiB.
 
-    `torch.distributed.all_gather_object` needs two, the first for sizes alone. Exchanges end a sync, when nothing else
-    is under way, and on CPUs whose cores are busy a collective waits for a core more than once.
+    `torch.distributed.all_gather_object` needs two, the first for sizes alone. Exchanges at the end of a sync overlap
+    with nothing, and on busy CPUs each collective waits for a core more than once.
 
     Args:
         mine: anything that pickles.
@@ -123,7 +123,7 @@ def exchange(mine: _T, group: dist.ProcessGroup) -> list[_T]:
 
 
 def _gathered(mine: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's bytes, filled up to `size` with zeros."""
+    """Every rank's bytes, padded to `size` with zeros."""
     everyone = torch.empty(dist.get_world_size(group) * size, dtype=torch.uint8)
     own = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
     dist.all_gather_single(everyone, own, group=group)  # pyright: ignore[reportUnknownMemberType]

@@ -1,15 +1,14 @@
-"""The transports `shm` and `handles`: one host. A sender's buckets go one after the other through shared memory.
+"""The transports `shm` and `handles`, for one host: a sender's buckets pass one by one through shared memory.
 
 `shm` is memory of the host: a file in /dev/shm, as large as the sender's largest bucket, kept for the next sync.
-`handles` is memory of the device that the weights are on, and engines are given torch's handles of it. On GPUs these
-are CUDA's (IPC), so no byte goes through the host: an engine on the same GPU copies within it, one on another over
-NVLink. On CPUs they are handles of shared memory, by the same calls. That memory is given back at the end of each sync,
-for engines that share the trainer's GPUs.
+`handles` is memory on the device of the weights, and engines get torch's handles of it. On GPUs these are CUDA IPC
+handles, so no data passes through the host: an engine on the same GPU copies within it, one on another over NVLink. On
+CPUs the same calls give handles of shared memory. The memory is freed at the end of each sync, for engines that share
+the trainer's GPUs.
 
-A file, or the handles, one for each rank that opens it, lie in a directory that only this user can enter, under a name
-that nobody can guess, and only until all engines have opened it. From then on it is memory that goes with the processes
-which have it, however they end. What a sender leaves that is killed before that, the next one on this machine removes:
-a living sender holds a lock on its directory.
+The file, or one handle per opening rank, is in a directory that only this user can enter, under an unguessable name,
+until all engines have opened it. From then on the memory is freed when its processes end, for any reason. If a sender
+is killed before that, the next sender on this host removes its files: live senders hold a lock on their directory.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Room:
 
     Attributes:
         flat: [bytes] uint8.
-        path: of the file, as engines know it; they go on using it when the name is gone.
-        file: open, and locked, as long as it is used.
+        path: of the file, for engines; it stays valid for them after the name is removed.
+        file: open and locked while in use.
     """
 
     flat: torch.Tensor
@@ -61,7 +60,7 @@ class MemoryTransport(FileTransport):
     """Memory of one sender.
 
     Args:
-        on_device: on the device of the weights, and given back after each sync (`handles`).
+        on_device: on the device of the weights, and freed after each sync (`handles`).
     """
 
     def __init__(self, link: Link, on_device: bool = False) -> None:
@@ -73,11 +72,11 @@ class MemoryTransport(FileTransport):
         self._room: Room | None = None
 
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
-        """A new private directory in /dev/shm."""
+        """Create a new private directory in /dev/shm."""
         return wire.ReadDirectory(self.open_directory()), HINT
 
     def open_directory(self) -> Path:
-        """Make the directory, and remove those of senders that are gone. Raises WeightSyncError."""
+        """Create the directory, and remove those of dead senders. Raises WeightSyncError."""
         try:
             remove_left_over()
             self._directory, self._lock = private_directory()
@@ -86,14 +85,14 @@ class MemoryTransport(FileTransport):
         return self._directory
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Allocate memory for the largest of this sender's buckets. On a device `write` does it, as the first bucket
-        shows which device. Raises WeightSyncError if there is not enough."""
+        """Allocate memory for the largest of this sender's buckets. On a device `write` does it, because the first
+        bucket determines the device. Raises WeightSyncError if there is not enough."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
         if self._largest and not self._on_device:
             self._make_room(self._largest)
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
-        """Copy `flat` into the memory; returns when that is done, also on a GPU."""
+        """Copy `flat` into the memory; returns when the copy is complete, also on a GPU."""
         if self._on_device:
             self._device = flat.device
         room = self._make_room(max(self._largest, bucket.hf_bytes))
@@ -103,21 +102,21 @@ class MemoryTransport(FileTransport):
         return room.path
 
     def arrived(self) -> None:
-        """All engines have opened the memory: it needs no name any more."""
+        """Remove the memory's name once all engines have opened it."""
         self._remove_names()
 
     def complete(self) -> None:
-        """Give memory of a device back: engines that share this GPU need it now."""
+        """Free device memory: engines that share this GPU need it now."""
         if self._on_device:
             self._give_back_room()
 
     def disconnect(self) -> None:
-        """Let engines close the memory. One that no longer answers is left alone."""
+        """Make engines close the memory. One that no longer answers is left alone."""
         self._remove_names()
         self._give_back_room()
 
     def _make_room(self, size: int) -> Room:
-        """What there is, or new memory where that is too small. Raises WeightSyncError."""
+        """The current memory, or new memory if that is too small. Raises WeightSyncError."""
         if self._room is None or self._room.flat.numel() < size:
             self._give_back_room()
             directory = self._directory or self.open_directory()
@@ -125,7 +124,7 @@ class MemoryTransport(FileTransport):
         return self._room
 
     def new_room(self, path: Path, size: int) -> Room:
-        """Memory of so many bytes that engines open by this path. Raises WeightSyncError where there is none."""
+        """Allocate memory that engines open by this path. Raises WeightSyncError if there is not enough."""
         try:
             if self._on_device:
                 return handle_room(path, size, self._device, sum(engine.ranks for engine in self.engines))
@@ -139,16 +138,16 @@ class MemoryTransport(FileTransport):
             ) from error
 
     def _give_back_room(self) -> None:
-        """Let engines close the memory, and free it."""
+        """Make engines close the memory, and free it."""
         room, self._room = self._room, None
         if room is not None:
             forget = wire.ForgetDirectory(room.path.parent)
             forgotten = [self.link.engine_port.ask(engine, forget) for engine in self.engines]
             wait(forgotten, timeout=self.link.deadline_s)
             os.close(room.file)
-        del room  # before torch is asked for what nobody has any more
+        del room  # before torch frees unused memory
         if self._device.type == "cuda":
-            torch.cuda.ipc_collect()  # a rank that is late keeps it until torch is asked for memory that it lacks
+            torch.cuda.ipc_collect()  # a late rank keeps it until torch runs out of memory
 
     def _remove_names(self) -> None:
         if self._directory is not None:
@@ -165,7 +164,7 @@ class MemoryTransport(FileTransport):
 
 
 def device_memory(link: Link) -> MemoryTransport:
-    """The transport `handles`."""
+    """Create the transport `handles`."""
     return MemoryTransport(link, on_device=True)
 
 
@@ -173,12 +172,12 @@ def handle_of(flat: torch.Tensor) -> HandleFields:
     """A new handle of a tensor's memory, for one process to open once.
 
     Args:
-        flat: all of its storage.
+        flat: a view of its whole storage.
     """
-    storage: Any = flat.untyped_storage()  # by what torch's own multiprocessing calls
+    storage: Any = flat.untyped_storage()  # with the private calls of torch's multiprocessing
     if not flat.is_cuda:
         return 0, *storage._share_filename_cpu_()
-    return 1, *storage._share_cuda_()[1:]  # the device's number here says nothing elsewhere
+    return 1, *storage._share_cuda_()[1:]  # the device index here has no meaning in another process
 
 
 def _locked_file(path: Path) -> int:
@@ -188,10 +187,10 @@ def _locked_file(path: Path) -> int:
 
 
 def handle_room(path: Path, size: int, device: torch.device, ranks: int) -> Room:
-    """Memory on a device, and a handle of it for each rank that opens it: torch counts who has opened it.
+    """Memory on a device, and a handle for each rank that opens it, because torch counts the openings.
 
     Raises:
-        OSError, RuntimeError: there is none, or it cannot be shared.
+        OSError, RuntimeError: memory is exhausted, or cannot be shared.
     """
     file = _locked_file(path)
     try:
@@ -205,13 +204,13 @@ def handle_room(path: Path, size: int, device: torch.device, ranks: int) -> Room
 
 
 def mapped_room(path: Path, size: int) -> Room:
-    """Memory of the host, in a file. Raises OSError where there is none."""
+    """Host memory in a file. Raises OSError if there is not enough."""
     file = _locked_file(path)
     try:
         space = os.fstatvfs(file)
         if size > (free := space.f_bavail * space.f_frsize):
             raise OSError(errno.ENOSPC, f"{free >> 20:,} MiB of it are free")
-        os.posix_fallocate(file, 0, size)  # memory that is missing later would kill whoever writes to it
+        os.posix_fallocate(file, 0, size)  # memory missing later would kill the writing process
         return Room(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8), path, file)
     except BaseException:
         os.close(file)
@@ -219,10 +218,11 @@ def mapped_room(path: Path, size: int) -> Room:
 
 
 def private_directory() -> tuple[Path, int]:
-    """A new directory in /dev/shm for this user alone, and its descriptor, which holds a lock until it is closed."""
+    """Create a new directory in /dev/shm for this user alone; returns it and a descriptor with a lock until it is
+    closed."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
-        with suppress(FileNotFoundError):  # taken for left over, between these two lines
+        with suppress(FileNotFoundError):  # another process removed it as a leftover between these two lines
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.is_dir():
@@ -231,9 +231,9 @@ def private_directory() -> tuple[Path, int]:
 
 
 def remove_left_over() -> None:
-    """Remove what senders that were killed have left in /dev/shm: the directories that nobody holds a lock on."""
+    """Remove directories of killed senders in /dev/shm: those without a lock."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or removed meanwhile
+        with suppress(OSError):  # another user's, or removed meanwhile
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,17 +1,16 @@
-"""The transport `relay`: every sender sends to one rank of each engine, which passes its buckets on to the others.
+"""The transport `relay`: each sender sends to one rank of each engine, which passes the buckets on to the others.
 
-With `broadcast` each bucket goes to all ranks of all engines, one bucket at a time, so that the network adapter of one
-sender carries everything. Here sender i has a lane to the rank i modulo the ranks of each engine, on each of the
-engine's machines, and all senders send at the same time: as many adapters of a machine work as there are ranks or
-senders. Engines put the buckets into the order of the plan, and are asked once for a whole sync; how they do it, their
-plug-in says.
+With `broadcast` each bucket goes to all ranks of all engines, one bucket at a time, so one sender's network adapter
+carries all traffic. Here sender i has a lane to rank i modulo the ranks of each engine, on each of the engine's hosts.
+All senders send at the same time, so a host uses as many adapters as it has ranks or senders. Engines order the buckets
+by the plan, and get one request for a whole sync (`engine_plugin.relay`).
 
-Engines that lie on several machines say in their answers what each of these keeps of every bucket, once they have
-recorded how they load. From then on a sender sends to the machines of one number, one of each engine, what they keep,
-packed, on a lane to these alone. All senders hear the same answers, so that they do the same in the next sync.
+Once engines on several hosts have recorded their loading, their answers contain each host's slice of every bucket. From
+then on a sender sends each host only its slice, packed, on a lane to the hosts with the same index in all engines. All
+senders receive the same answers, so they act alike in the next sync.
 
-Engines wait for every bucket of the plan. So a sender that cannot fill one sends zeros for it (`skip`), and the sync,
-which has failed, is over soon.
+Engines wait for every bucket of the plan. So a sender that cannot fill one sends zeros (`skip`), and the failed sync
+ends soon.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
 from mslime.weights.weight_plan import Bucket
 
 ECHO_S = 2.0
-"""How long the other engines' words are waited for when something breaks: the first may be an echo."""
+"""Seconds to wait for the other engines' answers after an error: the first may be a consequence of another."""
 
 POLL_S = 0.001
-"""Between two looks at a send over NCCL; torch's own wait looks as often."""
+"""Seconds between two polls of a send over NCCL; torch's own wait polls as often."""
 
 
 class RelayTransport(Transport):
     """One sender's lanes."""
 
-    any_order = True  # engines put buckets into the order of the plan
+    any_order = True  # engines order the buckets by the plan
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -57,21 +56,21 @@ class RelayTransport(Transport):
         self._numbers = {rank: number for number, rank in enumerate(self._names)}
         self._engines: tuple[EngineInfo, ...] = ()
         self._group: dist.ProcessGroup | None = None
-        self._machines: list[dist.ProcessGroup] = []  # lanes to one machine of each engine
+        self._machines: list[dist.ProcessGroup] = []  # lanes to one host of each engine
         self._stores: list[Store] = []
         self._device = torch.device("cpu")
         self._answers: list[Future[wire.Loaded]] = []
-        self._told: dict[str, HostSlices] = {}  # by engines' URLs
-        self._cuts: HostSlices | None = None  # by which this sync is sent
-        self._known: tuple[Bucket, ...] = ()  # to the engines, under the name `_plan`
+        self._told: dict[str, HostSlices] = {}  # slices by engines' URLs
+        self._cuts: HostSlices | None = None  # slices used in this sync
+        self._known: tuple[Bucket, ...] = ()  # buckets that engines know under the name `_plan`
         self._syncs, self._plan, self._broken, self._under_way = 0, "", False, False
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Make the lanes: one process group of this rank with one rank of each engine, on each of its machines; where
-        there are several, also one for the first machine of each engine, the second, and so on.
+        """Create the lanes: a process group of this rank with one rank on each host of each engine. With several hosts,
+        there is also one group for the first host of each engine, one for the second, and so on.
 
         Raises:
-            WeightSyncError: an engine refused, has not the plug-in, or did not come before the deadline.
+            WeightSyncError: an engine refused, lacks the plug-in, or did not join before the deadline.
         """
         assert self._group is None, "connected already"
         self._engines, link = tuple(engines), self._link
@@ -84,11 +83,12 @@ class RelayTransport(Transport):
             group, store = meet(named, engines, [1] * len(engines), sender=number, machine=machine)
             self._machines.append(group)
             self._stores.append(store)
-        # Of this thread: the one that sends has none of its own.
+        # This thread's device: the sending thread has no device set.
         self._device = torch.device("cuda", torch.cuda.current_device()) if link.backend == "nccl" else self._device
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Ask every engine to take all buckets of all senders. Each sender asks, so that each is answered."""
+        """Request every engine to receive all buckets of all senders. Each sender sends the request, so each gets the
+        answer."""
         names, news = tuple(self._names.values()), list[Bucket]()
         self._syncs, self._broken, self._under_way = self._syncs + 1, False, True
         if self._known != tuple(buckets):
@@ -104,14 +104,14 @@ class RelayTransport(Transport):
         self._answers = [self._link.engine_port.load(engine, update) for engine in self._engines]
 
     def comes_in_parts(self, bucket: Bucket) -> bool:
-        """See `Bucket.comes_in_parts`."""
         return bucket.comes_in_parts(self._numbers, (engine.ranks for engine in self._engines))
 
     def _sent_by(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.members if self.comes_in_parts(bucket) else (bucket.sender,)
 
     def _agreed(self) -> HostSlices | None:
-        """What the machines of one number keep in all engines; None where engines differ, or did not all say it."""
+        """The slices of hosts with the same index in all engines; None if engines differ, or did not all report
+        them."""
         told = [self._told.get(engine.url) for engine in self._engines]
         same = len({cuts.name for cuts in told if cuts is not None}) == 1 and None not in told
         return told[0] if same and self._machines else None
@@ -130,8 +130,8 @@ class RelayTransport(Transport):
         self._under_way = False
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingLane:
-        """Send a bucket to one rank of each engine, on each of its machines: all of it, or what the machine keeps, or
-        this rank's part."""
+        """Send a bucket to one rank of each engine, on each of its hosts: all of it, the host's slice, or this rank's
+        part."""
         assert self._group is not None, "not connected"
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         cuts = self._cuts.buckets[bucket.index] if self._cuts is not None else None
@@ -149,7 +149,7 @@ class RelayTransport(Transport):
             self.start(bucket, flat).wait()
 
     def give_up(self) -> None:
-        """Nothing arrives any more in this sync."""
+        """Stop: nothing more arrives in this sync."""
         self._broken = True
 
     def disconnect(self) -> None:
@@ -163,8 +163,8 @@ class RelayTransport(Transport):
         self._told.clear()
 
     def _close(self) -> None:
-        """After a sync that failed, this is how engines that wait for what comes on this lane hear of it: over gloo,
-        connections are closed when nobody holds the group any more."""
+        """Close the lanes after a failed sync, which ends the wait of engines: over gloo, connections close when the
+        last reference to the group is gone."""
         groups = [*([self._group] if self._group is not None else []), *self._machines]
         self._group, self._machines = None, []
         for group in groups:
@@ -175,13 +175,13 @@ class RelayTransport(Transport):
 
 
 def _name(buckets: Sequence[Bucket]) -> str:
-    """Of a plan: the same for all senders of a run, and for no other buckets."""
+    """Name of a plan: the same for all senders of a run, and for no other buckets."""
     tensors = ((bucket.sender, bucket.dtypes, [(e.name, e.shape) for e in bucket.entries]) for bucket in buckets)
     return hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
 
 
 def pack_cut(flat: torch.Tensor, cut: HostSlice) -> torch.Tensor:
-    """What a machine keeps of a bucket, its pieces one after the other; a view where it is one run.
+    """A host's slice of a bucket, its pieces one after the other; a view if it is one run.
 
     Args:
         flat: [bucket.hf_numel].
@@ -202,11 +202,11 @@ def pack_cut(flat: torch.Tensor, cut: HostSlice) -> torch.Tensor:
 def _send(
     parcels: Sequence[tuple[torch.Tensor, dist.ProcessGroup]], stream: torch.cuda.Stream | None, deadline_s: float
 ) -> str:
-    """Broadcast each in its group, and return when all have it; for a thread. What broke, in words: an error would hold
-    the groups.
+    """Broadcast each in its group and wait; runs in a thread. Returns an error as text, as an exception would hold the
+    groups.
 
     NCCL's `wait` makes the stream wait, too. Trainers have one queue to the GPU for all streams
-    (CUDA_DEVICE_MAX_CONNECTIONS): all that is filled later would wait in it for this send. So it is asked first.
+    (CUDA_DEVICE_MAX_CONNECTIONS), so later fills would wait for this send. So completion is polled first.
     """
     try:
         works = [enter_broadcast(flat, group, stream) for flat, group in parcels]
@@ -223,7 +223,7 @@ def _send(
 
 @dataclass
 class PendingLane:
-    """One bucket on its way to one rank of each engine."""
+    """One bucket in flight to one rank of each engine."""
 
     transport: RelayTransport
     bucket: Bucket
@@ -234,7 +234,7 @@ class PendingLane:
         """Return when the bucket has arrived there. It is loaded when the transport's `complete` returns.
 
         Raises:
-            WeightSyncError: an engine gave the sync up, the connection broke, or the deadline passed.
+            WeightSyncError: an engine aborted the sync, the connection broke, or the deadline passed.
         """
         try:
             self._wait()
@@ -256,8 +256,8 @@ def _failures(answers: Sequence[Future[wire.Loaded]]) -> list[BaseException]:
 
 
 def _cause(where: str, answers: Sequence[Future[wire.Loaded]], broke: str) -> WeightSyncError:
-    """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine. Of
-    several engines without an answer all are named: one may be late only because another one is."""
+    """The error behind a bucket that did not arrive, instead of a follow-up error, which would name the wrong engine.
+    If several engines do not answer, all are named: one may be late only because of another."""
     wait(answers, timeout=ECHO_S)
     failures = _failures(answers)
     causes = [error for error in failures if NOT_ARRIVED not in str(error)]

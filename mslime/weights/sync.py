@@ -1,9 +1,8 @@
-"""The trainer's side of a sync: one `WeightSender` on every trainer rank, driven phase by phase by control.
+"""The trainer's side of a sync: one `WeightSender` on every trainer rank, called phase by phase by the driver.
 
-All ranks call the same method at the same time. Every rank walks through the buckets of the plan that it holds a part
-of; what a sender has filled goes on its way in a thread (`bucket_sender`) while the sender fills its next. A failure
-on any rank is raised on every rank, with the culprit's words: a sender that cannot send goes on gathering, so that
-nobody waits for it.
+All ranks call the same method at the same time. Every rank iterates over the buckets of which it holds a part. A thread
+sends filled buckets (`bucket_sender`) while the sender fills the next. A failure on any rank is raised on every rank,
+with that rank's message. A sender that cannot send continues to gather, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Params = Mapping[str, torch.Tensor]
 Finish = Callable[[Path, Path, str, Mapping[str, str], int], None]
-"""Completes an export: its directory, the checkpoint that it is of, its dtype, file of each tensor, bytes of all."""
+"""Completes an export. Arguments: directory, source checkpoint, dtype, file of each tensor, total bytes."""
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How weights are sent.
+    """Settings of weight syncs.
 
     Attributes:
         dtype: on the wire, as torch names it; the engines' own.
@@ -72,10 +71,10 @@ class SyncOptions:
         backend: of the group with the engines: `nccl` or `gloo`.
         deadline_s: for every phase.
         name: unique among the runs that share an engine.
-        transport: as `weights.transport` says.
-        directory: for weights in files, of this run alone; None: there is none.
-        encoded: weights that engines are sent quantised; None: all are sent plain.
-        settings: the transport's own (`config.transports.Traits.settings`).
+        transport: value of `weights.transport`.
+        directory: for weights in files, of this run alone; None: no directory.
+        encoded: weights that are sent quantised; None: all are sent plain.
+        settings: of the transport (`config.transports.Traits.settings`).
     """
 
     dtype: str
@@ -92,16 +91,16 @@ class SyncOptions:
 
 @dataclass(frozen=True)
 class SendReport:
-    """What one sync moved, the same on every rank.
+    """Result of one sync, the same on every rank.
 
     Attributes:
         version: of the weights.
         bytes: that reached each engine.
         buckets: number of broadcasts.
         seconds: of the whole send, on the slowest rank.
-        phases: where they went, by sender's global rank.
-        changed: of the elements sent, the fraction that the version before had not; None where it is not known.
-        expected: if asked for, the sum of each tensor that an engine's ranks must report together (`wire.Sums`).
+        phases: seconds by phase, by sender's global rank.
+        changed: fraction of the elements that changed since the last version; None if unknown.
+        expected: if requested, the checksum of each tensor that an engine's ranks must report together (`wire.Sums`).
     """
 
     version: int
@@ -119,16 +118,16 @@ class WeightSender:
     Args:
         table: the model's conversion rules.
         groups: from `make_groups`.
-        params: gives this rank's parameters by canonical name; called anew for every sync.
+        params: returns this rank's parameters by canonical name; called for every sync.
         options: how to send.
-        engine_port: the engines; None where nothing is sent, only exported. The sender closes them.
+        engine_port: the engines; None for exports alone. The sender closes them.
         on_bucket: called on senders with (buckets filled, buckets that it sends), for progress.
-        values: what is sent and exported of these parameters; each is asked for when a bucket is filled with it.
-        finish: how an export is completed, on one rank.
+        values: maps these parameters to the values that are sent and exported; each is read when its bucket is filled.
+        finish: completes an export, on one rank.
 
     Raises:
         CheckpointError: the model's parameters and the rules do not match.
-        ConfigError: there is no such transport.
+        ConfigError: the transport is unknown.
     """
 
     def __init__(
@@ -149,14 +148,14 @@ class WeightSender:
             find_transport(options.transport)
         self._transport: Transport | None = None
         self._sent = False
-        self._stream: torch.cuda.Stream | None = None  # of couriers
+        self._stream: torch.cuda.Stream | None = None  # of bucket senders
         self.engines: tuple[EngineInfo, ...] = ()
         plain = self._make_plan(options.dtype, groups.senders)
         self.plan = plain if options.encoded is None else encoded_plan(plain, options.encoded)
         self._gathered = {options.dtype: plain} if groups.senders.per_stage == 1 else {}
 
     def _make_plan(self, dtype: str, senders: Senders) -> WeightPlan:
-        """Collective: every rank learns every stage's layers from the parameters themselves."""
+        """Collective: every rank gets every stage's layers from the parameters themselves."""
         groups, layout = self._groups, self._groups.layout
         params = dict(self._params())
         mine = {name: tuple(param.shape) for name, param in params.items()}
@@ -194,12 +193,12 @@ class WeightSender:
         return [each for _, each in said]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
-        """Meet the engines: one group for each sender. Collective.
+        """Connect with the engines: one group for each sender. Collective.
 
         Args:
             engines: running servers.
-            group: what the groups' names begin with (see `group_name`); default: a new one. An engine refuses a name
-                that it knows already, also from a run that was killed.
+            group: prefix of the groups' names (see `group_name`); default: a new one. An engine rejects a name in use,
+                also by a killed run.
 
         Raises:
             WeightSyncError: on every rank, naming the engine and its answer.
@@ -222,7 +221,8 @@ class WeightSender:
             self._meet_each_other(self._engine_port, group, transport)
 
     def _meet_each_other(self, engine_port: EnginePort, group: str, transport: str) -> None:
-        """Make the transport on every rank and connect all ranks. Collective. Raises WeightSyncError on every rank."""
+        """Create the transport on every rank and connect all ranks. Collective. Raises WeightSyncError on every
+        rank."""
         offer, failure = "", None
         try:
             if self._transport is None:
@@ -240,7 +240,7 @@ class WeightSender:
         self._agreed("connect", failure, None)
 
     def _look_at(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
-        """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
+        """Query the engines' properties, and choose the transport. Collective. Raises WeightSyncError."""
         transport, failure = self._options.transport, None
         if self._groups.sends:
             try:
@@ -251,7 +251,7 @@ class WeightSender:
                 failure = error
         said = self._agreed("connect", failure, transport)
         chosen = {said[sender] for sender in self._groups.senders.everyone()}
-        # Engines are asked by every sender, and one may have been replaced meanwhile.
+        # Every sender queries the engines, and one may have been replaced meanwhile.
         transport = chosen.pop() if len(chosen) == 1 else FALLBACK
         if self._options.transport == AUTO and self._groups.rank == 0:
             _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
@@ -272,8 +272,8 @@ class WeightSender:
         """Send every parameter to every engine. Collective; the engines' sessions must be open.
 
         Args:
-            version: recorded in the report; the engines learn it when they are stamped.
-            verify: also compute the sums that the engines must report.
+            version: recorded in the report; engines get it when they are stamped.
+            verify: also compute the checksums that the engines must report.
 
         Raises:
             WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
@@ -304,7 +304,7 @@ class WeightSender:
         )
 
     def _moved(self) -> Moved:
-        """What this rank has sent of a sync: all of its buckets, unless its transport counts."""
+        """This rank's part of a sync: all of its buckets, unless its transport counts."""
         if self._transport is not None and (counted := self._transport.moved()) is not None:
             return counted
         mine = (bucket for bucket in self.plan.buckets if bucket.sender == self._groups.rank)
@@ -313,7 +313,7 @@ class WeightSender:
     def _send_buckets(
         self, version: int, params: Mapping[str, torch.Tensor], started: float, spent: Seconds
     ) -> Exception | None:
-        """Fill and send this rank's buckets; the first failure is returned after all gathers are over."""
+        """Fill and send this rank's buckets; returns the first failure after all gathers are over."""
         rank, deadline_s = self._groups.rank, self._options.deadline_s
         bucket_sender: BucketSender | None = None
         if self._groups.sends:
@@ -355,9 +355,9 @@ class WeightSender:
         return self._transport is not None and self._transport.comes_in_parts(bucket)
 
     def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The sum of every tensor that engines must report, by Hugging Face name. Collective.
+        """The checksum of every tensor that engines must report, by Hugging Face name. Collective.
 
-        Buckets are filled anew: what was done to one while it was on its way shows.
+        Buckets are filled again, so damage to a bucket in flight is detected.
         """
         sums, failure = dict[str, str](), None
         for bucket in self.plan.buckets_of(self._groups.rank):
@@ -373,7 +373,7 @@ class WeightSender:
         return {name: each for found in self._exchange(sums) for name, each in found.items()}
 
     def _gathered_plan(self, dtype: str) -> WeightPlan:
-        """The plan with one sender for each stage, which gathers all of the stage. Collective where it is new."""
+        """The plan with one sender per stage, which gathers the whole stage. Collective at its first use."""
         if dtype not in self._gathered:
             self._gathered[dtype] = self._make_plan(dtype, Senders(self._groups.layout))
         return self._gathered[dtype]
@@ -399,7 +399,7 @@ class WeightSender:
             source: checkpoint whose config.json, tokenizer and multi-token-prediction layers are copied.
 
         Raises:
-            WeightSyncError: on every rank, when a shard cannot be written or the source cannot be read.
+            WeightSyncError: on every rank, if a shard cannot be written or the source cannot be read.
         """
         staging = staging_directory(directory)
         if self._groups.rank == 0:
@@ -432,7 +432,7 @@ class WeightSender:
         self._exchange(None)
 
     def sums(self) -> dict[str, str]:
-        """The sum of every tensor that is sent or exported, as engines must report it (`wire.Sums`). Collective."""
+        """The checksum of every sent or exported tensor, as engines must report it (`wire.Sums`). Collective."""
         return self._sums(self._values(dict(self._params())))
 
     @property
@@ -442,7 +442,7 @@ class WeightSender:
     def _write_stage(
         self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], carried: CarriedTensors
     ) -> ValueError | None:
-        """This stage's tensors; the first failure to write is returned after all gathers are over."""
+        """Write this stage's tensors; returns the first write failure after all gathers are over."""
         failure: ValueError | None = None
         for bucket in plan.buckets_of(self._groups.rank):
             try:
@@ -477,16 +477,16 @@ def finish_checkpoint(staging: Path, source: Path, dtype: str, files: Mapping[st
 
 
 def _failure_of(call: Callable[[], None]) -> Exception | None:
-    """How it failed, to be raised on every rank."""
+    """Call it and return its exception, to be raised on every rank."""
     try:
         call()
-    except Exception as error:  # of a user's transport as well
+    except Exception as error:  # includes errors of a user's transport
         return error
     return None
 
 
 def _words_of(failure: Exception | None) -> tuple[str, str] | None:
-    """What a rank's failure is called on others, and the way out that it names; None where there is none."""
+    """A rank's failure as text for other ranks, and its hint; None if there is none."""
     if failure is None:
         return None
     if not isinstance(failure, WeightSyncError):
@@ -497,6 +497,6 @@ def _words_of(failure: Exception | None) -> tuple[str, str] | None:
 
 
 def _give_back_memory() -> None:
-    """Free what torch keeps of the GPU for itself: the first sync makes NCCL's buffers, outside of torch's memory."""
+    """Free torch's cached GPU memory: the first sync allocates NCCL's buffers outside of torch's memory."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

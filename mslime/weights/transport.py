@@ -1,7 +1,7 @@
-"""How a filled bucket reaches the engines: what a transport is, and what it asks engines.
+"""Transports: the interface by which filled buckets reach the engines, and the requests to engines.
 
 `config.transports` lists mslime's own. A user's is named `module:function` and called with a `Link`;
-`contract.check_transport` tests whether it keeps what is promised here.
+`transport_contract.check_transport` tests it against this interface.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class EnginePort(Protocol):
-    """The engines, as far as a sender needs them. Control passes it in; `weights` imports no engine.
+    """Interface of the engines for a sender. The caller provides it; `weights` imports no engine.
 
-    Requests are records of the engine plug-in (`engine_plugin.wire`). Calls that weights wait for are futures, because
-    an engine answers when it has done what it was asked. They raise WeightSyncError, in the engine's own words.
+    Requests are records of the engine plug-in (`engine_plugin.wire`). Calls that overlap with sending are futures,
+    because an engine answers on completion. They raise WeightSyncError with the engine's message.
     """
 
     def describe(self, engine: Endpoint) -> EngineInfo:
-        """What a running engine is. Raises WeightSyncError."""
+        """Query a running engine's properties. Raises WeightSyncError."""
         ...
 
     def ask(
         self, engine: EngineInfo, request: wire.Request | wire.OwnRequest, hint: str = ""
     ) -> Future[wire.Answer | wire.Loaded]:
-        """Done when an engine has done what it is asked. `wire.Ping` asks whether it can take what its plug-in loads.
+        """Send a request; the future is done when the engine has completed it. `wire.Ping` tests for the plug-in.
 
         Args:
-            hint: what the user can do if the engine cannot do it.
+            hint: advice for the user if the engine fails.
         """
         ...
 
     def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
         """Done when all ranks of an engine have loaded what `update` (`wire.update_request`) announces.
 
-        The future raises ChangesRefused where changes are announced and the engine has loaded nothing of them.
+        The future raises ChangesRefused if changes are announced and the engine has loaded none of them.
         """
         ...
 
@@ -60,27 +60,27 @@ class EnginePort(Protocol):
 def ask_all(
     engine_port: EnginePort, engines: Sequence[EngineInfo], request: wire.Request, deadline_s: float, hint: str = ""
 ) -> None:
-    """Return when all engines have done what they are asked, before the first bucket. Raises WeightSyncError."""
+    """Send a request to all engines before the first bucket, and wait for it. Raises WeightSyncError."""
     answers = [engine_port.ask(engine, request, hint) for engine in engines]
     all_done(answers, "connect", f"{len(engines)} engines", deadline_s)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a transport is made with.
+    """Arguments of a transport's constructor.
 
     Attributes:
         name: of this sender's connection; unique among the senders of all stages and runs that share an engine.
         backend: of process groups: `nccl` on GPUs, `gloo` on CPUs.
-        deadline_s: for meeting the engines, and for each bucket.
-        engine_port: the engines' requests. The caller closes them.
-        group: what the names of all senders' connections begin with.
+        deadline_s: for connecting with the engines, and for each bucket.
+        engine_port: for requests to the engines. The caller closes it.
+        group: prefix of the names of all senders' connections.
         rank: of this sender.
-        directory: for weights in files (`weights.directory`); None: there is none.
-        senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
-        settings: of `weights`, which this transport alone reads (`config.transports.Traits.settings`).
-        ranks: of the trainer.
-        bucket_bytes: of a bucket, at most, unless a single tensor is larger.
+        directory: for weights in files (`weights.directory`); None: no directory.
+        senders: names of the connections of all senders, by rank, in order; empty: this sender is the only one.
+        settings: fields of `weights` that only this transport reads (`config.transports.Traits.settings`).
+        ranks: number of trainer ranks.
+        bucket_bytes: upper bound on a bucket, unless a single tensor is larger.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Link:
 
 
 class Pending(Protocol):
-    """A bucket on its way."""
+    """A bucket in flight."""
 
     def wait(self) -> None:
         """Return when every engine has loaded the bucket.
@@ -110,7 +110,7 @@ class Pending(Protocol):
 
 @dataclass
 class Loading:
-    """A bucket that engines load, and an answer of each of them."""
+    """A bucket being loaded by engines, with an answer from each of them."""
 
     bucket: Bucket
     answers: Sequence[Future[Any]]
@@ -119,16 +119,16 @@ class Loading:
         """Return when every engine has loaded the bucket.
 
         Raises:
-            WeightSyncError: from the engine that refused it, or when the deadline passes.
+            WeightSyncError: an engine refused it, or the deadline passed.
         """
         for refused in self.refused():
             raise naming(self.bucket.describe(), refused)
 
     def refused(self) -> list[ChangesRefused]:
-        """Return when every engine has loaded the bucket, or has loaded nothing of the changes that it was sent.
+        """Return when every engine has loaded the bucket, or rejected its changes.
 
         Raises:
-            WeightSyncError: as `wait`, but for these refusals, which are returned.
+            WeightSyncError: as in `wait`, except for these refusals, which are returned.
         """
         waiting: set[Future[Any]] = set(self.answers)
         refused: list[ChangesRefused] = []
@@ -147,10 +147,10 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
     """Return when all are done.
 
     Raises:
-        WeightSyncError: one failed, or they are not done in time.
+        WeightSyncError: one failed, or the deadline passed.
     """
     done, waiting = wait(futures, timeout=deadline_s, return_when=FIRST_EXCEPTION)
-    # An engine's own words first: a broken collective is only their echo.
+    # An engine's own error first: a broken collective is only a consequence of it.
     failures = [error for future in done if (error := future.exception()) is not None]
     for error in sorted(failures, key=lambda e: not isinstance(e, WeightSyncError)):
         if isinstance(error, WeightSyncError):
@@ -161,7 +161,7 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
 
 
 def naming(what: str, error: BaseException) -> WeightSyncError:
-    """The error about what was sent to an engine, out of the engine's answer."""
+    """The error for a failed bucket, with the engine's answer."""
     rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
     where = error.value if isinstance(error, WeightSyncError) else "engine"
     return sync_error("send", f"{what} to {where}", rule)
@@ -169,12 +169,12 @@ def naming(what: str, error: BaseException) -> WeightSyncError:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one sender's part of a sync has moved to each engine.
+    """Amounts that one sender has moved to each engine in a sync.
 
     Attributes:
         bytes: of weights.
-        changed: elements that are different from the version before.
-        elements: of all buckets whose changes are known.
+        changed: elements that differ from the last version.
+        elements: of all buckets with known changes.
     """
 
     bytes: int = 0
@@ -188,13 +188,13 @@ class Moved:
 class Transport(ABC):
     """Moves filled buckets from one sender to all engines.
 
-    A sender calls `connect` once; in each sync `begin`, for each of its buckets `prepare_bucket` and `start`, or
-    `skip`, and `complete`; in the end, or after a failure, `disconnect`. Most transports need `connect`, `start` and
-    `disconnect` only.
+    A sender calls `connect` once. In each sync it calls `begin`, for each of its buckets `prepare_bucket` and `start`
+    (or `skip`), and `complete`. At the end, or after a failure, it calls `disconnect`. Most transports need only
+    `connect`, `start` and `disconnect`.
 
     Attributes:
-        any_order: whether engines may get buckets of different senders in different orders: no engine waits for another
-            one, or they put buckets into order themselves. Otherwise senders to several engines take turns.
+        any_order: whether engines may get buckets of different senders in different orders, because they do not wait
+            for each other or order buckets themselves. Otherwise senders to several engines take turns.
     """
 
     any_order: bool = False
@@ -204,7 +204,7 @@ class Transport(ABC):
         """Connect with the engines. Raises WeightSyncError if one of them refuses, or does not answer in time."""
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:  # noqa: B027
-        """Buckets of this version follow. Called on every sender.
+        """Prepare for the buckets of this version. Called on every sender.
 
         Args:
             buckets: of all senders, in the order of the plan.
@@ -214,31 +214,31 @@ class Transport(ABC):
         """
 
     def comes_in_parts(self, bucket: Bucket) -> bool:
-        """Whether engines put a bucket together: `start` and `skip` are then called on each of its members, with the
-        part that it packs, and nobody gathers the bucket."""
+        """Whether engines assemble a bucket from parts: `start` and `skip` are then called on each of its members with
+        its packed part, without a gather."""
         return False
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:  # noqa: B027
-        """Do what needs no engine, before the sender has its turn. `start` follows, with the same bucket, unless the
+        """Do work that needs no engine, before the sender's turn. `start` follows, with the same bucket, unless the
         sync fails. Raises WeightSyncError."""
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
         """Begin to send `flat` [bucket.hf_numel]; it must not be written to before the wait is over.
 
-        The sender waits for a bucket before it starts the next, and converts the next meanwhile.
+        The sender waits for a bucket before it starts the next, and meanwhile converts the next.
         """
 
     def skip(self, bucket: Bucket) -> None:  # noqa: B027
-        """Called in place of `start` for a bucket that cannot be sent, as the sync has failed: for engines that would
-        wait for it. Raises WeightSyncError."""
+        """Called instead of `start` for a bucket that cannot be sent in a failed sync, for engines that would wait for
+        it. Raises WeightSyncError."""
 
     def complete(self) -> None:  # noqa: B027
-        """Every sender's buckets have arrived. Called on every sender, unless the sync has failed on any rank. Raises
-        WeightSyncError."""
+        """Finish the sync, after every sender's buckets have arrived. Called on every sender, unless any rank failed.
+        Raises WeightSyncError."""
 
     def moved(self) -> Moved | None:
-        """What this sender has moved in the sync that is under way, or was the last; None: all of its buckets."""
+        """Amounts moved by this sender in the current or last sync; None: all of its buckets."""
         return None
 
     @abstractmethod
@@ -247,8 +247,8 @@ class Transport(ABC):
 
 
 class Carrier(Transport):
-    """A transport that also takes changes of a bucket, for `delta`, which makes it with `with_changes=True`: engines
-    then note the version of each bucket that they load."""
+    """A transport that can also carry changes of a bucket, for `delta`, which creates it with `with_changes=True`;
+    engines then record the version of each loaded bucket."""
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Loading: ...
@@ -257,34 +257,34 @@ class Carrier(Transport):
     def start_changes(
         self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
     ) -> Loading:
-        """Begin to send what is different from the version `version.base`.
+        """Begin to send the differences to the version `version.base`.
 
         Args:
             index: [n] int32, places in the bucket.
-            value: [n], the bucket's dtype: what is there now.
+            value: [n], the bucket's dtype: the new values.
         """
 
 
 class CollectiveTransport(Transport):
-    """A transport in which all trainer ranks take part, also those that send nothing: each of them has one.
+    """A transport with one instance on every trainer rank, including ranks that send nothing.
 
-    `connect` only notes the engines and `start` only keeps a bucket. Before ranks enter a collective they agree that
-    none has failed, so that none waits in it for one that does not come. In place of `complete` it has `load` and
-    `deliver`.
+    `connect` only stores the engines and `start` only keeps a bucket. Before a collective, ranks agree that none has
+    failed, so none waits for a missing rank. `load` and `deliver` replace `complete`.
     """
 
-    any_order = True  # nothing is sent before all is filled
+    any_order = True  # nothing is sent before all buckets are filled
 
     @abstractmethod
     def offer(self) -> str:
-        """What this rank sends to all others before `meet`; not collective. Raises WeightSyncError if it cannot."""
+        """Data that this rank sends to all others before `meet`; not collective. Raises WeightSyncError if it
+        cannot."""
 
     @abstractmethod
     def meet(self, offers: Sequence[str]) -> None:
         """Connect with the other ranks: collective, after `connect`. Raises WeightSyncError.
 
         Args:
-            offers: of all ranks, by rank.
+            offers: return values of `offer`, by rank.
         """
 
     @abstractmethod
@@ -293,7 +293,7 @@ class CollectiveTransport(Transport):
 
     @abstractmethod
     def deliver(self, ends: float) -> None:
-        """Bring it to every engine: collective. Raises WeightSyncError, on every rank where it does on one.
+        """Send the buckets to every engine. Collective; raises WeightSyncError on every rank if it fails on one.
 
         Args:
             ends: time (`time.monotonic`) after which no rank waits for an engine any more.
@@ -306,7 +306,7 @@ def group_name(group: str, sender: int) -> str:
 
 
 def transport_for(engines: Sequence[EngineInfo], engine_port: EnginePort, deadline_s: float) -> str:
-    """What `auto` comes to with these engines.
+    """Resolve the transport `auto` for these engines.
 
     Raises:
         WeightSyncError: an engine does not answer.
@@ -318,7 +318,7 @@ def transport_for(engines: Sequence[EngineInfo], engine_port: EnginePort, deadli
         except WeightSyncError as error:
             if error.field != "weights.transport":
                 raise
-            one_rank_each = False  # a server that somebody else has started, without the plug-in
+            one_rank_each = False  # an externally started server without the plug-in
     return choose(one_rank_each=one_rank_each)
 
 
@@ -326,7 +326,7 @@ MakeTransport = Callable[[Link], Transport]
 
 
 def find_transport(spec: str) -> MakeTransport:
-    """What makes the transport that `weights.transport` names.
+    """The constructor of the transport that `weights.transport` names.
 
     Raises:
         ConfigError: the function cannot be imported, or takes other arguments.
@@ -338,11 +338,11 @@ def find_transport(spec: str) -> MakeTransport:
 
 
 def make_transport(spec: str, link: Link) -> Transport:
-    """The transport that `weights.transport` names, for one sender.
+    """Create the transport that `weights.transport` names, for one sender.
 
     Raises:
-        ConfigError: as `find_transport`.
-        WeightSyncError: a user's function made something else.
+        ConfigError: as in `find_transport`.
+        WeightSyncError: a user's function returned another type.
     """
     made: object = find_transport(spec)(link)
     if not isinstance(made, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,4 +1,4 @@
-"""What a sender does with a transport, done with a user's: does it keep what `transport.Transport` promises?"""
+"""Contract test of transports: a sender's calls, applied to a user's transport (interface: `transport.Transport`)."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from mslime.weights.transport import Link, MakeTransport, Transport
 from mslime.weights.weight_plan import Bucket, Entry
 
 Received = Callable[[], Sequence[Mapping[str, torch.Tensor]]]
-"""Gives what each engine holds by now: tensors by name."""
+"""Returns the tensors that each engine holds now, by name."""
 
 SHAPES = (
     ("float32", {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (1, 7)}),
     ("bfloat16", {"c.weight": (3, 3)}),
     ("float32", {"d.weight": (2, 2, 2)}),
 )
-"""The buckets that are sent: odd sizes, two dtypes, one tensor and several."""
+"""Shapes of the test's buckets: odd sizes, two dtypes, one tensor and several."""
 
 GRACE_S = 10.0
-"""How much later than its deadline a transport may give up."""
+"""Seconds after its deadline within which a transport must give up."""
 
 
 def check_transport(make: MakeTransport, link: Link, engines: Sequence[EngineInfo], received: Received) -> list[str]:
-    """Take a transport through the life that a sender gives it.
+    """Run a transport through all the calls of a sender.
 
     Args:
         make: the transport, as `weights.transport` names it.
-        link: what it is made with. `deadline_s` should be a few seconds.
-        engines: that receive, or what stands in for them in your test.
-        received: what these hold by now.
+        link: the transport's argument. `deadline_s` should be a few seconds.
+        engines: receivers, or their stand-ins in your test.
+        received: returns the tensors that these hold now.
 
     Returns:
-        What was tried, one line each.
+        The tested cases, one line each.
 
     Raises:
-        AssertionError: saying what the transport broke.
+        AssertionError: names the violated rule.
         WeightSyncError: it could not send to these engines.
     """
     buckets = _buckets()
     first = make(link)
-    first.disconnect()  # before it has met anybody
+    first.disconnect()  # before any connection
     first.connect(engines)
     for version in (1, 2):
         _send(first, buckets, version)
@@ -93,7 +93,7 @@ def _send(transport: Transport, buckets: Sequence[Bucket], version: int) -> None
         transport.prepare_bucket(bucket, flat)
         transport.start(bucket, flat).wait()
         assert torch.equal(flat, _filled(bucket, version)), f"it wrote to the buffer of {bucket.describe()}"
-        flat.zero_()  # the sender's to write to again
+        flat.zero_()  # the sender may write to it again
     transport.complete()
 
 
@@ -107,7 +107,7 @@ def _compare(buckets: Sequence[Bucket], version: int, received: Sequence[Mapping
 
 
 def _gives_up(make: MakeTransport, link: Link) -> None:
-    """Nobody listens at a port that was free a moment ago."""
+    """Check the deadline, with a port that was free a moment ago and on which no server listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nobody = EngineInfo(f"http://127.0.0.1:{probe.getsockname()[1]}")
@@ -122,6 +122,6 @@ def _gives_up(make: MakeTransport, link: Link) -> None:
         transport.disconnect()
     late = time.monotonic() - begin - link.deadline_s
     assert late < GRACE_S, f"it gave up {late:.0f} s after its deadline of {link.deadline_s:.0f} s"
-    for thread in threading.enumerate():  # that wait until the deadline; a process that ends meanwhile is aborted
+    for thread in threading.enumerate():  # they wait until the deadline; a process that ends meanwhile is aborted
         if thread not in before:
             thread.join(link.deadline_s + 1)

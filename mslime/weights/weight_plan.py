@@ -1,9 +1,9 @@
-"""The weight plan: which tensors travel in which bucket, in which order, at which offset. Pure data, no torch.
+"""The weight plan: tensors of each bucket, their order and offsets. Pure data, no torch.
 
-A plan is computed once from the model's rule table and the parallel layout; it is the same on every rank (compare
-`fingerprint`), so that all ranks enter the same collectives in the same order. Each bucket has one sender. Senders take
-turns bucket by bucket, so that each fills one while others send; experts, which cost a sender least, come before its
-share of the shared tensors.
+A plan is computed once from the model's rule table and the parallel layout. It is the same on every rank (compare
+`fingerprint`), so all ranks enter the same collectives in the same order. Each bucket has one sender. Senders take
+turns bucket by bucket, so that each fills one while others send. Experts, which are cheapest to send, come before a
+sender's part of the shared tensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 
-# Which trainer ranks send weights, and from which ranks each of them gathers: pure arithmetic of the layout.
+# The trainer ranks that send weights, and the ranks from which each gathers: pure arithmetic of the layout.
 #
-# A stage has one sender for each block of expert-parallel ranks. With as many senders as expert-parallel ranks nobody
-# gathers experts: a rank sends those that it holds. Only the first copy of a stage's experts takes part; shared tensors
-# (attention, norms, embeddings) are dealt out to the senders, each of which gathers them over its own tensor-parallel
-# ranks.
+# A stage has one sender for each block of expert-parallel ranks. With as many senders as expert-parallel ranks, experts
+# are not gathered: each rank sends its own. Only the first copy of a stage's experts takes part. Shared tensors
+# (attention, norms, embeddings) are distributed over the senders, each of which gathers them from its own
+# tensor-parallel ranks.
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Senders:
 
     Attributes:
         layout: the trainer's.
-        per_stage: of one stage; divides the expert-parallel size.
+        per_stage: senders of one stage; divides the expert-parallel size.
     """
 
     layout: ParallelLayout
@@ -53,7 +53,7 @@ class Senders:
 
     @classmethod
     def at_most(cls, layout: ParallelLayout, senders: int) -> Senders:
-        """As many as the layout allows, but no more than `senders` over all stages, and at least one for each."""
+        """As many senders as the layout allows, at most `senders` over all stages, and at least one per stage."""
         share = max(1, senders // layout.pp)
         return cls(layout, max(n for n in range(1, layout.ep + 1) if layout.ep % n == 0 and n <= share))
 
@@ -77,11 +77,11 @@ class Senders:
         return tuple(range(first, first + self.layout.tp))
 
     def expert_ranks(self, sender: int) -> tuple[int, ...]:
-        """Global ranks whose experts a sender sends: expert-tensor-parallel rank fastest."""
+        """Global ranks whose experts a sender sends; the expert-tensor-parallel rank varies fastest."""
         return tuple(range(sender, sender + self.block * self.layout.etp))
 
     def all_expert_ranks(self, stage: int) -> tuple[int, ...]:
-        """Global ranks of one copy of all experts of a stage: expert-tensor-parallel rank fastest."""
+        """Global ranks of one copy of all experts of a stage; the expert-tensor-parallel rank varies fastest."""
         first = self.layout.leader(stage)
         return tuple(range(first, first + self.layout.expert_size))
 
@@ -90,9 +90,10 @@ DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8,
 }  # fmt: skip
 ALONE_FROM = 0.25
-"""Of a bucket's limit. A request costs about what packing and converting so much does."""
+"""Smallest fraction of a bucket's limit that gets a separate bucket: a request costs about as much as packing and
+converting that much."""
 Unit = tuple[tuple[BoundRule, ...], ...]
-"""What must travel in one bucket: slots, each with the rule of every expert-parallel rank that is gathered from."""
+"""Slots that must travel in one bucket, each with the rule of every expert-parallel rank in the gather."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class BufferSlot:
     """One tensor of the buffer that every member of the bucket packs.
 
     Attributes:
-        names: canonical Megatron names; each is packed by as many neighbouring members as share the tensor out.
+        names: canonical Megatron names; consecutive members pack the shards of each.
         shape: local shape, the same on every member.
         offset: first element in the rank's buffer.
     """
@@ -123,7 +124,7 @@ class Entry:
         name: in the checkpoint.
         shape: of the tensor or slice.
         offset: first element in the flat buffer.
-        dtype: of the tensor, as torch names it, where the buffer is one of bytes; empty: that of the bucket.
+        dtype: of the tensor, as torch names it, if the buffer is bytes; empty: that of the bucket.
     """
 
     name: str
@@ -144,23 +145,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one gather, one conversion and one broadcast move.
+    """Tensors moved by one gather, one conversion and one broadcast.
 
     Attributes:
         index: position in the plan.
         stage: pipeline stage that owns the tensors.
         sender: global rank that gathers, converts and sends.
-        members: global ranks that hold the tensors, the sender among them, in the order in which they are converted:
-            the shards of a tensor are neighbours.
+        members: global ranks that hold the tensors, including the sender, in conversion order: the shards of a tensor
+            are adjacent.
         dtype: of every tensor on the wire, as torch names it.
-        slots: what each member packs, in order.
-        pieces: what conversion makes of the slots, in order; slices where the checkpoint stacks experts.
-        entries: what is sent, in order; the same as `pieces` where nothing is stacked.
-        in_order: the members' packed buffers, one after the other, are what is sent: there is nothing to convert.
-        packed_dtype: in which members pack and the sender converts, where what is sent is quantised (`encoded`) and
-            `dtype` is `uint8`; else empty.
-        unmoved: its tensors follow each other in the plan's order of parameters; none comes earlier or later, with
-            another one or alone. Where that order is the one in memory, what a member packs lies in a row.
+        slots: tensors that each member packs, in order.
+        pieces: results of the conversion, in order; slices if the checkpoint stacks experts.
+        entries: sent tensors, in order; the same as `pieces` if nothing is stacked.
+        in_order: the members' packed buffers, one after the other, are the sent buffer, without conversion.
+        packed_dtype: dtype of packing and conversion if the sent buffer is quantised (`encoded`) and `dtype` is
+            `uint8`; else empty.
+        unmoved: its tensors are consecutive in the plan's order of parameters, and none is moved to another bucket. If
+            that is the memory order, a member's packed tensors are contiguous.
     """
 
     index: int
@@ -177,44 +178,44 @@ class Bucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that are sent, in their order."""
+        """Names of the sent tensors, in order."""
         return tuple(entry.name for entry in self.entries)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors that are sent, in their order."""
+        """Shapes of the sent tensors, in order."""
         return tuple(entry.shape for entry in self.entries)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of the tensors that are sent, in their order."""
+        """Dtypes of the sent tensors, in order."""
         return tuple(entry.dtype or self.dtype for entry in self.entries)
 
     @property
     def gathered_dtype(self) -> str:
-        """In which members pack their shards."""
+        """Dtype in which members pack their shards."""
         return self.packed_dtype or self.dtype
 
     @property
     def converted_numel(self) -> int:
-        """Elements that conversion makes, before some are quantised."""
+        """Elements after conversion, before quantisation."""
         last = self.pieces[-1]
         return last.offset + last.numel if self.packed_dtype else self.hf_numel
 
     def comes_in_parts(self, senders: Collection[int], engine_ranks: Iterable[int]) -> bool:
-        """Whether, with `relay`, each member sends what it packs, so that nobody gathers: all are senders, their parts
-        in a row are what is sent, and engines have one rank, into whose memory they go side by side.
+        """Whether `relay` members send their packed parts without a gather. All must be senders, the bucket must
+        consist of their consecutive parts, and engines must have one rank, which assembles them.
 
         Args:
-            senders: global ranks of all.
-            engine_ranks: how many ranks each engine has.
+            senders: global ranks of all senders.
+            engine_ranks: number of ranks of each engine.
         """
         several = self.in_order and len(self.members) > 1 and not self.packed_dtype
         return several and all(rank in senders for rank in self.members) and set(engine_ranks) == {1}
 
     @property
     def sharing(self) -> int:
-        """Members that share each tensor out."""
+        """Number of members that share each tensor."""
         return len(self.members) // len(self.slots[0].names)
 
     def packed_by(self, rank: int) -> tuple[str, ...]:
@@ -261,7 +262,7 @@ class WeightPlan:
         return tuple(bucket for bucket in self.buckets if bucket.stage == stage)
 
     def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
-        """Buckets that a rank packs a part of, in order."""
+        """Buckets of which a rank packs a part, in order."""
         return tuple(bucket for bucket in self.buckets if rank in bucket.members)
 
     def fingerprint(self) -> str:
@@ -281,13 +282,13 @@ def build_plan(
 
     Args:
         table: the model's conversion rules.
-        senders: the trainer's layout, and which of its ranks send.
+        senders: the trainer's layout and its sending ranks.
         stage_layers: global layer ids of each pipeline stage (all of its virtual chunks).
         dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's. Rules may pin their own.
         bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank that is gathered
-            from; all experts of a layer where the checkpoint stacks them) may exceed it.
-        positions: where parameters lie among each other in their ranks' memory, by canonical name. They are sent in
-            that order, so that neighbours need not be packed; without it in the model's order.
+            from; all experts of a layer if the checkpoint stacks them) may exceed it.
+        positions: order of parameters in their ranks' memory, by canonical name. They are sent in that order, so
+            adjacent ones need no packing; without it in the model's order.
 
     Raises:
         ConfigError: the dtype is not a weight dtype.
@@ -318,7 +319,7 @@ class _Load:
     """Tensors of one kind that one rank sends.
 
     Attributes:
-        sharing: members that share each tensor out.
+        sharing: members that share each tensor.
     """
 
     stage: int
@@ -329,9 +330,9 @@ class _Load:
     units: tuple[Unit, ...]
 
     def buckets(self, limit_bytes: int) -> Iterator[Bucket]:
-        """The units in buckets of at most so many bytes, not numbered yet.
+        """The units in buckets of at most this many bytes, without indices.
 
-        Those that go alone come first: the others are gathered and converted behind them.
+        Single-tensor buckets come first, so the others are gathered and converted during their sending.
         """
         limit = limit_bytes // DTYPE_BYTES[self.dtype]
         alone = [unit for unit in self.units if self._goes_alone(unit, limit)]
@@ -342,7 +343,7 @@ class _Load:
             yield _bucket(self, run, unmoved=follow and all(len(unit) == 1 for unit in run))
 
     def _goes_alone(self, unit: Unit, limit: int) -> bool:
-        """Whether a shared tensor that lies right already is worth a bucket in which nobody packs or converts it:
+        """Whether a shared tensor already in the right layout deserves its own bucket, without packing and conversion:
         embeddings."""
         ((rule, *others), *more) = unit
         lies_right = not (others or more or rule.is_expert) and rule.kind.in_order(self.sharing)
@@ -352,7 +353,7 @@ class _Load:
 def _queues(
     senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str, positions: Mapping[str, int]
 ) -> list[list[_Load]]:
-    """What each sender of a stage sends, in its order."""
+    """Each sender's tensors of a stage, in order."""
     dtypes = dict.fromkeys(rule.dtype or dtype for rule in owned)
     ranks = senders.ranks(stage)
     queues: list[list[_Load]] = [[] for _ in ranks]
@@ -378,7 +379,7 @@ def _queues(
 
 
 def _deal(units: Sequence[Unit], senders: int) -> list[tuple[Unit, ...]]:
-    """Consecutive runs of units, of about the same size, one for each sender."""
+    """Consecutive runs of units of about the same size, one for each sender."""
     whole, sent = sum(map(_hf_numel, units)), 0
     runs: list[list[Unit]] = [[] for _ in range(senders)]
     for unit in units:
@@ -403,9 +404,9 @@ def _shared_units(rules: Iterable[BoundRule]) -> list[Unit]:
 
 
 def _expert_units(rules: Sequence[BoundRule], ep: int) -> Iterator[Unit]:
-    """Slots of `ep` rules that lie at the same place on every expert-parallel rank: local expert i of each.
+    """Slots of `ep` rules at the same position on every expert-parallel rank: local expert i of each.
 
-    All slots of a stacked tensor come as one unit, because they make one tensor.
+    All slots of a stacked tensor are one unit, because they form one tensor.
     """
     by_place: dict[tuple[int, str], dict[int, BoundRule]] = {}
     for rule in rules:
@@ -429,7 +430,7 @@ def _hf_numel(unit: Unit) -> int:
 
 
 def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
-    """Consecutive units of at most `limit` elements in sum; a unit that is larger stands alone."""
+    """Consecutive units of at most `limit` elements in total; a larger unit is alone."""
     run: list[Unit] = []
     size = 0
     for unit in units:
@@ -465,7 +466,7 @@ def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
 
 
 def _is_in_order(load: _Load, run: Sequence[Unit], pieces: Sequence[Entry]) -> bool:
-    """Whether the packed buffers of all members, one after the other, are the pieces one after the other."""
+    """Whether the members' concatenated packed buffers equal the concatenated pieces."""
     slots = [slot for unit in run for slot in unit]
     if len(load.members) > 1 and len(slots) > 1:
         return False
@@ -476,11 +477,11 @@ def _is_in_order(load: _Load, run: Sequence[Unit], pieces: Sequence[Entry]) -> b
 
 
 def encoded_plan(plan: WeightPlan, encoded: Encoded) -> WeightPlan:
-    """The same buckets, with quantised weights in place of the plain ones; those that have none stay as they are.
+    """The same buckets with quantised weights instead of plain ones; buckets without any stay unchanged.
 
-    What is gathered is plain, what is sent is a weight of few bits and its scales; `buckets.encode` fills it. A sender
-    quantises bucket by bucket what it has gathered and converted, so that no rank holds the model twice. A weight and
-    its scales go in one bucket: an engine never holds new numbers under old scales for longer than it takes to copy.
+    Weights are gathered plain, and sent with few bits and scales; `buckets.encode` fills the buffer. A sender quantises
+    bucket by bucket after gather and conversion, so no rank holds the model twice. A weight and its scales go in one
+    bucket, so an engine combines new weights with old scales only during the copy.
     """
     return replace(plan, buckets=tuple(_encoded_bucket(bucket, encoded) for bucket in plan.buckets))
 
@@ -504,7 +505,7 @@ def _encoded_bucket(bucket: Bucket, encoded: Encoded) -> Bucket:
 
 
 def _side_by_side(plans: list[TensorPlan], names: Mapping[str, str]) -> tuple[Entry, ...]:
-    """One after the other without gaps, wide elements first, so that each begins at a multiple of its size."""
+    """Entries without gaps, wide elements first, so that each starts at a multiple of its size."""
     entries: list[Entry] = []
     at = 0
     for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[names[plan.dtype]]):
@@ -513,21 +514,21 @@ def _side_by_side(plans: list[TensorPlan], names: Mapping[str, str]) -> tuple[En
     return tuple(entries)
 
 
-# What a checkpoint holds beside the tensors that are trained: multi-token-prediction layers, and copies inside them.
+# Checkpoint tensors that are not trained: multi-token-prediction layers, and copies inside them.
 #
-# An export writes them all again, so that an engine can go on predicting several tokens at a time. The layers are
-# copied from the checkpoint that training started from. Their copies of the embedding and of the output layer are
-# not: those repeat the trained ones, as every engine that shares them assumes.
+# An export writes them all again, so that an engine can continue to predict several tokens at a time. The layers are
+# copied from the initial checkpoint. Their copies of the embedding and of the output layer are not: those repeat the
+# trained ones, as every engine that shares them assumes.
 
 
 @dataclass(frozen=True)
 class CarriedTensors:
-    """The part of one checkpoint.
+    """Untrained tensors of one checkpoint.
 
     Attributes:
         table: rules of the model.
-        source: the checkpoint; None when the model has nothing of the kind.
-        names: tensors of the layers that nobody trains.
+        source: the checkpoint; None if the model has none.
+        names: tensors of the untrained layers.
         copies: names under which the checkpoint repeats a trained tensor, by that tensor's name.
     """
 
@@ -538,7 +539,7 @@ class CarriedTensors:
 
     @classmethod
     def of(cls, table: RuleTable, directory: Path) -> CarriedTensors:
-        """Read the names from the checkpoint's headers. Raises CheckpointError when it cannot be read."""
+        """Read the names from the checkpoint's headers. Raises CheckpointError if it cannot be read."""
         if not table.untrained_names and not table.aliases:
             return cls(table, None, (), {})
         source = HFCheckpoint(directory)
@@ -549,7 +550,7 @@ class CarriedTensors:
         return cls(table, source, tuple(name for name in source.info if name in table.untrained_names), copies)
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the layers that nobody trains, in `dtype` or one of its own, read when it is its turn."""
+        """Every tensor of the untrained layers, in `dtype` or its own, read lazily."""
         import torch
 
         own = {name for rule in self.table.all_bound.values() if rule.dtype for name in rule.hf_names}

@@ -1,7 +1,7 @@
-"""The HTTP server that Atropos' environments ask: the model below /v1 and at /generate, the trainer beside it.
+"""The HTTP server for Atropos' environments: the model below /v1 and at /generate, and the trainer's API.
 
-Their requests for the model have no session, and those for the trainer no key, so a token is the first part of every
-path: a random one, where the settings name none.
+Their model requests have no session, and their trainer requests no key. So the first part of every path is a token,
+random unless configured.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEALTH = "hi"
-"""What Atropos' clients say every second, with one token for the answer, to see whether a server is there."""
+"""Content of the request that Atropos' clients send every second, for one token, to test whether a server is alive."""
 MINE = ("/register", "/batch", "/reset_data")
-"""What a trainer of Atropos asks."""
+"""Paths that an Atropos trainer would request."""
 
 
 class AtroposServer:
     """Both servers at one address.
 
     Args:
-        record: file that tells its user where it listens, and the token of a run that was given none.
+        record: file for the user, with the address and the token of a run without a configured one.
         max_body: largest request, bytes.
 
     Attributes:
@@ -81,13 +81,13 @@ class AtroposServer:
             await listening.close()
 
     def described(self) -> list[str]:
-        """How an environment is started, for the log. The token is not told there: others may read logs."""
+        """Instructions to start an environment, for the log. They omit the token, because others may read logs."""
         shown = f"{self.address.rpartition('/')[0]}/TOKEN"
         return [f"Atropos' environments find the trainer at {shown} (rollout_server_url), the model at {shown}/v1 "
                 f"(base_url); TOKEN is in {self._record}"]  # fmt: skip
 
     def _kept_token(self) -> str:
-        """A random token; that of an earlier process of the run, so that its environments go on."""
+        """A random token, or that of an earlier process of the run, so that its environments continue."""
         try:
             kept = json.loads(self._record.read_text())["key"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -118,7 +118,7 @@ class AtroposServer:
         ]  # fmt: skip
 
     async def _body(self, http: web.Request) -> bytes:
-        """Of a request, unpacked. Raises ChatError when it is too large, too slow, or cannot be unpacked."""
+        """Body of a request, unpacked. Raises ChatError if it is too large, too slow, or cannot be unpacked."""
         try:
             async with asyncio.timeout(self._patience.body):
                 return await http.read()
@@ -148,7 +148,7 @@ class AtroposServer:
         return self._rollouts.registry.status(body.get("env_id"), self._rollouts.step, waiting, spare)
 
     async def _scored(self, http: web.Request) -> web.StreamResponse:
-        """Groups: one, or a list of them. A group that is not trained does not keep the others from it."""
+        """Accept one group, or a list of groups. A rejected group does not affect the others."""
         self._rollouts.registry.heard()
         try:
             given = orjson.loads(await self._body(http))
@@ -156,7 +156,7 @@ class AtroposServer:
             return _unprocessable(f"the body is not valid JSON ({error})")
         groups: list[Any] = given if isinstance(given, list) else [given]
         errors = [error for group in groups if (error := self._rollouts.hand_in(group)) is not None]
-        wrong = [e for e in errors if e.reason != "repeated"]  # those are in good hands
+        wrong = [e for e in errors if e.reason != "repeated"]  # repeated groups were already accepted
         if wrong and len(errors) == len(groups):
             return _unprocessable(str(wrong[0]))
         told = {"groups_processed": len(groups), "refused": [str(e) for e in wrong]} if isinstance(given, list) else {}
@@ -183,20 +183,20 @@ class AtroposServer:
                 return web.json_response(_alive(dialect))
             request = dialect.read(body, {})
             conversation = await self._rollouts.conversation(request)
-        except Exception as error:  # told to the client, whatever it is
+        except Exception as error:  # reported to the client, whatever it is
             return refusal(ChatCompletions(), error)
         return await deliver(http, dialect, conversation.session, request, raw, self._patience)
 
 
 def is_health_check(body: Mapping[str, Any]) -> bool:
-    """Whether a request is what Atropos' clients ask to see whether a server is there. Nothing is sampled for it."""
+    """Whether a request is a health check of Atropos' clients. Nothing is sampled for it."""
     if body.get("max_tokens") != 1:
         return False
     return body.get("prompt") == HEALTH or body.get("messages") == [{"role": "user", "content": HEALTH}]
 
 
 def _alive(dialect: Dialect) -> dict[str, Any]:
-    """An answer without a token, so that nobody can hand it in."""
+    """An answer without a token, which cannot be submitted in a group."""
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
     if isinstance(dialect, ChatCompletions):
@@ -207,7 +207,7 @@ def _alive(dialect: Dialect) -> dict[str, Any]:
 
 
 def _with_token(handler: Handler) -> Handler:
-    """For requests whose path begins with the token."""
+    """Route requests whose path begins with the token."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
         admitted(http)
@@ -221,5 +221,5 @@ async def _not_mine(http: web.Request) -> web.StreamResponse:
 
 
 def _unprocessable(detail: str) -> web.Response:
-    """A status with which environments log the text, and do not ask again."""
+    """A status that makes environments log the text without a retry."""
     return web.json_response({"detail": detail}, status=422)

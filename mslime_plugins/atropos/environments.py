@@ -1,4 +1,4 @@
-"""The environments that have registered, and what they are told of the run: Atropos' trainer API without its data."""
+"""Registered environments, and the run's properties for them: Atropos' trainer API without its data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mslime.config.schema import RunConfig
 from mslime_plugins.atropos.pushed import GroupRefusedError
 
 LEAST_WEIGHT = 0.01
-"""Of an environment in the share of requests, as in Atropos."""
+"""Smallest weight of an environment in the share of requests, as in Atropos."""
 NEVER = 10**9
-"""Steps after which an environment ends by itself: the run ends when it ends."""
+"""Number of steps after which an environment would end by itself: the run ends first."""
 GONE_S = 60.0
-"""Without a question: environments ask every second or so."""
+"""Seconds without a request: environments send one every second or so."""
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Registered:
     """An environment.
 
     Attributes:
-        name: that it is told: the wanted one and a number.
-        length, weight: it asks for this share of all environments' requests: weight times its longest sequence.
-        connected: it has not said good-bye. heard: when it asked for its status last (`time.monotonic`).
+        name: name assigned to it: the requested one and a number.
+        length, weight: its share of all environments' requests: weight times its longest sequence.
+        connected: it has not disconnected. heard: time of its last status request (`time.monotonic`).
     """
 
     name: str
@@ -39,7 +39,7 @@ class Registry:
     """All environments.
 
     Attributes:
-        last: when one asked for anything (`time.monotonic`).
+        last: time of the last request (`time.monotonic`).
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -48,16 +48,16 @@ class Registry:
         self.last = time.monotonic()
 
     def heard(self) -> None:
-        """One asked for something."""
+        """Record the time of a request."""
         self.last = time.monotonic()
 
     @property
     def connected(self) -> list[Registered]:
-        """Those that have not said good-bye."""
+        """Environments that have not disconnected."""
         return [e for e in self._all if e.connected]
 
     def register(self, asked: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """What an environment is told that registers. A status that is no success lets it ask again, and log it."""
+        """Register an environment; returns the reply. It logs a status other than success, and retries."""
         size, wanted = asked.get("group_size"), self._config.rollout.group_size
         if not isinstance(size, int) or size > wanted:
             return {"status": f"refused: group_size of the environment is {size}, rollout.group_size of the run is "
@@ -77,7 +77,7 @@ class Registry:
         }  # fmt: skip
 
     def disconnect(self, env_id: object) -> dict[str, Any]:
-        """An environment says good-bye."""
+        """Disconnect an environment."""
         try:
             self.named(env_id).connected = False
         except GroupRefusedError as error:
@@ -85,7 +85,7 @@ class Registry:
         return {"status": "success"}
 
     def named(self, env_id: object) -> Registered:
-        """An environment by its number; None stands for one that does not say it. Raises GroupRefusedError."""
+        """An environment by its number; None if the request has none. Raises GroupRefusedError."""
         if env_id is None:
             return Registered("environment", 1, 1.0)
         if not isinstance(env_id, int) or isinstance(env_id, bool) or not 0 <= env_id < len(self._all):
@@ -94,7 +94,7 @@ class Registry:
         return self._all[env_id]
 
     def name_of(self, given: object) -> str:
-        """Of the environment that handed something in, for messages."""
+        """Name of the environment that submitted a group, for messages."""
         env_id = cast("Mapping[str, Any]", given).get("env_id") if isinstance(given, Mapping) else None
         known = isinstance(env_id, int) and 0 <= env_id < len(self._all)
         return f"environment {self._all[cast('int', env_id)].name if known else env_id}"
@@ -116,7 +116,7 @@ class Registry:
         }  # fmt: skip
 
     def info(self) -> dict[str, Any]:
-        """Sizes of the run: sequences of a step, and the length from which on one is too long for it."""
+        """Sizes of the run: sequences of a step, and the length from which a sequence is too long."""
         rollout = self._config.rollout
         return {
             "batch_size": rollout.groups_per_step * rollout.group_size, "max_token_len": rollout.max_total_tokens or -1,

@@ -1,7 +1,7 @@
-"""Groups that the run waits for, and groups that were handed in: whichever is first waits for the other.
+"""Matching of the run's group requests with submitted groups; the earlier one waits for the other.
 
-A group of the run is as many rollouts, each of which asks for its sequence. It is given a whole group of an environment
-when all of them have asked, or nothing.
+A group of the run consists of rollouts, each of which requests its sequence. It gets a whole group of an environment
+once all of them have requested, or nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mslime_plugins.atropos.matching import Recognised
 
 @dataclass(frozen=True)
 class HandedIn:
-    """A group that waits to be trained, or what was wrong with one.
+    """A submitted group that waits for training, or its error.
 
     Attributes:
         environment: its name.
-        failed: why it cannot be trained; a run that does not drop such groups ends of it.
+        failed: why it cannot be trained; ends the run unless it drops such groups.
     """
 
     environment: str
@@ -34,9 +34,9 @@ class Lease:
     """A group that the run waits for.
 
     Attributes:
-        size: rollouts that it is made of.
-        broken: a part of it ended in an earlier process: it cannot be given to an environment any more.
-        asked: the rollouts that wait.
+        size: its number of rollouts.
+        broken: a part of it ended in an earlier process, so no environment's group can fill it.
+        asked: the waiting rollouts.
     """
 
     size: int
@@ -45,16 +45,16 @@ class Lease:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be given a group."""
+        """Whether it may get a group."""
         return len(self.asked) == self.size and not any(f.done() for f in self.asked.values())
 
 
 class Leases:
-    """All of them.
+    """All leases and submitted groups.
 
     Args:
-        most: groups that may wait to be asked for.
-        moved: told when the number of either has changed.
+        most: most submitted groups that may wait.
+        moved: called after a change of either number.
     """
 
     def __init__(self, most: int, moved: Callable[[], None] = lambda: None) -> None:
@@ -64,12 +64,12 @@ class Leases:
 
     @property
     def wanted(self) -> int:
-        """Groups that the run waits for."""
+        """Number of groups that the run waits for."""
         return sum(lease.ready for lease in self._open.values())
 
     @property
     def waiting(self) -> int:
-        """Groups that were handed in and are not asked for yet."""
+        """Number of submitted groups not yet requested."""
         return len(self._waiting)
 
     @property
@@ -78,18 +78,18 @@ class Leases:
         return len(self._waiting) >= self._most and not self.wanted
 
     def hand_in(self, group: HandedIn) -> None:
-        """Give a group to the run, or let it wait."""
+        """Give a submitted group to the run, or queue it."""
         self._waiting.append(group)
         self._give()
 
     async def ask(self, group_id: int, index: int, size: int, whole: bool) -> HandedIn:
-        """The group that group `group_id` of the run is given.
+        """The submitted group for group `group_id` of the run.
 
         Args:
-            index: of the rollout that asks. size: rollouts of the group. whole: none of them has ended.
+            index: of the requesting rollout. size: rollouts of the group. whole: none of them has ended.
 
         Raises:
-            AbsentError: the others have ended without it, in an earlier process.
+            AbsentError: the others ended without it, in an earlier process.
         """
         lease = self._open.setdefault(group_id, Lease(size, broken=not whole))
         if lease.broken:
@@ -106,7 +106,7 @@ class Leases:
             self._moved()
 
     def _give(self) -> None:
-        """Give the groups that wait to those that ask, the first one first."""
+        """Give waiting groups to waiting leases, both in order."""
         for lease in list(self._open.values()):
             if self._waiting and lease.ready:
                 group = self._waiting.popleft()

@@ -1,8 +1,8 @@
-"""Which recorded tokens a group that was handed in consists of.
+"""Match a submitted group with recorded tokens.
 
-A sequence is recognised by its tokens: they must begin with all that the model saw and said up to the end of one of its
-turns. What follows, and what lies between the turns, the model did not sample, so it is not trained. Each turn is
-trained once, in the first group that hands it in. Pure data: nothing here waits.
+A sequence is recognised by its tokens: they must begin with all tokens up to the end of one of the model's turns. The
+model did not sample later tokens, nor those between turns, so these are not trained. Each turn is trained once, in the
+first group that contains it. Pure data, no waits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from mslime.rollout.returned import TakenTurn
 from mslime_plugins.atropos.pushed import GroupRefusedError, PushedSequence
 
 WHITE = 16
-"""Special tokens and white space in a row that a chat template may have written, and an environment counts as said."""
+"""Longest run of special tokens and white space that a chat template may have added, and an environment counts as
+sampled."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """A sequence that was handed in, as it was recorded.
+    """A submitted sequence with its recording.
 
     Attributes:
         source, end: its tokens are the first `end` ones of `source`.
-        turns: that are trained in it. new: the same, as they are recorded.
-        steps: (position of a turn's last token, its advantage), where the environment gives advantages.
-        unsampled: tokens that the environment wanted trained, and the model did not sample: white space.
-        again: sampled tokens that the environment wanted trained, and another sequence trains.
+        turns: trained in it. new: the same, as recorded.
+        steps: (position of a turn's last token, its advantage), if the environment gives advantages.
+        unsampled: tokens that the environment marked for training, and the model did not sample: white space.
+        again: sampled tokens that the environment marked for training, and another sequence trains.
     """
 
     source: Sample
@@ -48,16 +49,16 @@ def recognise(
     number: int, pushed: PushedSequence, recorded: Iterable[ReplyTurn], taken: Collection[ReplyTurn],
     text: Callable[[list[int]], str],
 ) -> Recognised:  # fmt: skip
-    """A sequence that was handed in.
+    """Match a submitted sequence with a recorded one.
 
     Args:
         number: of the sequence in its group, for messages.
-        recorded: turns, among which are all that may have led to it.
-        taken: turns that other sequences train already.
+        recorded: turns, including all that can have led to it.
+        taken: turns that other sequences already train.
         text: of token ids.
 
     Raises:
-        GroupRefusedError: it was not recorded so, or wants to train what the model did not say.
+        GroupRefusedError: it was not recorded, or marks tokens for training that the model did not sample.
     """
     last = _longest(number, pushed.tokens, recorded, taken, text)
     path, end = last.path(), last.end
@@ -88,8 +89,8 @@ def _longest(
     number: int, tokens: NDArray[np.int32], recorded: Iterable[ReplyTurn], taken: Collection[ReplyTurn],
     text: Callable[[list[int]], str],
 ) -> ReplyTurn:  # fmt: skip
-    """The turn whose whole sequence the tokens begin with, the longest of them. A model may say the same several times:
-    of equals the one of which least was taken."""
+    """The turn with the longest whole sequence that begins these tokens. The model may produce equal sequences: of
+    these, the one with the fewest taken turns."""
     whole, nearest, common = list[ReplyTurn](), None, 0
     for turn in recorded:
         shared = shared_length(tokens, turn.sample.tokens[: turn.end])
@@ -115,7 +116,7 @@ WAY_OUT = (
 
 
 def shared_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """With how many equal tokens two sequences begin."""
+    """Length of the common prefix of two sequences."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])
     return int(differ[0]) if len(differ) else n
@@ -124,7 +125,7 @@ def shared_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 def _check_unsampled(
     number: int, pushed: PushedSequence, sampled: NDArray[np.bool_], text: Callable[[list[int]], str]
 ) -> None:
-    """What the environment wants trained and the model did not sample is white space of a template, or refused."""
+    """Check that tokens marked for training but not sampled are white space of a template."""
     for start, stop in _runs(pushed.wanted & ~sampled, 0):
         ids = pushed.tokens[start:stop].tolist()
         if len(ids) > WHITE or text(ids).strip():
@@ -137,7 +138,7 @@ def _check_unsampled(
 
 
 def _one_advantage(number: int, pushed: PushedSequence, turn: ReplyTurn) -> float:
-    """Of a turn, which is one decision here."""
+    """Advantage of a turn, which is one decision here."""
     assert pushed.advantages is not None
     wanted = pushed.wanted[turn.start : turn.end]
     found = np.unique(pushed.advantages[turn.start : turn.end][wanted])
@@ -150,7 +151,7 @@ def _one_advantage(number: int, pushed: PushedSequence, turn: ReplyTurn) -> floa
 
 
 def _runs(flags: NDArray[np.bool_], offset: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of the stretches that are true."""
+    """(start, end) of the runs of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return tuple((int(a) + offset, int(b) + offset) for a, b in zip(edges[::2], edges[1::2], strict=True))
 

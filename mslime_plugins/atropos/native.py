@@ -1,6 +1,6 @@
-"""SGLang's and vLLM's own POST /generate, as Atropos' managed servers ask for tokens with their log-probabilities.
+"""SGLang's and vLLM's own POST /generate, which Atropos' managed servers use for tokens with log-probabilities.
 
-Both ask at one path; a vLLM request is told by its `prompt`. Their answers have the very tokens that were sampled.
+Both use one path; a `prompt` identifies a vLLM request. Their answers contain exactly the sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ _OF_VLLM = ("prompt", "n", "max_tokens", "stop", "logprobs")
 
 
 class SGLangGenerate(OpenAIErrors):
-    """See `Dialect`. One prompt a request."""
+    """Dialect of SGLang's /generate, with one prompt a request."""
 
     path = PATH
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         sampling = as_object(body.get("sampling_params") or {}, "sampling_params")
         given = body.get("text") if body.get("input_ids") is None else body.get("input_ids")
         unread = sorted(name for name, value in sampling.items() if value is not None and name not in _SAMPLING)
@@ -42,22 +41,19 @@ class SGLangGenerate(OpenAIErrors):
     def answer(
         self, request: Request, replies: Sequence[ServedReply]
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        """See `Dialect`."""
         found = [_of_sglang(told) for told in replies]
         return found if request.count > 1 else found[0]
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         raise _no_stream()
 
 
 class VLLMGenerate(OpenAIErrors):
-    """See `Dialect`. One prompt a request."""
+    """Dialect of vLLM's /generate, with one prompt a request."""
 
     path = PATH
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         given = body.get("prompt")
         ids = cast("dict[str, Any]", given).get("prompt_token_ids") if isinstance(given, dict) else given
         if integer(body, "prompt_logprobs", 0) is not None:
@@ -73,7 +69,7 @@ class VLLMGenerate(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`. `logprobs` has, for each reply and position, a list with one {token id: log-probability}."""
+        """The answer; `logprobs` has, for each reply and position, a list with one {token id: log-probability}."""
         return {
             "text": [told.turn.reply.text for told in replies],
             "logprobs": [
@@ -84,12 +80,11 @@ class VLLMGenerate(OpenAIErrors):
         }
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         raise _no_stream()
 
 
 def generate_dialect(body: Mapping[str, Any]) -> SGLangGenerate | VLLMGenerate:
-    """Whose request it is. Raises ChatError when it wants a stream."""
+    """The dialect of a request. Raises ChatError if it requests a stream."""
     if body.get("stream"):
         raise _no_stream()
     return VLLMGenerate() if "prompt" in body else SGLangGenerate()

@@ -1,8 +1,8 @@
 """`rollout.function: atropos`: a rollout is a sequence of a group that an environment of Atropos hands in.
 
-Environments generate whenever they like, at a model server of ours that records every token; the run's gate says how
-many groups it waits for, and environments are told so. A group that is handed in is recognised in what was recorded.
-Its tokens, versions, log-probs, routes and supports are the recorded ones; masks and scores are the environment's.
+Environments generate at any time, at a model server of ours that records every token. The run's gate sets how many
+groups it waits for, and environments receive that number. A submitted group is matched with the records. Its tokens,
+versions, log-probs, routes and supports are the recorded ones; masks and scores are the environment's.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from mslime_plugins.atropos.recorded import Conversation, Recorded
 
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000
-"""Groups that were handed in, by which one that is handed in again is known."""
+"""Submitted groups that are remembered, to recognise repeated submissions."""
 LEFT_TO_TELL = 200
-"""Lines about groups that are not trained."""
+"""Most log lines about groups that are not trained."""
 
 
 class AtroposRollouts(HostedRollouts):
-    """The rollout function of a run whose rollouts are those of Atropos' environments, and the two servers that they
-    ask. It listens from the first call on.
+    """Rollout function for Atropos' environments, with the two servers that they use. It listens from the first call
+    on.
 
     Attributes:
         registry: the environments.
-        latest: the newest group as it was handed in.
+        latest: the newest submitted group.
     """
 
     counted = tuple(f"atropos/{name}" for name in COUNTED)
@@ -63,17 +63,16 @@ class AtroposRollouts(HostedRollouts):
         self.latest: dict[str, Any] = {}
 
     def attach(self, guests: Guests) -> None:
-        """How its environments reach the engines."""
+        """Set the access of its environments to the engines."""
         self._guests = guests
 
     @property
     def guests(self) -> Guests:
-        """See `attach`."""
+        """The access to the engines, from `attach`."""
         assert self._guests is not None, "attach it to a service first"
         return self._guests
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """See `mslime.rollout.workflow`."""
         assert isinstance(engine, Rollout), "its sequences are sampled outside of rollouts, which only these take in"
         await self._listen()
         size = self._config.rollout.group_size
@@ -85,34 +84,34 @@ class AtroposRollouts(HostedRollouts):
         return _taken_in(engine, group.sequences[task.index], group.environment)
 
     async def close(self) -> None:
-        """Stop serving. What nobody handed in is dropped."""
+        """Stop serving. Conversations that were never submitted are dropped."""
         await self._server.close()
         await self._recorded.close()
 
-    # ------------------------------------------------------------------------------------------- asked by the server
+    # ------------------------------------------------------------------------------------------- called by the server
 
     @property
     def step(self) -> int:
-        """Steps that the run has trained."""
+        """Number of trained steps of the run."""
         return self.guests.tracker.version
 
     def wandb(self) -> dict[str, str]:
-        """Where environments log that use Weights & Biases."""
+        """Settings for environments that log to Weights & Biases."""
         return {"group": self._config.name, "project": self._config.observe.wandb_project or "mslime"}
 
     def status(self) -> dict[str, int]:
-        """What anybody is told."""
+        """Public status of the run."""
         return {"current_step": self.step, "queue_size": self._leases.waiting}
 
     def queue(self) -> tuple[int, int]:
-        """(groups that wait, groups that the run could have in flight and does not wait for). Environments begin new
-        ones as long as their own limit exceeds the sum."""
+        """(waiting groups, groups that the run could have in flight and does not wait for). Environments begin new ones
+        while their own limit exceeds the sum."""
         rollout = self._config.rollout
         most = (1 + rollout.max_staleness) * rollout.groups_per_step
         return self._leases.waiting, max(0, most - self._leases.wanted)
 
     async def conversation(self, request: Request) -> Conversation:
-        """Where a request to the model belongs."""
+        """The conversation of a model request."""
         found = self._recorded.continued(request)
         if found is None:
             found = self._recorded.begin(ServedRollout(await self.guests.converse()), request)
@@ -120,13 +119,13 @@ class AtroposRollouts(HostedRollouts):
         return found
 
     def answered(self, conversation: Conversation) -> None:
-        """An attempt to reply in a conversation has ended, whether its client still waits or not."""
+        """Note the end of an attempt to reply in a conversation, whether or not its client still waits."""
         self._recorded.noted(conversation)
         if (failure := conversation.session.chat.failure) is not None:
             self.guests.fail(failure)
 
     def hand_in(self, given: object) -> GroupRefusedError | None:
-        """A group that an environment hands in. Returns why it is not trained, if it is not."""
+        """Accept a group from an environment. Returns the error if it is not trained."""
         try:
             self._accept(given)
         except GroupRefusedError as error:
@@ -152,7 +151,7 @@ class AtroposRollouts(HostedRollouts):
         try:
             sequences = self._recognised(pushed)
         except GroupRefusedError as error:
-            if pushed.digest not in self._handed_in:  # the model may say the same again, which is another group
+            if pushed.digest not in self._handed_in:  # the model may produce the same again, which is another group
                 raise
             way_out = "nothing has to be done: it is trained once"
             raise GroupRefusedError("repeated", "the group was handed in before", way_out) from error
@@ -185,7 +184,7 @@ class AtroposRollouts(HostedRollouts):
             )
 
     def _recognised(self, pushed: Pushed) -> tuple[Recognised, ...]:
-        """The sequences of a group as they were recorded; their turns are taken then."""
+        """The recorded sequences of a group, whose turns then count as taken."""
         found, new = list[Recognised](), dict[ReplyTurn, Conversation]()
         for number, sequence in enumerate(pushed.sequences):
             homes = {t: c for c in self._recorded.begun_with(sequence.tokens) for t in c.turns}
@@ -231,7 +230,7 @@ class AtroposRollouts(HostedRollouts):
                     print(line, flush=True)
 
     async def _ask(self, task: Task, engine: Rollout, size: int) -> HandedIn | str:
-        """The group that a rollout is a part of, or why there is none."""
+        """The group of a rollout, or why there is none."""
         asking = asyncio.ensure_future(self._leases.ask(task.group_id, task.index, size, engine.whole_group))
         try:
             while not asking.done():

@@ -1,4 +1,4 @@
-"""A group as an environment hands it in: Atropos' ScoredData, read from JSON and checked."""
+"""A submitted group: Atropos' ScoredData, read from JSON and checked."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ REASONS = (
     "malformed", "unsupported", "too_large", "too_small", "unknown_environment", "unknown_sequence", "not_sampled",
     "nothing_new", "advantages", "no_room", "repeated",
 )  # fmt: skip
-"""Why a group is not trained; docs/environments.md says what each means."""
+"""Why a group is not trained; docs/environments.md explains each."""
 COUNTED = ("groups", *REASONS, "unsampled_tokens", "repeated_tokens")
-"""What is counted, as rollout/atropos/<name>."""
+"""Names of counters, logged as rollout/atropos/<name>."""
 UNTRAINED = -100
-"""In a mask: the token is context."""
+"""Mask value of a context token."""
 
 
 class GroupRefusedError(Exception):
@@ -40,10 +40,10 @@ class PushedSequence:
     """One rollout of a group.
 
     Attributes:
-        tokens: [T] int32. wanted: [T] bool, tokens that the environment wants trained.
+        tokens: [T] int32. wanted: [T] bool, tokens that the environment marks for training.
         score: of the rollout.
-        advantages: [T] of each token, where the environment gives any.
-        zero: its advantage is to be zero: it counts in the group, and nothing of it is trained.
+        advantages: [T] of each token, if the environment gives any.
+        zero: its advantage is set to zero: it counts in the group, but is not trained.
     """
 
     tokens: NDArray[np.int32]
@@ -58,7 +58,7 @@ class Pushed:
     """A group.
 
     Attributes:
-        env_id: of the environment, if it says so.
+        env_id: of the environment, if given.
         digest: equal for equal groups.
     """
 
@@ -88,7 +88,7 @@ def read_group(given: object) -> Pushed:
 
 
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
-    """What would be trained otherwise than by its score or advantage is not trained at all."""
+    """Reject training by anything other than scores or advantages."""
     for name, what in (
         ("images", "images"),
         ("distill_token_ids", "distillation"),

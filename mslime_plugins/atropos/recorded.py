@@ -1,7 +1,7 @@
-"""What the model server has recorded and nobody has handed in yet: conversations, found by how they begin.
+"""Recorded conversations that no group contains yet, found by their beginning.
 
-Environments name no conversation: a request goes on from one if it begins with what was recorded there, and a group is
-recognised by its tokens. Each first request begins a conversation; its replies (`n`) are sequences of it.
+Environments do not identify conversations. A request continues one if it begins with its recorded messages, and a group
+is recognised by its tokens. Each first request begins a conversation; its replies (`n`) are sequences of it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mslime_plugins.atropos.matching import shared_length
 
 log = logging.getLogger(__name__)
 _EVERY_S = 5.0
-"""Between two looks for what is too old."""
+"""Seconds between two checks for old conversations."""
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A first request, and what went on from it.
+    """A first request and its continuations.
 
     Attributes:
-        key: of its first messages, where it is a chat.
-        last: when the last reply ended (`time.monotonic`).
-        taken: turns that a group was given.
+        key: of its first messages, if it is a chat.
+        last: end of the last reply (`time.monotonic`).
+        taken: turns that a group contains.
     """
 
     session: ServedRollout
@@ -44,17 +44,17 @@ class Conversation:
 
     @property
     def turns(self) -> list[ReplyTurn]:
-        """All of them."""
+        """All its turns."""
         return self.session.chat.turns
 
     @property
     def busy(self) -> bool:
-        """Whether a reply is under way."""
+        """Whether a reply is in progress."""
         return self.session.under_way > 0
 
     @property
     def whole(self) -> bool:
-        """Whether every turn was taken."""
+        """Whether all its turns are taken."""
         return not self.busy and len(self.taken) == len(self.turns)
 
 
@@ -62,8 +62,8 @@ class Recorded:
     """All conversations.
 
     Args:
-        keep_s: for which one is kept after its last reply.
-        drop: told how many sampled tokens nobody took, of each that is let go.
+        keep_s: seconds for which one is kept after its last reply.
+        drop: called for each removed conversation with its number of unused sampled tokens.
     """
 
     def __init__(self, keep_s: float, drop: Callable[[int], None]) -> None:
@@ -77,7 +77,7 @@ class Recorded:
         return len(self._all)
 
     def begin(self, session: ServedRollout, request: Request) -> Conversation:
-        """A conversation with its first request."""
+        """Start a conversation with its first request."""
         found = Conversation(session, _key(request))
         self._all[found] = None
         self._by_key[found.key][found] = None
@@ -86,7 +86,7 @@ class Recorded:
         return found
 
     def continued(self, request: Request) -> Conversation | None:
-        """The conversation that a request goes on from: the one with the longest of the turns that it repeats."""
+        """The conversation that a request continues: the one with the longest repeated turn."""
         longest = 0
         best: Conversation | None = None
         for conversation in self._candidates(request):
@@ -95,8 +95,8 @@ class Recorded:
         return best
 
     def noted(self, conversation: Conversation) -> None:
-        """A reply of it has ended: its sequences can be recognised."""
-        if conversation not in self._all:  # it was let go of
+        """Record the end of a reply: its sequences can be recognised from now on."""
+        if conversation not in self._all:  # it was removed meanwhile
             return
         conversation.last = time.monotonic()
         for sample in {id(t.sample): t.sample for t in conversation.turns}.values():
@@ -104,7 +104,7 @@ class Recorded:
             self._by_prompt.setdefault(n, {}).setdefault(_hash(sample.tokens[:n]), {})[conversation] = None
 
     def begun_with(self, tokens: NDArray[np.int32]) -> list[Conversation]:
-        """Conversations of which a sequence's prompt is the beginning of these tokens."""
+        """Conversations with a sequence whose prompt begins these tokens."""
         found: dict[Conversation, None] = {}
         for n, by_hash in self._by_prompt.items():
             if n <= len(tokens):
@@ -112,12 +112,12 @@ class Recorded:
         return list(found)
 
     def settle(self) -> None:
-        """Let go of what was taken whole."""
+        """Remove conversations whose turns are all taken."""
         for conversation in [c for c in self._all if c.whole]:
             self._forget(conversation)
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Remove all conversations."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         for conversation in list(self._all):
@@ -135,7 +135,7 @@ class Recorded:
         return self.begun_with(np.asarray(prompt, np.int32))
 
     def _repeated(self, conversation: Conversation, request: Request) -> int:
-        """Tokens of the longest turn of a conversation that a request repeats; 0 for none."""
+        """Tokens of the longest turn of a conversation that a request repeats; 0 if there is none."""
         chat = conversation.session.chat
         if not request.prompts:
             turn = chat.forest.place(request.messages, tools_key(request.tools)).turn
@@ -171,17 +171,17 @@ class Recorded:
             await asyncio.sleep(min(_EVERY_S, self._keep_s))
             try:
                 self.let_go(time.monotonic() - self._keep_s)
-            except Exception:  # without it, all later conversations would be kept for ever
+            except Exception:  # otherwise no later conversation would ever be removed
                 log.exception("unused conversations are not removed")
 
     def let_go(self, before: float) -> None:
-        """Let go of conversations whose last request ended before that (`time.monotonic`)."""
+        """Remove conversations whose last request ended before this time (`time.monotonic`)."""
         for conversation in [c for c in self._all if not c.busy and c.last < before]:
             self._forget(conversation)
 
 
 def _key(request: Request) -> object:
-    """By which a chat's later requests find it: its tools, and its messages before the first reply."""
+    """Key of a chat: its tools, and its messages before the first reply."""
     if request.prompts:
         return "text" if isinstance(request.prompts[0], str) else "tokens"
     return tools_key(request.tools), tuple(_spelled(m) for m in _before_reply(request.messages))

@@ -1,4 +1,4 @@
-"""`mslime doctor`: chooses checks, runs them one after the other, tells what they found."""
+"""`mslime doctor`: selects checks, runs them one after the other, and prints the findings."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ CHECKS = (
     Check("collectives", "all-reduce and all-to-all against the links", check_collectives),
     Check("step", "a trainer and an engine, two steps, their mismatch", check_step, full=True),
 )
-"""In the order in which a fault of one explains those after it."""
+"""Checks, ordered so that a fault of one explains later faults."""
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "cannot see": "dim"}
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A check that has been run.
+    """A check with its findings.
 
     Attributes:
-        seconds: that it took.
+        seconds: its duration.
     """
 
     check: str
@@ -64,7 +64,7 @@ class Examined:
 def run_doctor(
     options: Options, only: Sequence[str] = (), skip: Sequence[str] = (), *, as_json: bool = False, strict: bool = False
 ) -> int:
-    """Examine this machine and print it.
+    """Check this host and print the findings.
 
     Args:
         only, skip: names of checks; `only` also takes those that otherwise need --full.
@@ -72,10 +72,10 @@ def run_doctor(
         strict: a warning counts as a failure.
 
     Returns:
-        0: nothing failed; what cannot be seen does not count. 1: something failed.
+        0: nothing failed (`cannot see` does not count). 1: something failed.
 
     Raises:
-        ConfigError: there is no such check, or an option contradicts another.
+        ConfigError: a check is unknown, or an option contradicts another.
     """
     check_options(options)
     chosen = choose(only, skip, options.full)
@@ -98,7 +98,7 @@ def run_doctor(
 
 
 def check_options(options: Options) -> None:
-    """Raises ConfigError."""
+    """Check the options. Raises ConfigError."""
     if options.nodes < 1:
         raise ConfigError("--nodes", options.nodes, "must be at least 1", "say how many machines take part")
     if not 0 <= options.node_rank < options.nodes:
@@ -113,7 +113,7 @@ def check_options(options: Options) -> None:
 
 
 def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[Check]:
-    """The checks to run, in their order. Raises ConfigError for names that are not one, and where none is left."""
+    """The checks to run, in order. Raises ConfigError for unknown names, and if no check is left."""
     names = [check.name for check in CHECKS]
     for flag, given in (("--only", only), ("--skip", skip)):
         for name in given:
@@ -138,7 +138,7 @@ def examine(check: Check, node: Node) -> Examined:
 
 
 def lines_of(examined: Examined) -> list[Text]:
-    """For a terminal: status, check, what was found, and what to do below it."""
+    """Terminal lines: status, check, finding, and advice below it."""
     lines = []
     for finding in examined.findings:
         line = Text(f"{finding.status:<11}", style=_STYLES[finding.status])

@@ -1,4 +1,4 @@
-"""What a check says, and what it may look at."""
+"""Results of a check, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Finding:
     """One line.
 
     Attributes:
-        status: `cannot see`: the thing is not here, or this process may not look at it; nobody knows how it is.
-        found: what was read or measured, with its unit, and what was expected where that is known.
-        todo: what to do about it; empty where nothing is to be done.
+        status: `cannot see`: the thing is absent, or this process may not read it.
+        found: the value read or measured, with its unit, and the expected value if known.
+        todo: advice; empty if nothing is to be done.
         values: the numbers of `found`, for JSON; the unit is in the name.
     """
 
@@ -29,39 +29,39 @@ class Finding:
 
 
 def ok(found: str, **values: float | int | str) -> Finding:
-    """Nothing to do."""
+    """A finding without action."""
     return Finding("ok", found, "", values)
 
 
 def warn(found: str, todo: str, **values: float | int | str) -> Finding:
-    """A run works, and is slower or nearer to a limit than it need be."""
+    """A finding for a run that works, but slower or closer to a limit than necessary."""
     return Finding("warn", found, todo, values)
 
 
 def fail(found: str, todo: str, **values: float | int | str) -> Finding:
-    """A run will not work, or far below what the machine is sold for."""
+    """A finding for a run that will not work, or be far slower than the hardware's nominal speed."""
     return Finding("fail", found, todo, values)
 
 
 def unseen(found: str, todo: str = "") -> Finding:
-    """Nobody knows."""
+    """A finding for an unknown state."""
     return Finding("cannot see", found, todo)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver tells. None: the driver, or this kind of GPU, does not tell.
+    """One GPU as reported by its driver. None: the driver, or this kind of GPU, does not report it.
 
     Attributes:
         memory, used: bytes.
         uncorrected: ECC errors since the driver was loaded that could not be repaired.
-        remap_pending, remap_failed: whether rows of memory wait for a reset to be replaced, or could not be.
+        remap_pending, remap_failed: whether memory rows wait for a reset to be remapped, or could not be remapped.
         power_limit, power_default: watts.
         temperature: degrees Celsius.
-        slowed_by: why its clock is below what it could be, other than that it has nothing to do.
-        pcie_width, pcie_width_most: lanes in use now, and that the slot and the GPU could use.
+        slowed_by: reasons for a reduced clock, other than idleness.
+        pcie_width, pcie_width_most: lanes in use, and most lanes of the slot and the GPU.
         links: NVLinks that are up.
-        processes: ids of those that have memory on it.
+        processes: ids of processes with memory on it.
     """
 
     index: int
@@ -86,13 +86,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The user's options.
 
     Attributes:
-        directory: where checkpoints are to be written.
-        model: a checkpoint for the step; None: a tiny one is made.
+        directory: of the checkpoints.
+        model: a checkpoint for the test step; None: create a tiny one.
         full: measure longer, and start a trainer and an engine.
-        nodes, node_rank, head: machines that take part in collectives, this one's number, HOST:PORT of number 0.
+        nodes, node_rank, head: number of hosts in collectives, this one's index, HOST:PORT of index 0.
     """
 
     directory: Path = Path("outputs")
@@ -105,12 +105,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Node:
-    """The machine.
+    """The checked host.
 
     Attributes:
-        gpus: those that the driver shows.
-        blind: why there are none; empty where there are.
-        root: what paths of the system are below.
+        gpus: those that the driver reports.
+        blind: why there are none; empty if there are some.
+        root: directory above all system paths.
     """
 
     options: Options
@@ -120,27 +120,27 @@ class Node:
     root: Path = Path("/")
 
     def read(self, path: str) -> str | None:
-        """The text of a file of the system; None: it is not there, or not for us."""
+        """The text of a system file; None: missing, or not readable."""
         try:
             return (self.root / path.lstrip("/")).read_text().strip()
         except OSError:
             return None
 
     def listed(self, path: str) -> list[str]:
-        """Names in a directory of the system, sorted; none where it is not there."""
+        """Names in a system directory, sorted; empty if it is missing."""
         directory = self.root / path.lstrip("/")
         return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
 
 @dataclass(frozen=True)
 class Check:
-    """One part of a machine.
+    """One check of a host.
 
     Attributes:
         name: for --only and --skip.
-        about: what is looked at, in a few words.
-        run: gives one finding or several.
-        full: only with --full, or by its name.
+        about: its subject, in a few words.
+        run: returns one or more findings.
+        full: runs only with --full, or by its name.
     """
 
     name: str

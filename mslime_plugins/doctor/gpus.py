@@ -1,4 +1,4 @@
-"""Driver, CUDA, GPUs, their links: what the driver tells, nothing is launched."""
+"""Driver, CUDA, GPUs and their links, as reported by the driver; launches nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mslime_plugins.doctor.nvml import cuda_of_driver
 
 GIB = 2**30
 HOT_C = 80
-"""Degrees of a GPU with nothing to do above which its cooling is looked at."""
+"""Temperature in degrees Celsius of an idle GPU above which its cooling is suspect."""
 BUSY_BYTES = 2 * GIB
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 
@@ -58,7 +58,7 @@ def _cuda(node: Node) -> Iterator[Finding]:
 
 
 def _torch_build() -> str | None:
-    """The CUDA that torch was built for, as its own words; None: for CPU."""
+    """The CUDA version that torch was built for, as torch reports it; None: for CPU."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return None
     import torch
@@ -76,7 +76,7 @@ def _cards(node: Node) -> int:
 
 
 def check_gpus(node: Node) -> Iterator[Finding]:
-    """Models, memory, errors, who else is there."""
+    """Models, memory, errors, and other processes."""
     if not node.gpus:
         yield unseen(node.blind)
         return

@@ -1,4 +1,4 @@
-"""The machine beside its GPUs: cores, memory, shared memory, limits, disk, clock."""
+"""The host without its GPUs: cores, memory, shared memory, limits, disk, clock."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 
 GIB, MIB = 2**30, 2**20
 GIB_A_GPU = 100
-"""Of host memory for a GPU: what sleeping trainers, offloaded optimizers and references take is in `mslime plan`."""
+"""Host memory per GPU; `mslime plan` has the sizes of offloaded trainers, optimizers and references."""
 CORES_A_GPU = 8
 LITTLE_MEMORY_GIB = 8
 SHM_GIB = (1, 16)
-"""Of /dev/shm: below the first engines and Ray fail, below the second Ray's store and weights in shm are cramped."""
+"""Thresholds of /dev/shm: below the first, engines and Ray fail; below the second, Ray's store and weights in shm are
+short of space."""
 FILES = (4096, 65536)
-"""Open files of a process, likewise: hundreds of connections for each engine, and mapped checkpoints."""
+"""Likewise for open files of a process: hundreds of connections for each engine, and mapped checkpoints."""
 FREE_GIB = (5, 100)
-"""Of the disk for checkpoints, likewise, on a machine with GPUs."""
+"""Likewise for free space on the checkpoints' disk, on a host with GPUs."""
 DISK_MB_PER_S = 500
 CLOCK_US = 100_000
 _UNSYNCHRONISED = 0x0040  # STA_UNSYNC of linux/timex.h
@@ -56,7 +57,7 @@ def check_host(node: Node) -> Iterator[Finding]:
 
 
 def _container_limit(node: Node) -> int | None:
-    """Bytes that a control group allows, version 2 or 1; None: all."""
+    """Bytes that a control group (version 2 or 1) allows; None: no limit."""
     said = node.read("/sys/fs/cgroup/memory.max") or node.read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
     return int(said) if said and said.isdigit() else None
 
@@ -132,7 +133,7 @@ def check_disk(node: Node) -> Iterator[Finding]:
 
 
 def existing(path: Path) -> Path:
-    """The directory, or the nearest one above it that is there."""
+    """The directory, or its nearest existing parent."""
     path = path.absolute()
     while not path.is_dir():
         path = path.parent
@@ -140,8 +141,8 @@ def existing(path: Path) -> Path:
 
 
 def write_speed(directory: Path, size: int) -> float:
-    """MB/s of one file of `size` bytes, until the disk has it (fsync). The file is gone afterwards."""
-    block = os.urandom(8 * MIB)  # a file system that compresses cannot
+    """MB/s of one file of `size` bytes, including fsync. The file is then removed."""
+    block = os.urandom(8 * MIB)  # not compressible by a file system
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began = time.perf_counter()
         for _ in range(size // len(block)):
@@ -151,7 +152,7 @@ def write_speed(directory: Path, size: int) -> float:
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of `struct timex` of linux/timex.h, with room for the rest."""
+    """The beginning of `struct timex` of linux/timex.h, with padding for the rest."""
 
     _fields_ = [
         ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
@@ -160,7 +161,7 @@ class _Timex(ctypes.Structure):
 
 
 def check_clock(node: Node) -> Iterator[Finding]:
-    """Whether the kernel's clock is kept in step; of several machines `collectives` measures the difference."""
+    """Whether the kernel's clock is synchronised; `collectives` measures differences between hosts."""
     said = _Timex()
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(said)) < 0:
         yield unseen(f"the kernel does not tell of its clock ({os.strerror(ctypes.get_errno())})")
@@ -169,10 +170,10 @@ def check_clock(node: Node) -> Iterator[Finding]:
 
 
 def clock_finding(unsynchronised: bool, error_us: int) -> Finding:
-    """Of the state of the kernel's clock.
+    """Finding about the kernel's clock.
 
     Args:
-        error_us: how far it may be off, in microseconds.
+        error_us: largest error, in microseconds.
     """
     if unsynchronised:
         return warn("the clock is not synchronised", "start chrony or systemd-timesyncd: timelines and logs of several "

@@ -1,4 +1,4 @@
-"""Measurements that need torch, each in a process of its own.
+"""Measurements that need torch, each in a separate process.
 
 `python -m mslime_plugins.doctor.measure WHAT ...` prints one line of JSON. Without a GPU the same code measures the
 CPU, in float32 and on smaller sizes.
@@ -18,7 +18,7 @@ from typing import Any
 GPU_SIZE, CPU_SIZE = 8192, 1024
 """Rows and columns of the matrices."""
 GPU_BYTES, CPU_BYTES = 2**31, 2**27
-"""Of the tensor that is copied."""
+"""Bytes of the copied tensor."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 VOCABULARY, ROWS = 32_000, 256
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object], seconds: float, device: str) -> float:
-    """Seconds of one call, the median of five blocks that last `seconds` together; two calls before them warm up."""
+    """Seconds of one call: the median of five blocks that take `seconds` in total, after two warm-up calls."""
     import torch
 
     def finish() -> None:
@@ -84,7 +84,7 @@ def copying(device: str, seconds: float) -> float:
 
 
 def kernels(device: str) -> dict[str, float | str]:
-    """By kernel: its largest relative difference from plain torch in float32, or why it does not run."""
+    """By kernel: its largest relative difference from plain torch in float32, or its error."""
     tried: dict[str, Callable[[str], float]] = {"log-probs and entropy of mslime": log_probs}
     if device != "cpu":
         tried |= {
@@ -96,7 +96,7 @@ def kernels(device: str) -> dict[str, float | str]:
     for name, kernel in tried.items():
         try:
             found[name] = kernel(device)
-        except Exception as error:  # whatever a kernel can die of is what we are to tell
+        except Exception as error:  # any error of a kernel is a result
             found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return found
 
@@ -125,17 +125,17 @@ def log_probs(device: str) -> float:
 
 
 def difference(got: Any, wanted: Any) -> float:
-    """The largest, in units of the largest wanted value."""
+    """The largest difference, in units of the largest wanted value."""
     return float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
 def _transformer_engine() -> Any:
-    """After torch, whose libraries it wants; a build that CPUs do not have."""
+    """Import Transformer Engine after torch, whose libraries it needs; CPU hosts have no build of it."""
     return importlib.import_module("transformer_engine.pytorch")
 
 
 def te_linear(device: str) -> float:
-    """Against torch's, on the same bfloat16 weights, forward."""
+    """Compare the forward pass of a linear layer with torch's, on the same bfloat16 weights."""
     import torch
 
     te = _transformer_engine()
@@ -148,7 +148,7 @@ def te_linear(device: str) -> float:
 
 
 def te_experts(device: str) -> float:
-    """Four experts with different numbers of tokens, one of them with none."""
+    """Compare four experts with different numbers of tokens, one of them with none."""
     import torch
 
     te = _transformer_engine()
@@ -167,7 +167,7 @@ def te_experts(device: str) -> float:
 
 
 def te_attention(device: str) -> float:
-    """Packed sequences of 128 and 384 tokens, causal, 8 heads on 2 of keys, against torch's in float32."""
+    """Compare packed sequences of 128 and 384 tokens, causal, 8 heads on 2 of keys, with torch's in float32."""
     import torch
 
     te = _transformer_engine()
@@ -190,10 +190,10 @@ def te_attention(device: str) -> float:
 
 
 def collectives(device: str, rank: int, ranks: int, meet: str, size: int, seconds: float) -> dict[str, float]:
-    """Bus bandwidth of all-reduce and all-to-all in GB/s, as nccl-tests count it (its PERFORMANCE.md): the bytes of a
-    rank's buffer over the time, times 2 (n - 1) / n and (n - 1) / n. That is what the slowest link carries, whatever n.
+    """Bus bandwidth of all-reduce and all-to-all in GB/s, as in nccl-tests (its PERFORMANCE.md): the bytes of a rank's
+    buffer over the time, times 2 (n - 1) / n and (n - 1) / n. That is the rate of the slowest link for any n.
 
-    `clock_ms`: how far the machines' clocks are apart, as seen when all leave a barrier.
+    `clock_ms`: difference between the hosts' clocks, measured as all ranks leave a barrier.
     """
     import torch
     import torch.distributed as dist
@@ -221,7 +221,7 @@ def collectives(device: str, rank: int, ranks: int, meet: str, size: int, second
 
 
 def _together(work: Callable[[], object], seconds: float, device: str) -> float:
-    """Seconds of one call. All ranks make as many: the slowest's first call says how many."""
+    """Seconds of one call. All ranks make equally many calls; the slowest rank's first call determines the number."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Networks: InfiniBand, what NCCL and gloo are told, the address that others use, loopback HTTP, ports."""
+"""Networks: InfiniBand, settings of NCCL and gloo, the host's address, loopback HTTP, ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mslime.network import ephemeral_ports, listen, own_ports
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 
 GBITS_A_GPU = 200
-"""Of network for a GPU below which a run over several machines is looked at; H100 machines are sold with 400."""
+"""Gb/s of network per GPU below which a run over several hosts is suspect; H100 hosts have nominally 400."""
 INTERFACES = {"NCCL_SOCKET_IFNAME": "NCCL", "GLOO_SOCKET_IFNAME": "gloo"}
 SLOWING = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of a machine do not talk over NVLink"),
@@ -26,12 +26,12 @@ SLOWING = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
     "NCCL_BLOCKING_WAIT": ("1", "every collective is waited for on the host"),
 }
-"""Variables that make a run slow: the value, and what it does."""
+"""Variables that slow a run down: the value, and its effect."""
 _VIRTUAL = ("lo", "docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tunl")
 
 
 def check_infiniband(node: Node) -> Iterator[Finding]:
-    """Network adapters for RDMA, and whether GPUs may be read by them."""
+    """Network adapters for RDMA, and whether they can read GPU memory."""
     devices = node.listed("/sys/class/infiniband")
     if not devices:
         yield unseen("no RDMA device (/sys/class/infiniband)",
@@ -57,7 +57,7 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
 
 
 def rdma_ports(node: Node) -> dict[str, float]:
-    """Gb/s of each port, as `device:port`; 0 where it is not up."""
+    """Gb/s of each port, as `device:port`; 0 if it is down."""
     found: dict[str, float] = {}
     for device in node.listed("/sys/class/infiniband"):
         for port in node.listed(f"/sys/class/infiniband/{device}/ports"):
@@ -68,7 +68,7 @@ def rdma_ports(node: Node) -> dict[str, float]:
 
 
 def check_nccl(node: Node) -> Iterator[Finding]:
-    """Variables that NCCL and gloo follow, against the interfaces and devices of the machine."""
+    """Variables of NCCL and gloo, compared with the host's interfaces and devices."""
     interfaces = _interfaces_up()
     for variable, library in INTERFACES.items():
         value = node.environ.get(variable)
@@ -100,8 +100,8 @@ def _interfaces_up() -> list[str]:
 
 
 def _names(value: str, name: str) -> bool:
-    """Whether NCCL's list of beginnings means `name`: `=` before it for the whole name, `^` for all others, and the
-    port of a device left out."""
+    """Whether NCCL's list of prefixes matches `name`: `=` before it matches whole names, `^` all others; a device's
+    port is ignored."""
     others, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     words = [word.partition(":")[0] for word in value.lstrip("^=").split(",") if word]
     fits = any(fnmatch.fnmatchcase(name, word if exact else f"{word}*") for word in words)
@@ -109,7 +109,7 @@ def _names(value: str, name: str) -> bool:
 
 
 def check_address(node: Node) -> Iterator[Finding]:
-    """The name of the machine, and where it leads to."""
+    """The host's name, and its address."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -131,11 +131,11 @@ class _Answer(BaseHTTPRequestHandler):
         self.wfile.write(b"here")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the terminal."""
+        """Log nothing to the terminal."""
 
 
 def check_loopback(node: Node) -> Iterator[Finding]:
-    """HTTP to this machine, and ports for it."""
+    """HTTP to this host, and ports for it."""
     with listen() as free:
         port = free.getsockname()[1]
     server = HTTPServer(("127.0.0.1", port), _Answer)

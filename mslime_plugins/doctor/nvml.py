@@ -1,4 +1,4 @@
-"""GPUs as NVIDIA's management library tells of them (NVML, by nvidia-ml-py): no CUDA context is made."""
+"""GPUs as reported by NVIDIA's management library (NVML, through nvidia-ml-py), without a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REASONS = {
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake of the machine",
     "nvmlClocksEventReasonApplicationsClocksSetting": "clocks set by hand",
 }
-"""NVML's bits, and what they mean. A GPU that is idle, or follows another one, is not slowed."""
+"""NVML's bits, with descriptions. An idle GPU, or one that follows another's clock, does not count as slowed."""
 
 
 def see_gpus(load: Callable[[], Any] | None = None) -> tuple[tuple[Gpu, ...], str]:
-    """All GPUs of the machine, and why there are none.
+    """All GPUs of the host, and a reason if there are none.
 
     Args:
-        load: gives the module `pynvml`; None: the installed one.
+        load: returns the module `pynvml`; None: the installed one.
     """
     try:
         nvml = load() if load is not None else importlib.import_module("pynvml")
@@ -41,11 +41,11 @@ def see_gpus(load: Callable[[], Any] | None = None) -> tuple[tuple[Gpu, ...], st
 
 
 def cuda_of_driver() -> int | None:
-    """The newest CUDA that the driver runs, as 1000 x major + 10 x minor; None without a driver."""
+    """The newest CUDA version that the driver supports, as 1000 x major + 10 x minor; None without a driver."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # not installed, or no driver; NVML's own errors cannot be named before it is there
+    except Exception:  # not installed, or no driver; NVML's own errors need the module
         return None
     try:
         return int(nvml.nvmlSystemGetCudaDriverVersion_v2())
@@ -57,7 +57,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-        """None where this GPU has no such thing, or does not tell us."""
+        """Call an NVML function; None if this GPU lacks or does not report the value."""
         try:
             return function(handle, *arguments)
         except nvml.NVMLError:

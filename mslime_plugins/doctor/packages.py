@@ -1,4 +1,4 @@
-"""What is installed, whether it imports, and whether kernels run and compute what they should."""
+"""Installed packages, their imports, and the correctness of kernels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OPTIONAL = {
     "amp_C": "NVIDIA's apex: Transformer Engine's fused Adam and norms are used instead",
     "deep_ep": "needed for megatron.moe_token_dispatcher_type flex alone",
 }
-"""What a run does without them."""
+"""Consequence of each missing package."""
 _PIN = re.compile(r"^([\w.-]+)==([\w.]+)")
 
 
 def check_packages(node: Node) -> Iterator[Finding]:
-    """Versions against the pins, and imports."""
+    """Compare versions with the pins, and import the packages."""
     extra = "gpu" if node.gpus else "cpu"
     yield versions_finding(pins(extra), installed_version, extra)
     broken = {name: failure(_importing(name, node)) for name in (*NEEDED, *(ON_GPUS if node.gpus else ()))}
@@ -48,13 +48,14 @@ def check_packages(node: Node) -> Iterator[Finding]:
 
 
 def _importing(name: str, node: Node) -> str:
-    """torch first, which loads CUDA's libraries for the others; without GPUs SGLang needs its CPU platform."""
+    """Import order: torch first, which loads CUDA's libraries for the others; without GPUs SGLang needs its CPU
+    platform."""
     before = "" if node.gpus else "from mslime.backends.cpu.sglang import install; install(); "
     return f"{before}import torch, {name}"
 
 
 def pins(extra: str) -> dict[str, str]:
-    """Versions that mslime's own metadata asks for, by package, those of an extra included."""
+    """Versions required by mslime's own metadata, by package, including those of an extra."""
     found: dict[str, str] = {}
     for line in importlib.metadata.requires("mslime") or ():
         requirement, _, condition = line.partition(";")
@@ -65,10 +66,10 @@ def pins(extra: str) -> dict[str, str]:
 
 
 def versions_finding(wanted: dict[str, str], installed: Callable[[str], str | None], extra: str) -> Finding:
-    """Of pinned packages.
+    """Finding about pinned packages.
 
     Args:
-        installed: gives the version of a package, None where it is missing; a local part (+cpu) is left out.
+        installed: returns the version of a package without a local part (+cpu), or None if it is missing.
     """
     others = {name: (installed(name) or "not installed").partition("+")[0] for name in wanted}
     wrong = [f"{name} {found} instead of {wanted[name]}" for name, found in others.items() if found != wanted[name]]
@@ -79,7 +80,7 @@ def versions_finding(wanted: dict[str, str], installed: Callable[[str], str | No
 
 
 def check_kernels(node: Node) -> Iterator[Finding]:
-    """Kernels against plain torch."""
+    """Compare kernels with plain torch."""
     device, tolerance = ("cuda:0", TOLERANCE["bfloat16"]) if node.gpus else ("cpu", TOLERANCE["float32"])
     [found] = measured([["kernels", "--device", device]])
     for name, differs in found.items():
@@ -90,10 +91,10 @@ def check_kernels(node: Node) -> Iterator[Finding]:
 
 
 def kernel_finding(name: str, differs: float | str, bound: float) -> Finding:
-    """Of one kernel.
+    """Finding about one kernel.
 
     Args:
-        differs: the largest difference over the largest value, or why there is none.
+        differs: the largest difference over the largest value, or an error.
     """
     if isinstance(differs, str):
         return fail(f"{name}: {differs}", "see the line of packages; the whole traceback: python -m "

@@ -1,4 +1,4 @@
-"""Speeds against what the machine is sold for: matrix products, memory, collectives. The work is `measure`'s."""
+"""Measured against nominal speeds: matrix products, memory, collectives. `measure` does the work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.network_checks import rdma_ports
 
 WORKER = "mslime_plugins.doctor.measure"
-"""The module that measures, in processes of its own."""
+"""The module of measurements, run in separate processes."""
 DEADLINE_S = 300
 CPU_RANKS = 2
 CLOCKS_APART_MS = 100
@@ -25,11 +25,10 @@ CLOCKS_APART_MS = 100
 
 @dataclass(frozen=True)
 class SpeedThresholds:
-    """Of what a GPU is sold for (`config/cluster.py`): below `warn` something is amiss, below `fail` it is not the
-    machine that was paid for.
+    """Fractions of a GPU's nominal speed (`config/cluster.py`) below which a finding is `warn` or `fail`.
 
-    Assumptions: an H100 that runs into its power limit reaches two thirds to three quarters in large matrix products, a
-    copy nine tenths of its memory, NCCL four fifths of NVLink in all-reduce and somewhat less in all-to-all.
+    Assumptions: an H100 at its power limit reaches two thirds to three quarters in large matrix products, a copy nine
+    tenths of its memory, NCCL four fifths of NVLink in all-reduce and somewhat less in all-to-all.
     """
 
     warn: float
@@ -39,15 +38,15 @@ class SpeedThresholds:
 MATMUL, MEMORY = SpeedThresholds(0.55, 0.4), SpeedThresholds(0.75, 0.6)
 ALL_REDUCE, ALL_TO_ALL = SpeedThresholds(0.6, 0.3), SpeedThresholds(0.5, 0.25)
 STRAGGLER = 0.92
-"""Of the median GPU: one that is slower holds up all others in every collective."""
+"""Fraction of the median GPU's speed; a slower one delays all others in every collective."""
 
 
 class Broken(Exception):
-    """A process that measures has failed; the text is its last words."""
+    """A measuring process has failed; the text is the end of its output."""
 
 
 def check_speed(node: Node) -> Iterator[Finding]:
-    """Matrix products and memory of each GPU, all at once: they share the machine's power and air."""
+    """Matrix products and memory of all GPUs at once, because they share the host's power and cooling."""
     seconds = 5.0 if node.options.full else 1.0
     if not node.gpus:
         [found] = measured([["speed", "--device", "cpu", "--seconds", "0.5"]])
@@ -64,7 +63,7 @@ def check_speed(node: Node) -> Iterator[Finding]:
 
 
 def _usable(node: Node) -> Sequence[Any]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, numbered as torch does."""
+    """The GPUs visible under CUDA_VISIBLE_DEVICES, numbered as in torch."""
     visible = node.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(node.gpus) if visible is None else len([word for word in visible.split(",") if word.strip()])
     return node.gpus[: min(count, len(node.gpus))]
@@ -73,11 +72,11 @@ def _usable(node: Node) -> Sequence[Any]:
 def speed_findings(
     what: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
 ) -> Iterator[Finding]:
-    """Of one speed of all GPUs.
+    """Findings about one speed of all GPUs.
 
     Args:
         found: of each GPU.
-        expected: what one is sold for; None: not known.
+        expected: nominal speed; None: unknown.
     """
     least, middle = min(found), median(found)
     spread = f"{middle:,.0f} {unit}" + (f", the slowest GPU {least:,.0f}" if len(found) > 1 else "")
@@ -96,14 +95,14 @@ _SLOW = "see the lines of clocks and gpus; is somebody else on them? nvidia-smi 
 
 
 def judged(ratio: float, share: SpeedThresholds, text: str, todo: str, values: Mapping[str, float]) -> Finding:
-    """A speed as a share of the nominal one."""
+    """Finding about a speed as a fraction of the nominal one."""
     if ratio < share.fail:
         return fail(text, todo, **values)
     return warn(text, todo, **values) if ratio < share.warn else ok(text, **values)
 
 
 def check_collectives(node: Node) -> Iterator[Finding]:
-    """All-reduce and all-to-all of all GPUs, of several machines with --nodes; over gloo where there is no GPU."""
+    """All-reduce and all-to-all over all GPUs, of several hosts with --nodes; over gloo without GPUs."""
     options = node.options
     here = len(_usable(node)) if node.gpus else CPU_RANKS
     ranks = here * options.nodes
@@ -137,13 +136,13 @@ def check_collectives(node: Node) -> Iterator[Finding]:
 def collective_findings(
     found: Mapping[str, float], known: Nominal | None, ranks: int, here: int, network: float
 ) -> Iterator[Finding]:
-    """Of NCCL.
+    """Findings about NCCL.
 
     Args:
         found: bus bandwidth by collective, GB/s.
-        known: what the GPUs are sold for.
-        ranks, here: GPUs in all, and of one machine.
-        network: GB/s of one machine's adapters together.
+        known: nominal values of the GPUs.
+        ranks, here: GPUs in total, and of one host.
+        network: total GB/s of one host's adapters.
     """
     limits = expected_bandwidth(known, ranks, here, network)
     where = f"of {ranks} GPUs" + (f" on {ranks // here} machines" if ranks > here else "")
@@ -161,10 +160,10 @@ _TALK = "see the lines of links, infiniband and nccl; NCCL_DEBUG=INFO says which
 
 
 def expected_bandwidth(known: Nominal | None, ranks: int, here: int, network: float) -> dict[str, float]:
-    """Bus bandwidth that the links allow, GB/s; 0: not known.
+    """Bus bandwidth that the links allow, GB/s; 0: unknown.
 
-    Within a machine that of NVLink. Over several, an all-reduce crosses a machine's edge once in each direction with
-    all adapters together, and of an all-to-all (n - here) / (n - 1) of a GPU's bytes go over its own adapter.
+    Within a host it is NVLink's. Over several hosts, an all-reduce crosses a host's boundary once in each direction
+    with all adapters together. In an all-to-all, (n - here) / (n - 1) of a GPU's bytes go over its own adapter.
     """
     nvlink = known.nvlink if known else 0.0
     if ranks <= here:
@@ -175,7 +174,7 @@ def expected_bandwidth(known: Nominal | None, ranks: int, here: int, network: fl
 
 
 def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
-    """What processes of `measure` say, all run at once. Raises Broken with the last words of the first that fails."""
+    """Results of `measure` processes, all run at once. Raises Broken with the output's end of the first failed one."""
     with tempfile.TemporaryDirectory() as scratch:
         started = []
         for number, words in enumerate(commands):

@@ -1,7 +1,7 @@
 """A small run as a user starts one: a trainer, an engine, two steps, weights sent and compared after each.
 
-The run is `mslime train` in a process of its own, on a tiny Qwen3-MoE that is made here, or on a checkpoint of yours.
-What counts is how far the trainer's log-probs are from the engine's, before the first weight sync and after it.
+The run is `mslime train` in a separate process, on a generated tiny Qwen3-MoE or on your checkpoint. The test compares
+the trainer's log-probs with the engine's, before the first weight sync and after it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 1800
 END_S = 60
-"""For a run that is asked to end."""
+"""Seconds for a run to end after a request."""
 STEPS = 2
 MISMATCH = {"cpu": (1e-6, 1e-4), "cuda": (1e-3, 1e-2)}
-"""Nats of `mismatch/kl` above which one looks, and above which something is broken: float32 on both sides on a CPU,
-bfloat16 and different kernels on GPUs."""
+"""Thresholds of `mismatch/kl` in nats, for a warning and for a failure: float32 on both sides on a CPU, bfloat16 and
+different kernels on GPUs."""
 SYMBOLS = "0123456789+=. "
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 def even_tokens(sample: Sample) -> float:
-    """The share of even token ids in a response: a reward that random weights earn some of, and not all."""
+    """The fraction of even token ids in a response: a reward that random weights get sometimes, not always."""
     response = sample.tokens[sample.prompt_length :]
     return float((response % 2 == 0).mean()) if len(response) else 0.0
 
@@ -68,7 +68,7 @@ def check_step(node: Node) -> Iterator[Finding]:
 
 
 def step_findings(rows: list[Mapping[str, Any]], device: str, seconds: float) -> Iterator[Finding]:
-    """Of the metrics of a run that has ended well."""
+    """Findings from the metrics of a completed run."""
     steps = [row for row in rows if row["step"] > 0]
     if len(steps) != STEPS:
         yield fail(f"the run logged {len(steps)} steps instead of {STEPS}", "please report this")
@@ -103,7 +103,7 @@ def _number(value: float | None) -> str:
 
 
 def run_settings(node: Node, model: Path, directory: Path) -> dict[str, Any]:
-    """A run on this machine alone. One GPU is shared by trainer and engine; with two each has its own."""
+    """Settings of a run on this host alone. One GPU is shared by trainer and engine; with two each has its own."""
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "label": str(2 * i)}) + "\n" for i in range(16)))
     device = "cuda" if node.gpus else "cpu"
@@ -129,8 +129,8 @@ def run_settings(node: Node, model: Path, directory: Path) -> dict[str, Any]:
 
 
 def run_to_its_end(command: list[str], directory: Path, node: Node) -> tuple[int, str]:
-    """Exit status of a run, and what it printed. One that takes too long, or that Ctrl-C interrupts, is asked to end,
-    which saves and ends all that it started."""
+    """Exit status and output of a run. On a timeout or Ctrl-C the run is interrupted: it saves and ends all its
+    processes."""
     output = directory / "driver.log"
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with output.open("w") as log:
@@ -145,7 +145,7 @@ def run_to_its_end(command: list[str], directory: Path, node: Node) -> tuple[int
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a run to end as Ctrl-C does; the whole of its session where it does not."""
+    """End a run as Ctrl-C does; kill its whole session if it does not end."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -157,14 +157,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_tiny_model(directory: Path) -> Path:
-    """A Qwen3-MoE of 1.1 M random parameters with sizes that kernels on GPUs take; a token for each symbol."""
+    """Write a Qwen3-MoE with 1.1 M random parameters and sizes that GPU kernels support; one token for each symbol."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
     torch.manual_seed(1234)
     pad, bos, eos = range(3)
-    sizes: dict[str, Any] = {"head_dim": 64}  # which transformers' annotations do not know
+    sizes: dict[str, Any] = {"head_dim": 64}  # missing in transformers' annotations
     config = Qwen3MoeConfig(
         **sizes, vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
@@ -172,7 +172,7 @@ def write_tiny_model(directory: Path) -> Path:
         initializer_range=0.06, tie_word_embeddings=False, pad_token_id=pad, bos_token_id=bos, eos_token_id=eos,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
-    # transformers starts the padding token at 0, where the gradient of RMSNorm is 1/sqrt(eps).
+    # transformers initialises the padding token with 0, where the gradient of RMSNorm is 1/sqrt(eps).
     with torch.no_grad():
         model.model.embed_tokens.weight[pad].normal_(std=config.initializer_range)
     model = model.bfloat16()

@@ -1,1 +1,1 @@
-"""Rollout functions and environments over packages of others: OpenEnv, NeMo Gym, verifiers."""
+"""Rollout functions and environments for other packages: OpenEnv, NeMo Gym, verifiers."""

@@ -1,4 +1,4 @@
-"""Environments that a server elsewhere plays against the endpoint of a rollout: how it is asked, what it answers."""
+"""Requests and answers of environment servers that play episodes against a rollout's endpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mslime.rollout.workflow import Episode
 
 CONNECT_S = 30.0
 MOST_FAILURE = 500
-"""Characters of an error that are told."""
+"""Most characters of an error in a message."""
 
 
 async def asked_of(url: str, body: Mapping[str, Any]) -> dict[str, Any] | str:
-    """What a server answers to a request that takes as long as an episode; else a text that says what went wrong."""
+    """A server's answer to a request that takes as long as an episode; else an error text."""
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
     try:
         async with (
@@ -32,7 +32,7 @@ async def asked_of(url: str, body: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def episode_of(answer: dict[str, Any] | str) -> Episode:
-    """The episode that an answer {"reward", "metrics", "error"} tells of; a failed one where it tells none."""
+    """The episode of an answer {"reward", "metrics", "error"}; a failed one if it has none."""
     if isinstance(answer, str):
         return Episode(failed=answer)
     if answer.get("error"):

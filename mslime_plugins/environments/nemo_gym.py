@@ -1,9 +1,9 @@
 """Environments of NeMo Gym (0.4.0), over its HTTP protocol: an agent server's POST /run plays an episode.
 
-A Gym has one model server for all episodes; mslime gives every rollout an endpoint of its own. So the Gym's model
-server (its `openai_model`) is pointed at a relay here, which hands each request to the rollout that it belongs to: by a
-name in `metadata` of `responses_create_params`, which agents pass on to the model server. A Gym writes that down, and
-tells it in its errors: so the name is the relay's own, and no key.
+A Gym has one model server for all episodes; mslime gives every rollout its own endpoint. So the Gym's model server (its
+`openai_model`) points at a relay here, which forwards each request to its rollout. The rollout is identified by a name
+in `metadata` of `responses_create_params`, which agents pass to the model server. A Gym logs that name and shows it in
+errors, so it is the relay's own and not a key.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from mslime.web_server import Listening, admitted, same_key, serve
 from mslime_plugins.environments.elsewhere import asked_of, episode_of, is_number
 
 NAME = "mslime_rollout"
-"""In a request's metadata: what the relay calls the rollout."""
+"""Key in a request's metadata with the relay's name of the rollout."""
 
 OWN = ("responses_create_params", "response", "reward")
 MOST_BYTES = 64 * 2**20
 
 
 class NemoGym:
-    """A rollout function: an episode of an agent server of NeMo Gym for each rollout.
+    """A rollout function: one episode of a NeMo Gym agent server per rollout.
 
         rollout = NemoGym("http://127.0.0.1:8001", relay_port=8702, relay_key="env:GYM_KEY")
 
-    That is `rollout.function: my_project.rollouts:rollout`. The Gym runs with
+    Use it as `rollout.function: my_project.rollouts:rollout`. The Gym runs with
     `policy_base_url=http://HOST:RELAY_PORT/v1`, `policy_api_key` the relay's key, and any name of a model.
 
     Args:
         url: of the agent server.
-        relay_port: on which the Gym's model server finds the model; 0: any, see `relay`.
-        relay_host: an address that the Gym reaches.
-        relay_key: the Gym's `policy_api_key`, without which the relay reads nothing: `env:NAME`, `file:PATH`, or the
-            key itself. A Gym is told its key when it is started, often before a run, so the run draws none.
+        relay_port: port for the Gym's model server; 0: any, see `relay`.
+        relay_host: an address reachable from the Gym.
+        relay_key: the Gym's `policy_api_key`, which the relay requires: `env:NAME`, `file:PATH`, or the key itself. A
+            Gym gets its key at its start, often before a run, so the run creates none.
 
     Raises:
         ConfigError: the key cannot be found. ValueError: it is empty.
@@ -56,8 +56,8 @@ class NemoGym:
         self._url, self.relay = url.rstrip("/"), GymRequestRouter(relay_host, relay_port, relay_key)
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """See `mslime.rollout.workflow`. The row's metadata is a row of the Gym: `responses_create_params` and others.
-        Numbers that the verifier adds to its answer are metrics."""
+        """Play one episode. The row's metadata is a row of the Gym: `responses_create_params` and others. Numbers that
+        the verifier adds to its answer are metrics."""
         row = dict(task.metadata)
         asked = row.get("responses_create_params")
         if not isinstance(asked, dict):
@@ -74,7 +74,7 @@ class NemoGym:
 
 
 class GymRequestRouter:
-    """Hands requests of a Gym's model server to the rollouts that they belong to.
+    """Forwards requests of a Gym's model server to their rollouts.
 
     Attributes:
         port: that it listens on, once a rollout is served.
@@ -90,7 +90,7 @@ class GymRequestRouter:
 
     @asynccontextmanager
     async def serving(self, endpoint: ModelEndpoint) -> AsyncIterator[str]:
-        """A name for an endpoint. While this is entered, requests that have it in their metadata reach the endpoint."""
+        """Context manager: a name for an endpoint, which receives requests with this name in their metadata."""
         name = secrets.token_urlsafe(16)
         await self._add(name, endpoint)
         try:
@@ -99,7 +99,7 @@ class GymRequestRouter:
             await self._remove(name)
 
     async def _add(self, name: str, endpoint: ModelEndpoint) -> None:
-        """Take its requests; listen, if this is the first."""
+        """Accept its requests; start listening if it is the first."""
         async with self._starting:
             self._endpoints[name] = endpoint
             if self._listening is None:
@@ -110,7 +110,7 @@ class GymRequestRouter:
                 self.port = listening.getsockname()[1]
 
     async def _remove(self, name: str) -> None:
-        """Take them no more; stop listening, if this was the last."""
+        """Stop accepting its requests; stop listening if it was the last."""
         async with self._starting:
             del self._endpoints[name]
             if not self._endpoints and self._listening is not None:

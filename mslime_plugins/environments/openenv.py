@@ -2,7 +2,7 @@
 
 The messages are {"type": "reset" | "step" | "close", "data": {...}}; the answers {"type": "observation", "data":
 {"observation": {...}, "reward": ..., "done": ...}} or {"type": "error", "data": {"message": ..., "code": ...}}. A
-server makes one environment for each connection, up to a number of its own, and refuses further ones.
+server creates one environment per connection, up to its own limit, and rejects further ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mslime.rollout.environments.protocol import EnvironmentTask, Step
 
 FULL = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
-WAIT_S = 0.5  # before a server that is full is asked again
+WAIT_S = 0.5  # before a retry at a full server
 MOST_BYTES = 16 * 2**20  # of an observation
 
 
@@ -31,15 +31,15 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """One episode of an environment that an OpenEnv server holds.
+    """One episode of an environment on an OpenEnv server.
 
-    Override `action` and `observation` where the server's are more than a text.
+    Override `action` and `observation` if the server's are more than a text.
 
     Args:
         url: of the server, `http://host:port`; of several, episodes are spread over them by their seeds.
-        action_field: of the server's action, which takes what the model said. None: the model says the whole action, as
-            a JSON object.
-        observation_field: of the server's observation that the model reads. None: all of it, as JSON.
+        action_field: of the server's action, for the model's text. None: the model writes the whole action, as a JSON
+            object.
+        observation_field: of the server's observation, for the model. None: all of it, as JSON.
         reset: further arguments of the server's `reset`.
     """
 
@@ -54,7 +54,7 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     def action(self, said: str) -> dict[str, Any]:
-        """The server's action for what the model said. Raises ValueError when it is none: the model is told."""
+        """The server's action for the model's text. Raises ValueError if it is invalid; the model gets the error."""
         if self._action_field is not None:
             return {self._action_field: said}
         try:
@@ -66,7 +66,7 @@ class OpenEnv:
         return action
 
     def observation(self, seen: dict[str, Any]) -> str:
-        """What the model reads of the server's observation."""
+        """The model's text for the server's observation."""
         if self._observation_field is None:
             return json.dumps(seen)
         if self._observation_field not in seen:
@@ -75,7 +75,7 @@ class OpenEnv:
         return str(seen[self._observation_field])
 
     async def reset(self, task: EnvironmentTask) -> str:
-        """Begin. The server's seed is that of the row's metadata, else one for all rollouts of the prompt."""
+        """Begin an episode, with the seed of the row's metadata, else one for all rollouts of the prompt."""
         own = zlib.crc32(f"{task.evaluation}/{task.group_id}".encode()) & 0x7FFFFFFF
         asked = {"seed": task.metadata.get("seed", own), **self._reset}
         url = self._urls[task.seed % len(self._urls)].rstrip("/")
@@ -91,7 +91,7 @@ class OpenEnv:
             await asyncio.sleep(WAIT_S)  # until `rollout.environment_limits.call_s`
 
     async def step(self, action: str) -> Step:
-        """One action. What the server's schema refuses is told to the model, and the episode goes on."""
+        """Take one action. The model receives errors of the server's schema, and the episode continues."""
         try:
             asked = self.action(action)
         except ValueError as error:

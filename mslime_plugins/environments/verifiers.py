@@ -1,7 +1,7 @@
-"""Environments of `verifiers` 0.4, which call a model server of their own: they are played where they are installed.
+"""Environments of `verifiers` 0.4, which call a model server and are played where they are installed.
 
-`tools/serve_verifiers.py` plays an episode there, against the endpoint of the rollout that asks. Every token of it is
-one that this run sampled, so nothing of what verifiers records of tokens is needed.
+`tools/serve_verifiers.py` plays an episode there, against the rollout's endpoint. This run samples every token, so
+verifiers' own token records are not needed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from mslime_plugins.environments.elsewhere import asked_of, episode_of
 
 
 class Verifiers:
-    """A rollout function: an episode of the environment that a `serve_verifiers.py` has, for each rollout.
+    """A rollout function: one episode of a `serve_verifiers.py` environment per rollout.
 
         rollout = Verifiers("http://127.0.0.1:8700")      # rollout.function: my_project.rollouts:rollout
 
     Args:
         url: of the server; of several, rollouts are spread over them.
-        sampling: verifiers' sampling settings for the agent's requests. Those of the run win (docs/agents.md).
+        sampling: verifiers' sampling settings for the agent's requests. The run's settings take precedence
+            (docs/agents.md).
     """
 
     def __init__(self, url: str | list[str], sampling: Mapping[str, Any] | None = None) -> None:
@@ -28,7 +29,7 @@ class Verifiers:
         self._sampling = dict(sampling or {})
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """See `mslime.rollout.workflow`. The row's metadata has the task, as `serve_verifiers.py tasks` writes it."""
+        """Play one episode. The row's metadata has the task, as written by `serve_verifiers.py tasks`."""
         if "task" not in task.metadata:
             raise ValueError("the row's metadata has no task: make rows with `serve_verifiers.py tasks`")
         endpoint = await engine.endpoint()

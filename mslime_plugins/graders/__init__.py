@@ -1,1 +1,1 @@
-"""Graders of text and mathematics: the kinds math, answer_line, letters and f1 of `reward.kind`."""
+"""Graders for text and mathematics: the kinds math, answer_line, letters and f1 of `reward.kind`."""

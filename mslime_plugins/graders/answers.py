@@ -1,6 +1,6 @@
-"""Where the answer stands in a response: the last box, an `Answer:` line, `####`, else how the response ends.
+"""Locate the answer in a response: the last box, an `Answer:` line, `####`, else the response's end.
 
-A box decides alone. When the last one is empty or was cut off, there is no answer, whatever was written before it.
+A box has priority. If the last one is empty or cut off, there is no answer, regardless of earlier text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NUMBER = re.compile(
     r"(?:\s*\\?%| percent)?|(?<![\w.])[-+−]?\.\d+"
 )
 _SENTENCE_END = re.compile(r"(?<!\.)\.(?:\s|$)|\n|(?<=\w)!(?:\s|$)| because | since ")
-_LAST_MARKS = 8  # how many `answer is` are tried from the end
+_LAST_MARKS = 8  # number of `answer is` marks tried from the end
 _FEW_WORDS = 5
-_TAIL = 2000  # characters at the end in which an answer without any mark is looked for
+_TAIL = 2000  # characters at the end that are searched for an unmarked answer
 _FINAL = re.compile(r"final answer\**\s*(?:\bis\b\s*:?|:|=)\**", re.I)
 _LINK = re.compile(r"\s*(?:,?\s*\b(?:and|or)\b|,|;|/|≈|~)\s*(?:[a-zA-Z]\s*=\s*)?", re.I)
 _JOINED = re.compile(r"\b(?:or|and|either|versus|vs)\b", re.I)
@@ -39,13 +39,13 @@ _JOINS = re.compile(
 
 
 def final_part(response: str) -> str:
-    """What follows the last `</think>`, or the whole response when that is nothing."""
+    """The text after the last `</think>`, or the whole response if that is empty."""
     after = response.rpartition("</think>")[2]
     return after if after.strip() else response
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    """(start, end, content) of every box in order; the content of one that never ends is None."""
+    """(start, end, content) of every box in order; the content of an unclosed one is None."""
     found: list[tuple[int, int, str | None]] = []
     at = 0
     while (mark := _BOX.search(text, at)) is not None:
@@ -65,9 +65,9 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box, with those before it that nothing but a comma or `and` parts from it.
+    """The last box, joined with preceding ones that only a comma or `and` separates from it.
 
-    None when there is no box; empty when the last one holds nothing or was cut off.
+    None without a box; empty if the last one is empty or cut off.
     """
     found = boxes(text)
     if not found:
@@ -83,14 +83,14 @@ def boxed_answer(text: str) -> str | None:
 
 
 def answer_lines(text: str) -> list[str]:
-    """What stands behind `Answer:` on lines that begin with it, in order."""
+    """The text behind `Answer:` on lines that begin with it, in order."""
     return [line for line in _ANSWER_LINE.findall(text) if line.strip()]
 
 
 def candidates(response: str) -> list[str]:
-    """The response's answer in its possible readings, best first; empty when there is none.
+    """Possible readings of the response's answer, best first; empty if there is none.
 
-    Several readings are ways to cut out one value. Where several values stand together, they are one answer, a list.
+    Readings are alternative extractions of one value. Several adjacent values are one answer, a list.
     """
     text = final_part(response)
     boxed = boxed_answer(text)
@@ -105,14 +105,14 @@ def candidates(response: str) -> list[str]:
 
 
 def _after_the_boxes(text: str) -> list[str]:
-    """What is said to be the final answer behind the last box."""
+    """Text behind the last box that is declared the final answer."""
     rest = text[boxes(text)[-1][1] :]
     mark = _FINAL.search(rest)
     return [] if mark is None else _sentence_readings(rest[mark.end() :].strip()[:_TAIL])
 
 
 def _anchored(text: str) -> list[str]:
-    """Readings of the sentence behind the last `answer is` or `Answer:` that says anything."""
+    """Readings of the sentence behind the last non-empty `answer is` or `Answer:`."""
     for mark in reversed(list(_ANCHOR.finditer(text))[-_LAST_MARKS:]):
         if found := _sentence_readings(text[mark.end() : mark.end() + _TAIL].strip()):
             return found
@@ -131,7 +131,7 @@ def _sentence_readings(rest: str) -> list[str]:
 
 
 def _values(text: str) -> list[str]:
-    """The formulas that are more than a name, and the numbers outside of them, in order."""
+    """Formulas that are more than a name, and numbers outside of them, in order."""
     text = re.sub(r"\.\.+", " , ", text)
     found, at = list[str](), 0
     for formula in _MATH.finditer(text):
@@ -143,12 +143,12 @@ def _values(text: str) -> list[str]:
 
 
 def _formulas(rest: str, formula: re.Match[str]) -> list[str]:
-    """The formula that `rest` begins with, and what a comma, `and` or `or` joins to it."""
+    """The formula at the beginning of `rest`, and further ones joined to it by a comma, `and` or `or`."""
     parts, at = [_content(formula)], formula.end()
     while (link := _LINK.match(rest, at)) is not None:
         following = _MATH.match(rest, link.end()) or _NUMBER.match(rest, link.end())
         if following is None and rest[link.end() :].startswith((*"\\$(-[{",)):
-            return []  # another value that is no formula
+            return []  # another value that is not a formula
         if following is None:
             break
         parts.append(_content(following) if following.re is _MATH else following[0])
@@ -162,7 +162,7 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _at_the_end(text: str) -> list[str]:
-    """How a response without any mark ends: its last line when that is short, its last formula or its last number."""
+    """The end of an unmarked response: its last line if short, its last formula or its last number."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return []
@@ -184,7 +184,7 @@ def _at_the_end(text: str) -> list[str]:
 
 
 def _chain_at_the_end(text: str, formulas: list[re.Match[str]]) -> str:
-    """The last formulas as one list, where `and`, `or` or a comma joins them."""
+    """The last formulas as one list, if `and`, `or` or a comma joins them."""
     run = [formulas[-1]]
     for left in reversed(formulas[:-1]):
         if not _LINK.fullmatch(text[left.end() : run[0].start()]):

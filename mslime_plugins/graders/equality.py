@@ -1,9 +1,9 @@
-"""Whether two answers say the same: as text, as a number with its unit, as a collection, or by value.
+"""Equality of two answers: as text, as a number with its unit, as a collection, or by value.
 
 Text, numbers, units and lists are compared here; expressions by value (`symbolic`), sets, relations and matrices by
-math-verify. An answer states one value: what gives several, in whatever form, equals no label that is one of them.
+math-verify. An answer states one value: if it lists several in any form, it does not equal a label that is one of them.
 Exactness rules: a tuple keeps its order, a set does not, `(1, 2)` is not `[1, 2]`, and a name in front (`x =`) counts
-only where both have one.
+only if both have one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mslime_plugins.graders.symbolic import (
     union,
 )
 
-LONGEST = 4_000  # characters of an answer that is looked at; longer ones are equal as text or not at all
+LONGEST = 4_000  # characters of an answer that is parsed; longer ones are compared only as text
 DEEPEST = 40  # brackets in brackets
 MOST_ITEMS = 64  # of a list, set or tuple that is compared item by item
 
@@ -38,7 +38,7 @@ _LEAD = re.compile(
 _ABOUT = re.compile(
     r"^(?:\\text\{\s*(?:about|approximately|approx\.?|roughly|nearly|exactly|only)\s*\}|\\approx|\\sim)\s*", re.I
 )
-_SUM_OF_NAMES = re.compile(r"[a-zA-Z](?:\s*[+-]\s*[a-zA-Z])+")  # m + n = 809, as contests ask for it
+_SUM_OF_NAMES = re.compile(r"[a-zA-Z](?:\s*[+-]\s*[a-zA-Z])+")  # m + n = 809, as in contest answers
 _CHOICE = re.compile(
     r"^(?:\\text\{)?\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*[.):](?![\d=])|([A-J])\s*\})\s*\}?[\s.:)]*(.*)$", re.DOTALL
 )
@@ -74,7 +74,7 @@ _EQUALS = re.compile(r":=|(?<![<>!\\=])=(?!=)|\\equiv(?![a-zA-Z])")
 _ORDERED = re.compile(r"\\(?:le|ge|ne|in)(?![a-zA-Z])|[<>]|!=")
 _NO_VALUE = re.compile(
     r"[<>&]|=(?![^{}\\]*\})|\\(?:\\|(?:le|ge|ne|in|to|ldots|equiv|cup|cap|setminus|mid|[lr]?[rR]ightarrow|implies|vee|wedge)(?![a-zA-Z]))|\.\."
-)  # of which the parser may read a part
+)  # the parser may read only a part of these
 _BUILDER = re.compile(r"^[^|:]*?([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?)?\s*(?:\||:)\s*(.*)$", re.DOTALL)
 _PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
 _VECTOR = re.compile(
@@ -88,14 +88,14 @@ _CLOSE = {")": ")", "]": "]", r"\}": "}", "}": " ", r"\rangle": ")"}
 
 
 class Listed(NamedTuple):
-    """Several things. `kind` is how they were put together: `list`, `set`, or two brackets; empty for a single one."""
+    """Several items. `kind` is how they are grouped: `list`, `set`, or two brackets; empty for a single item."""
 
     kind: str
     items: tuple[str, ...]
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether an answer says what the label says. Both as they were written, LaTeX or plain.
+    """Whether an answer equals the label. Both are unprocessed text, LaTeX or plain.
 
     Raises:
         TooLargeError: a number in one of them is too large to be computed.
@@ -117,7 +117,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested, the unclosed ones included."""
+    """Nesting depth of brackets, unclosed ones included."""
     depth = deepest = 0
     for c in text:
         depth += (c in OPENING) - (c in CLOSING)
@@ -132,11 +132,12 @@ def tidy(text: str) -> str:
 
 
 def readings(text: str, *, trusted: bool = False) -> list[str]:
-    """What a cleaned answer may mean, most likely first: 1,234 is a number, 2,75 has a decimal comma or is a list.
+    """Possible readings of a cleaned answer, most likely first: 1,234 is a number, 2,75 has a decimal comma or is a
+    list.
 
     Args:
-        trusted: a label's; each part of its `a \\approx b` counts. Of an answer both count only where b is the rounding
-            of a, so that a chain of guesses means nothing.
+        trusted: it is a label; each part of its `a \\approx b` counts. In an answer both count only if b is the
+            rounding of a, so a chain of guesses does not count.
     """
     if (m := _CHOICE.match(text)) is not None and m[4].strip():
         return readings(m[4].strip(" .}"), trusted=trusted)
@@ -157,7 +158,7 @@ def readings(text: str, *, trusted: bool = False) -> list[str]:
 
 
 def _rounded(whole: str, decimal: str) -> bool:
-    """Whether a decimal of three digits or more is the rounding of what is no decimal itself."""
+    """Whether a decimal of three digits or more is the rounding of a non-decimal value."""
     short, long = read_number(decimal), read_number(whole)
     if short is None or (short.digits or 0) < 3 or (long is not None and long.digits is not None):
         return False
@@ -166,7 +167,7 @@ def _rounded(whole: str, decimal: str) -> bool:
 
 
 def _join_thousands(text: str) -> str:
-    """Without the commas of 1,234 where no bracket makes them a pair's."""
+    """Remove the commas of 1,234 unless brackets make them a pair's."""
     if "," not in text:
         return text
     return _THOUSANDS.sub(lambda m: m[1].replace(",", "") if _outside_brackets(text, m.start()) else m[0], text)
@@ -185,7 +186,7 @@ def _outside_brackets(text: str, at: int) -> bool:
 
 
 def _same_choice(g: str, a: str) -> bool | None:
-    """Letters of a multiple choice, when the label is one; a choice may be followed by its text."""
+    """Compare letters of a multiple choice, if the label is one; a choice may be followed by its text."""
     gold, answer = _LETTER.match(g), _LETTER.match(a)
     if gold and answer:
         return gold[1] == answer[1]
@@ -197,7 +198,7 @@ def _same_choice(g: str, a: str) -> bool | None:
 
 
 def _same_words(g: str, a: str) -> bool | None:
-    """Names and sentences; None when they are about mathematics."""
+    """Compare names and sentences; None if they are mathematical."""
     none = [_says_none(t) for t in (g, a)]
     if all(none):
         return True
@@ -216,7 +217,7 @@ def _says_none(text: str) -> bool:
 
 
 def is_words(text: str) -> bool:
-    """Whether an answer is a name or a sentence: nothing in it is computed."""
+    """Whether an answer is a name or a sentence, which is not computed."""
     text = _COMPUTED.sub(" ", text)
     return _WORD.search(text) is not None and not re.search(
         r"[=^+<>]|\\(?:frac|sqrt|le|ge|ne|in|pi|cup)\b|\d\s*[,*/]|\\text\{\s*(?:and|or|if)\s*\}", text
@@ -227,7 +228,7 @@ def is_words(text: str) -> bool:
 
 
 def _same(g: str, a: str) -> bool:
-    """Two readings: lists item by item, values with a name in front, equations, and what is one expression."""
+    """Compare two readings: lists item by item, values with a name in front, equations, and single expressions."""
     g, a = _bare(g), _bare(a)
     if key(g) == key(a):
         return True
@@ -243,7 +244,7 @@ def _same(g: str, a: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without what only says of what kind a set is: x in, a condition's braces, brackets around a value."""
+    """Remove notation for the kind of a set: x in, a condition's braces, brackets around a value."""
     if len(parts := split_top(text, re.compile(r"\\in(?![a-zA-Z])"))) == 2 and _is_variable(parts[0]):
         text = parts[1].strip()
     ends = _brackets(text)
@@ -258,7 +259,7 @@ def _bare(text: str) -> str:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, closing, inside) when one pair of brackets holds the whole text."""
+    """(opening, closing, inside) if one pair of brackets encloses the whole text."""
     width, step = bracket_at(text, 0) if text else (0, 0)
     if step != 1:
         return None
@@ -276,7 +277,7 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _same_in_base(g: str, a: str) -> bool | None:
-    """Numerals with a base: the digits are compared, and the base where both have one."""
+    """Compare numerals with a base: the digits, and the base if both have one."""
     numerals = _PREFIXED.match(g), _PREFIXED.match(a)
     if any(numerals):
         return all(numerals) and int(g.replace(" ", ""), 0) == int(a.replace(" ", ""), 0)
@@ -293,7 +294,7 @@ def _same_in_base(g: str, a: str) -> bool | None:
 
 
 def _split(text: str) -> list[str]:
-    """At commas and `and`, or at semicolons where there are any."""
+    """Split at commas and `and`, or at semicolons if there are any."""
     for separator in (_SEMICOLON, _COMMA):
         parts = [p.strip() for p in split_top(text, separator)]
         if len(parts) > 1:
@@ -315,14 +316,14 @@ def _listed(text: str) -> Listed:
 
 
 def _both(text: str) -> list[str]:
-    """The two readings of a text with `\\pm` or `\\mp`; the text alone without, and when it is a collection."""
+    """The two readings of a text with `\\pm` or `\\mp`; only the text itself without these, and for a collection."""
     if not _PLUS_MINUS.search(text) or text.startswith((r"\{", "(", "[")):
         return [text]
     return [_PLUS_MINUS.sub(lambda m, up=up: "+" if (m[1] == "pm") == up else "-", text) for up in (True, False)]
 
 
 def _same_lists(g: str, a: str) -> bool | None:
-    """Lists, sets and tuples; None when neither is one, or when an interval is compared with what is none."""
+    """Compare lists, sets and tuples; None if neither is one, or for an interval and a non-interval."""
     gold, answer = (_distinct(_vector_as(x, of)) for x, of in ((g, a), (a, g)))
     kinds = {gold.kind, answer.kind}
     if kinds == {""}:
@@ -349,7 +350,7 @@ def _same_lists(g: str, a: str) -> bool | None:
 
 
 def _vector_as(text: str, other: str) -> Listed:
-    """A vector as a tuple where the other side is no matrix; else what is listed."""
+    """A vector as a tuple if the other side is not a matrix; else the listed items."""
     m = _VECTOR.match(text)
     if m is None or "matrix" in other or "array" in other:
         return _listed(text)
@@ -359,14 +360,14 @@ def _vector_as(text: str, other: str) -> Listed:
 
 
 def _distinct(listed: Listed) -> Listed:
-    """Without repetitions, where those mean nothing: in a set, and in a list of tuples."""
+    """Remove repetitions if they have no meaning: in a set, and in a list of tuples."""
     if listed.kind == "set" or (listed.kind == "list" and all(_brackets(i) for i in listed.items)):
         return Listed(listed.kind, tuple(dict.fromkeys(listed.items)))
     return listed
 
 
 def _match_in_any_order(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Whether each item of one finds its own in the other."""
+    """Whether the items of both match one to one."""
     rest = list(answer)
     for item in gold:
         found = next((r for r in rest if _same(item, r)), None)
@@ -377,7 +378,7 @@ def _match_in_any_order(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_region(g: str, a: str) -> bool:
-    """An interval, a union, an inequality, or inequalities that `or` joins, with another one in another form."""
+    """Compare an interval, a union, an inequality, or inequalities joined by `or`, with another form of one."""
     sides: list[object] = []
     for text in (g, a):
         if _EQUALS.search(text):
@@ -394,7 +395,7 @@ def _same_region(g: str, a: str) -> bool:
 
 
 def _same_equations(g: str, a: str) -> bool | None:
-    """Equations; a value with a name in front of it is that value. None when there is no equation."""
+    """Compare equations; a value with a name in front of it is that value. None without an equation."""
     sides = [[p.strip() for p in split_top(t, _EQUALS)] for t in (g, a)]
     if all(len(s) == 1 for s in sides) or any(_ORDERED.search(t) for t in (g, a)):
         return None
@@ -415,7 +416,7 @@ def _same_equations(g: str, a: str) -> bool | None:
 
 
 def _valued(parts: list[str], asked_for_sums: bool) -> tuple[str, str] | None:
-    """(name or nothing, value) of `x = 2 + 3 = 5`; None when it is an equation, or states different values."""
+    """(name or empty, value) of `x = 2 + 3 = 5`; None for an equation, or for different values."""
     if len(parts) == 2 and read_number(parts[0]) and _is_name(parts[1]):
         parts = parts[::-1]  # 12 = n
     name = ""
@@ -425,7 +426,7 @@ def _valued(parts: list[str], asked_for_sums: bool) -> tuple[str, str] | None:
 
 
 def _same_names(g: str, a: str) -> bool:
-    """Equal names; y and f(x) both name a function's value."""
+    """Whether names are equal; y and f(x) both name a function's value."""
     if key(g) == key(a):
         return True
     kinds = [bool(re.fullmatch(r"[a-zA-Z]\s*\(\s*[a-zA-Z]\s*\)", t)) for t in (g, a)]
@@ -453,7 +454,7 @@ def _is_variable(text: str) -> bool:
 
 
 def _same_leaf(g: str, a: str) -> bool:
-    """Two expressions, perhaps with units: as numbers, as ratios, as words or by value. Raises TooLargeError."""
+    """Compare two expressions, possibly with units: as numbers, ratios, words or values. Raises TooLargeError."""
     gold, answer = without_unit(g), without_unit(a)
     factor = comparable(gold, answer)
     if factor is None:
@@ -470,17 +471,17 @@ def _same_leaf(g: str, a: str) -> bool:
     if is_words(g) or is_words(a):
         return words(g) == words(a)
     if any(number is None and _side_by_side(t) for t, number in zip((g, a), numbers, strict=True)):
-        return False  # a sequence, a table: as text or not at all
+        return False  # a sequence, a table: compared only as text
     return _same_expression(g, a, numbers)
 
 
 def _side_by_side(text: str) -> bool:
-    """Whether numbers stand next to each other, which the parser takes for a product: `10 20 30`, `{1}{2}`."""
+    """Whether numbers are adjacent, which the parser would read as a product: `10 20 30`, `{1}{2}`."""
     return "begin" not in text and _SIDE_BY_SIDE.search(_GROUPED.sub(r" \1 ", to_latex(text))) is not None
 
 
 def _same_ratio(g: str, a: str) -> bool | None:
-    """`3:2` and `6:4`; a ratio of two may be written as a fraction."""
+    """Compare ratios such as `3:2` and `6:4`; a ratio of two may be a fraction."""
     sides = [[read_number(p) for p in t.rpartition("=")[2].split(":")] for t in (g, a)]
     if all(len(s) == 1 for s in sides) or any(p is None or p.value == 0 for s in sides for p in s):
         return None
@@ -511,7 +512,7 @@ def _same_expression(g: str, a: str, numbers: tuple[Plain | None, Plain | None])
 
 
 def understood(gold: str) -> bool:
-    """Whether a label is something that can be compared other than as text: its pieces are numbers, names or parse."""
+    """Whether a label can be compared other than as text: its parts are numbers, names or expressions."""
     if len(gold) > LONGEST or _depth(gold) > DEEPEST:
         return False
     text = tidy(gold)

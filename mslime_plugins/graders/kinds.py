@@ -1,4 +1,4 @@
-"""The kinds of reward that this package adds. Parsers of mathematics are imported when a label or answer needs them."""
+"""Kinds of reward that this package adds. Parsers of mathematics are imported at their first use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mslime.rollout.rewards.reward_kinds import RewardKind, problem_of, text_pro
 from mslime_plugins.graders import words
 from mslime_plugins.graders.labels import letter_of, math_labels
 
-MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
-READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
+MATH_MEMORY = 2 * 2**30  # bytes that grading may take; no real answer needs that
+READING_SECONDS = 20.0  # for labels that only the LaTeX parser can check
 SHOWN = 60
 
 
 def unread_labels(labels: Iterable[tuple[str, Any]], number: int) -> list[str]:
-    """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
-    from mslime_plugins.graders.equality import understood  # sympy takes half a second
+    """Labels of kind math that cannot be parsed, and are therefore compared as text."""
+    from mslime_plugins.graders.equality import understood  # importing sympy takes half a second
 
     known: dict[str, bool] = {}
     rows, unread, first = 0, 0, ""

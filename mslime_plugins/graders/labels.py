@@ -1,4 +1,4 @@
-"""What a label must be for each grader, told without computing anything: usable on every row before a run."""
+"""Validate the labels of each grader, without computation, so every row can be checked before a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mslime.rollout.rewards.reward_kinds import alternatives
 from mslime_plugins.graders.answers import boxed_answer, candidates
 from mslime_plugins.graders.latex import balanced, clean
 
-MANY_WORDS = 12  # a label of more is a worked solution, and its answer is looked for as in a response
+MANY_WORDS = 12  # a longer label is a worked solution, whose answer is located as in a response
 
 
 def math_labels(label: Any) -> list[str]:
-    """The answers that a label of kind math allows. Raises ValueError when none can be read."""
+    """The answers that a label of kind math allows. Raises ValueError if none can be read."""
     if isinstance(label, str) and not label.strip():
         raise ValueError(f"no mathematical answer can be read from the label {label!r}")
     golds = [g for text in alternatives(label) for g in _listed(text)]
@@ -29,7 +29,7 @@ def math_labels(label: Any) -> list[str]:
 
 
 def _listed(text: str) -> list[str]:
-    """The items of a label that is a JSON list of texts, as some data sets store alternatives."""
+    """Items of a label that is a JSON list of texts, as some data sets store alternatives."""
     if text.lstrip().startswith('["'):
         try:
             items: object = json.loads(text)
@@ -41,7 +41,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _answer_of(text: str) -> str:
-    """A label's answer: its last box, or what follows `####`, or all of it."""
+    """A label's answer: its last box, or the text after `####`, or all of it."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
@@ -54,7 +54,7 @@ def _answer_of(text: str) -> str:
 
 
 def letter_of(label: Any) -> str:
-    """The letter of a multiple-choice label: `B`, `(B)`, `B.` or `B) text`. Raises ValueError when it is none."""
+    """The letter of a multiple-choice label: `B`, `(B)`, `B.` or `B) text`. Raises ValueError if it is not one."""
     (text, *more) = alternatives(label)
     found = re.match(r"^\s*\(?\s*([A-Za-z])\s*(?:[).:]|$)", text)
     if found is None or more:

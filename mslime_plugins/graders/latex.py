@@ -1,6 +1,6 @@
-"""Answers as people and models write them, brought to one spelling: LaTeX and Unicode, thousands, currencies, units.
+"""Normalise the spelling of answers: LaTeX and Unicode, thousands, currencies, units.
 
-Text in, text out; nothing is evaluated here and no library is needed, so a label may be looked at anywhere.
+Text in, text out; no evaluation and no library, so labels can be checked anywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THIN_SPACES = "\u00a0\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u2061\u2062\u2063"))
 
 _SPOILT = (("\x08oxed", r"\boxed"), ("\x08egin", r"\begin"), ("\x0crac", r"\frac"), ("\x0cbox", r"\fbox"))
-"""What a careless string literal makes of \\boxed, \\begin, \\frac and \\fbox."""
+"""\\boxed, \\begin, \\frac and \\fbox, corrupted by string escapes."""
 _SPOILT_TAB = re.compile(r"\t(?=(?:ext|frac|imes|heta|an|extbf|au)\b)")
 
 _THOUSANDS = re.compile(
@@ -79,7 +79,7 @@ _ESCAPED_COMMAND = re.compile(r"\\\\(?=[a-zA-Z])")
 
 
 def matching(text: str, start: int) -> int:
-    """Index of the brace that closes the `{` at `start`, escaped braces aside; -1 when there is none."""
+    """Index of the brace that closes the `{` at `start`, escaped braces aside; -1 if there is none."""
     depth, i = 0, start
     while i < len(text):
         if text[i] == "\\":
@@ -93,7 +93,7 @@ def matching(text: str, start: int) -> int:
 
 
 def unwrap(text: str, command: re.Pattern[str], wrap: str = "{}") -> str:
-    """`text` with each `\\command{content}` replaced by `wrap.format(content)`; one without an end stays."""
+    """`text` with each `\\command{content}` replaced by `wrap.format(content)`; an unclosed one stays."""
     parts, at = list[str](), 0
     while (found := command.search(text, at)) is not None:
         end = matching(text, found.end() - 1)
@@ -107,7 +107,7 @@ def unwrap(text: str, command: re.Pattern[str], wrap: str = "{}") -> str:
 
 @lru_cache(maxsize=4096)
 def clean(text: str) -> str:
-    """One spelling of an answer: no delimiters, sizes, fonts or thousands separators; text stays in `\\text{...}`."""
+    """Normalise an answer: no delimiters, sizes, fonts or thousands separators; text stays in `\\text{...}`."""
     for spoilt, meant in _SPOILT:
         text = text.replace(spoilt, meant)
     text = _SPOILT_TAB.sub(r"\\t", text).translate(_INVISIBLE)
@@ -152,7 +152,7 @@ def _shifted(text: str, digits: str) -> str:
 
 
 def _currencies(text: str) -> str:
-    """Dollar signs: a currency when escaped or without a partner, else the delimiters of mathematics."""
+    """Resolve dollar signs: a currency if escaped or unpaired, else delimiters of mathematics."""
     text = text.replace(r"\$", "\x01")
     if text.count("$") % 2 == 1:
         text = re.sub(r"\$(?=\s*[\d.])|(?<=\d)\s*\$", "\x01", text, count=1)
@@ -160,14 +160,14 @@ def _currencies(text: str) -> str:
 
 
 def _plain_text(content: str) -> str:
-    """`\\text{...}` as it is read: a name of one letter or of a function, a number, or words."""
+    """Read `\\text{...}` as a name of one letter or of a function, a number, or words."""
     content = content.replace("\\", "\\")
     bare = content.strip()
     if not bare:
         return " "
     if _FUNCTIONS.match(bare):
         return f"\\{bare} "
-    if not re.search(r"[^\W\d_]{2}", bare):  # no two letters in a row: a letter, a number, punctuation
+    if not re.search(r"[^\W\d_]{2}", bare):  # no two adjacent letters: a letter, a number, punctuation
         return f" {bare} " if len(bare) > 1 else bare
     return f"\\text{{{content}}}"
 
@@ -176,18 +176,18 @@ _DECIMAL_HEAD = re.compile(r"(?<![\d.\w}])\.(?=\d)")
 
 
 def _tidy(text: str) -> str:
-    """Without what people put around an answer: markdown, quotes, a final full stop, empty braces."""
+    """Remove decoration of an answer: markdown, quotes, a final full stop, empty braces."""
     text = re.sub(r"^\s*(?:\*\*|__|`|\")|(?:\*\*|__|`|\")\s*$", "", text)
     text = re.sub(r"^(?:\*\*|`)|(?:\*\*|`)$", "", text.strip()).strip()
     text = re.sub(r"(?<![\\.])[.,;:]+$", "", text).strip()
-    text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a backslash that was left over
+    text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a stray backslash
     text = _DECIMAL_HEAD.sub("0.", text)
     text = _SPACED_THOUSANDS.sub(lambda m: m[1] + m[2].replace(" ", "") + m[3], text)
     return re.sub(r"\s+", " ", text)
 
 
 def balanced(text: str) -> bool:
-    """Whether every brace has its partner, escaped ones aside."""
+    """Whether every unescaped brace has its partner."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text, re.DOTALL):
         depth += (brace == "{") - (brace == "}")
@@ -214,7 +214,7 @@ def split_top(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def bracket_at(text: str, i: int) -> tuple[int, int]:
-    """(characters to go on by, +1 for an opening bracket, -1 for a closing one) at position `i`."""
+    """(characters to advance by, +1 for an opening bracket, -1 for a closing one) at position `i`."""
     if text[i] == "\\":
         command = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL).match(text, i)
         width = 1 if command is None else command.end() - i
@@ -226,7 +226,7 @@ def bracket_at(text: str, i: int) -> tuple[int, int]:
 
 
 def key(text: str) -> str:
-    """What must be equal for two cleaned answers to be the same text: without blanks and needless braces."""
+    """Comparison key of a cleaned answer: without blanks and redundant braces."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\{([^{}\\])\}", r"\1", text)
     text = text.replace("＄", "")
@@ -235,7 +235,7 @@ def key(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """Letters and digits of an answer in small letters, for comparing names and sentences."""
+    """Letters and digits of an answer in lower case, to compare names and sentences."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\\[a-zA-Z]+", " ", text)
     return " ".join(w for w in re.findall(r"[^\W_]+", text.lower()) if w not in ("the", "a", "an"))

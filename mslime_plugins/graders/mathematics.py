@@ -1,6 +1,6 @@
 """Mathematical equivalence of a response and its label: reward kind `math`. Runs inside a reward worker process.
 
-How a label is read, where a response's answer stands, and what counts as equal is in `graders`.
+Other modules of `graders` read labels, locate answers in responses, and define equality.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class UngradedError(Exception):
 def graded_math(sample: Sample) -> float:
     """1.0 when the response's final answer equals the label, else 0.0. Has no time limit: a worker process sets one.
 
-    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response carries its
-    answer in `\\boxed{}`, else behind `answer is`, else at its end.
+    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response has its answer
+    in `\\boxed{}`, else behind `answer is`, else at its end.
 
     Raises:
         UngradedError: the answer is too large to compute.
@@ -32,7 +32,7 @@ def graded_math(sample: Sample) -> float:
 
 
 def graded_answer_line(sample: Sample) -> float:
-    """1.0 when the last `Answer:` line of the response equals the label as mathematics, else 0.0.
+    """1.0 if the last `Answer:` line of the response equals the label as mathematics, else 0.0.
 
     Raises UngradedError, ValueError.
     """

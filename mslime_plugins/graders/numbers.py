@@ -1,4 +1,4 @@
-"""Plain numbers and units as they stand in answers: exact values, how many digits were given, what was measured."""
+"""Plain numbers and units in answers: exact values, given digits, and measured quantities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-_LONGEST = 1000  # digits of a number that is read as one
+_LONGEST = 1000  # most digits of a parsed number
 _LARGEST_POWER = 400
 _DECIMAL = r"\d+(?:\.\d*)?|\.\d+"
 _SIGN = r"([+-]?)\s*"
@@ -98,7 +98,7 @@ def _fraction(text: str) -> Plain | None:
 
 
 def same_number(a: Plain, b: Plain) -> bool:
-    """Whether two numbers agree: a percent sign on one side only may mean the number itself or its hundredth."""
+    """Whether two numbers agree; with a percent sign on one side only, the value or its hundredth counts."""
     if a.percent == b.percent:
         return close(a, b)
     percent, other = (a, b) if a.percent else (b, a)
@@ -107,9 +107,9 @@ def same_number(a: Plain, b: Plain) -> bool:
 
 
 def close(a: Plain, b: Plain) -> bool:
-    """Exact equality; where a decimal stands for something that it cannot spell, rounding it is allowed.
+    """Exact equality; rounding is allowed for values without an exact decimal.
 
-    A decimal of six digits or more equals what it is the rounding, or the beginning, of: 0.333333 is 1/3 and 1.41421
+    A decimal of six digits or more equals a value if it is its rounding or its beginning. 0.333333 is 1/3 and 1.41421
     is the root of 2, but 0.33 and 1.4 are not, and 2.5 is not 2.500001.
     """
     if a.value == b.value:
@@ -167,7 +167,7 @@ UNITS: dict[str, tuple[str, Fraction]] = {
     **{name: ("dollars", Fraction(size)) for name, size in _MONEY.items()},
     **{name: (what, Fraction(1)) for name, what in {**_OTHER_MONEY, **_SINGLE}.items()},
 }
-"""Name in small letters and without a plural s -> (what it measures, size)."""
+"""Lower-case singular name -> (quantity, size)."""
 
 _MATH_WORDS = frozenset(
     {"sqrt", "theta", "alpha", "beta", "gamma", "infinity", "infty", "choose", "where", "with", "than"}
@@ -176,7 +176,7 @@ _PREFIX = re.compile(r"^([+-]?)\s*(?:(＄|€|£|¥|₹)|(?:(Rs|USD|EUR|GBP|INR|
 _SUFFIX_SIGN = re.compile(r"\s*(＄|€|£|¥|₹|¢)$")
 _SUFFIX_DEGREE = re.compile(r"\s*(\^\\circ(?:\s*[CF])?)$")
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
-_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # sin 30 degrees is no angle
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # sin 30 degrees is not an angle
 _SUFFIX_TEXT = re.compile(rf"[\s\\]*\\text\{{\s*([^{{}}]*?)\s*\}}{_POWER}\s*$")
 _NAME = r"\{\s*(?:\\text\{[^{}]*\}|m|g|s|h|L|l|N|J)\s*(?:\^\s*\{?\s*\d\s*\}?)?\s*\}"
 _SUFFIX_FRACTION = re.compile(rf"\s*\\frac\s*{_NAME}\s*{_NAME}$")  # 60 \\frac{{\\text{{km}}}}{{h}}
@@ -185,10 +185,10 @@ _SUFFIX_WORDS = re.compile(rf"(?<=[\d)\]}}%])(\s*)((?:[A-Za-zΩ]+)(?:[ /.-]+[A-Z
 
 @dataclass(frozen=True)
 class Measured:
-    """What a text says without its unit.
+    """A text without its unit.
 
     Attributes:
-        unit: name of the unit, or `?` for words that name none; empty when there is no unit.
+        unit: name of the unit, or `?` for unknown words; empty without a unit.
         power: of the unit.
     """
 
@@ -198,7 +198,7 @@ class Measured:
 
 
 def without_unit(text: str) -> Measured:
-    """The text without a unit before or behind it."""
+    """Remove a unit before or behind the text."""
     if (m := _PREFIX.match(text)) is not None:
         sign = "-" if "-" in (m[1], m[4]) else ""
         return Measured(sign + text[m.end() :].strip(), _named(m[2] or m[3]))
@@ -218,7 +218,7 @@ def without_unit(text: str) -> Measured:
 
 
 def _named(word: str) -> str:
-    """The unit's name as UNITS has it, `?` for anything else."""
+    """The unit's name in UNITS, `?` for anything else."""
     name = word.lower().strip(" .")
     for form in (name, name.removesuffix("s"), name.removesuffix("es")):
         if form in UNITS:
@@ -227,7 +227,7 @@ def _named(word: str) -> str:
 
 
 def _is_measure(word: str, spaced: bool) -> bool:
-    """Whether letters behind a number are a unit or a noun, and not variables."""
+    """Whether letters behind a number are a unit or a noun, rather than variables."""
     if word.lower() in _MATH_WORDS:
         return False
     if len(word) == 1:
@@ -236,9 +236,9 @@ def _is_measure(word: str, spaced: bool) -> bool:
 
 
 def comparable(a: Measured, b: Measured) -> Fraction | None:
-    """By what a value in a's unit is multiplied to be one in b's; None when they measure different things.
+    """Factor from a's unit to b's; None if they measure different quantities.
 
-    A unit that is missing, or that nobody knows, fits every other.
+    A missing or unknown unit is compatible with every other.
     """
     known_a, known_b = UNITS.get(a.unit), UNITS.get(b.unit)
     if known_a is None or known_b is None or a.unit == b.unit or "?" in (known_a[0], known_b[0]):

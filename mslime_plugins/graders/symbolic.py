@@ -1,8 +1,8 @@
-"""Values of expressions: parsed by math-verify, computed exactly where they are rational.
+"""Values of expressions: parsed by math-verify, exact if rational.
 
-Two expressions are the same when their values agree, at several points where they have variables: that takes
-milliseconds, while simplifying may take for ever. What has no value (sets, relations, matrices) is math-verify's to
-compare. Every power and factorial is bounded before it is computed, so `10^{10^{10}}` is refused and not tried.
+Two expressions are equal if their values agree, at several points if they have variables. That takes milliseconds,
+while simplification may not end. math-verify compares objects without a value (sets, relations, matrices). Every power
+and factorial is bounded before its computation, so `10^{10^{10}}` is rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_TERMS = 2_000  # of a sum or product, and the largest power in calculus
 LONGEST = 2_000  # characters of an expression
 POINTS = 5
 _CONFIG = LatexExtractionConfig(
-    try_extract_without_anchor=False,  # else what cannot be read as a whole is read as the last fraction in it
+    try_extract_without_anchor=False,  # else unparsable text is read as the last fraction in it
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
@@ -41,7 +41,7 @@ _CONFIG = LatexExtractionConfig(
 
 
 class TooLargeError(Exception):
-    """A number has more digits, or a sum more terms, than anybody wants to compute."""
+    """A number has too many digits, or a sum too many terms, to compute."""
 
 
 class NoValueError(Exception):
@@ -95,7 +95,7 @@ def _braced(text: str, opening: re.Pattern[str], wrap: str) -> str:
 
 @lru_cache(maxsize=256)
 def read_expression(text: str) -> Any:
-    """The expression that a cleaned text is, as sympy has it and not evaluated; None when it cannot be read."""
+    """The unevaluated sympy expression of a cleaned answer; None if it cannot be read."""
     if len(text) > LONGEST or r"\text" in text:
         return None
     found = parse(f"\\boxed{{{to_latex(text)}}}", [_CONFIG], fallback_mode="no_fallback", parsing_timeout=0)
@@ -106,7 +106,7 @@ def read_expression(text: str) -> Any:
 
 
 def exact(expression: Any) -> Fraction | None:
-    """The value of an expression when it is a rational number; None when it is not, or cannot be told.
+    """The value of an expression if it is a rational number; None if it is not, or unknown.
 
     Raises:
         TooLargeError: it has more than MOST_DIGITS digits.
@@ -115,11 +115,11 @@ def exact(expression: Any) -> Fraction | None:
     if isinstance(e, sympy.Rational):
         return Fraction(int(e.p), int(e.q))
     if isinstance(e, sympy.Float):
-        return Fraction(str(e))  # as it was written
+        return Fraction(str(e))  # exactly as written
     if isinstance(e, sympy.UnevaluatedExpr):
         return exact(e.args[0])
     if isinstance(e, sympy.Add | sympy.Mul):
-        values = [exact(a) for a in e.args]  # all: a part that is too large must be found
+        values = [exact(a) for a in e.args]  # all of them: a part that is too large must be found
         if any(v is None for v in values):
             return None
         return _bounded(_sum_or_product(e, [v for v in values if v is not None]))
@@ -210,9 +210,9 @@ def number_of(e: Any, point: Mapping[Any, Any]) -> tuple[Any, Any]:
 
 
 def same_value(a: Any, b: Any) -> bool | None:
-    """Whether two expressions have equal values wherever both have one; None when that cannot be told.
+    """Whether two expressions have equal values at all points where both have one; None if unknown.
 
-    At negative points only real values count: which branch a root of a negative number takes is not an answer's fault.
+    At negative points only real values count, because the branch of a root of a negative number is a convention.
 
     Raises TooLargeError.
     """
@@ -238,8 +238,8 @@ def same_value(a: Any, b: Any) -> bool | None:
 
 
 def real_value(e: Any) -> Fraction | None:
-    """The value of an expression without variables, to DIGITS digits where it is not rational; None when it has none,
-    or is complex. Raises TooLargeError."""
+    """The value of an expression without variables, to DIGITS digits if it is not rational; None if it has none, or is
+    complex. Raises TooLargeError."""
     if not isinstance(e, sympy.Expr) or {str(s) for s in e.free_symbols} - {"i"}:
         return None
     if (known := bounded(e)) is not None:
@@ -252,7 +252,7 @@ def real_value(e: Any) -> Fraction | None:
 
 
 def equals_number(e: Any, number: Plain) -> bool | None:
-    """Whether an expression without variables has the value that a plain number says; None when that cannot be told."""
+    """Whether an expression without variables equals a plain number; None if unknown."""
     value = real_value(e)
     if value is None:
         return None
@@ -260,7 +260,8 @@ def equals_number(e: Any, number: Plain) -> bool | None:
 
 
 def proportional(a: Any, b: Any) -> bool:
-    """Whether one expression is a constant other than 0 times the other: equations `a = 0` and `b = 0` say the same."""
+    """Whether one expression is a non-zero constant times the other, so equations `a = 0` and `b = 0` are
+    equivalent."""
     ratios: list[Any] = []
     for point in points(a, b):
         try:
@@ -274,7 +275,7 @@ def proportional(a: Any, b: Any) -> bool:
 
 
 def points(*expressions: Any) -> list[dict[str, Any]]:
-    """Where to compare: at whole numbers where something counts, else at three positive and two negative points."""
+    """Points of comparison: whole numbers if an operation counts, else three positive and two negative points."""
     names = sorted({str(s) for e in expressions for s in e.free_symbols} - {"i"})
     whole = any(
         e.has(sympy.Sum, sympy.Product, sympy.factorial, sympy.floor, sympy.ceiling, sympy.Mod) for e in expressions
@@ -290,7 +291,7 @@ def points(*expressions: Any) -> list[dict[str, Any]]:
 
 
 def bounded(e: Any) -> Fraction | None:
-    """`exact`, when nothing in the expression takes long to compute. Raises TooLargeError."""
+    """`exact`, if nothing in the expression takes long to compute. Raises TooLargeError."""
     for part in e.atoms(sympy.Sum, sympy.Product):
         for _, low, high in part.limits:
             length = high - low
@@ -310,7 +311,7 @@ def bounded(e: Any) -> Fraction | None:
 
 
 def same_object(a: Any, b: Any) -> bool:
-    """Whether two sets, inequalities or matrices are equal: math-verify's word. Raises TooLargeError."""
+    """Whether two sets, inequalities or matrices are equal according to math-verify. Raises TooLargeError."""
     for e in (a, b):
         for part in e.flat() if isinstance(e, sympy.MatrixBase) else (e,):
             bounded(part)
@@ -321,7 +322,7 @@ def same_object(a: Any, b: Any) -> bool:
 
 
 def _region(e: Any) -> Any:
-    """The values that a variable may have by an inequality; a set as it is, None for anything else."""
+    """The values of a variable allowed by an inequality; a set unchanged, None for anything else."""
     if isinstance(e, sympy.Set):
         return e
     if not is_relation(e) or is_equation(e):
@@ -338,7 +339,7 @@ def is_region(e: Any) -> bool:
 
 
 def union(expressions: list[Any]) -> Any:
-    """Of inequalities that `or` joins, when each is one."""
+    """Union of inequalities joined by `or`, if each is one."""
     sets = [_region(e) for e in expressions]
     names = {str(s) for e in expressions for s in getattr(e, "free_symbols", ())}
     return sympy.Union(*sets) if all(s is not None for s in sets) and len(names) == 1 else None

@@ -1,4 +1,4 @@
-"""Graders of plain text: the letter of a multiple choice, and the overlap of words."""
+"""Graders for plain text: the letter of a multiple choice, and the overlap of words."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BRACKETED = re.compile(r"\(\s*([A-Z])\s*\)")
 
 
 def letters(response: str, label: Any) -> float:
-    """1.0 when the response chooses the label's letter: in its last box, behind `answer is`, or as its last line."""
+    """1.0 if the response chooses the label's letter: in its last box, behind `answer is`, or as its last line."""
     return float(chosen_letter(response) == letter_of(label))
 
 
 def chosen_letter(response: str) -> str:
-    """The letter that a response chooses, a capital; empty when it chooses none."""
+    """The letter that a response chooses, in upper case; empty if it chooses none."""
     text = final_part(response)
     boxed = boxes(text)
     if boxed:
@@ -49,8 +49,8 @@ def chosen_letter(response: str) -> str:
 def f1(response: str, label: Any) -> float:
     """Overlap of the words of response and label, the best of several labels: SQuAD's F1 (arXiv 1606.05250).
 
-    2 P R / (P + R), where P is the share of the response's words, R of the label's, that the other has too. Words
-    are in small letters, without punctuation and articles. What follows `</think>` is the response.
+    2 P R / (P + R), with P the fraction of the response's words that the label has, and R the converse. Words are in
+    lower case, without punctuation and articles. The response is the text after `</think>`.
     """
     said = normalised_words(final_part(response))
     return max(_overlap(said, normalised_words(text)) for text in alternatives(label))
@@ -64,7 +64,7 @@ def _overlap(said: list[str], wanted: list[str]) -> float:
 
 
 def normalised_words(text: str) -> list[str]:
-    """Words in small letters without punctuation, articles left out; a Chinese or Japanese character is a word."""
+    """Words in lower case without punctuation and articles; a Chinese or Japanese character is a word."""
     letters = (c for c in text.lower() if c not in string.punctuation and unicodedata.category(c)[0] != "P")
     plain = re.sub(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff])", r" \1 ", "".join(letters))
     return re.sub(r"\b(?:a|an|the)\b", " ", plain).split()

@@ -1,1 +1,1 @@
-"""What a run will need, from config.json and the configuration alone: memory, balance, bytes on the links."""
+"""Needs of a run, from config.json and the configuration alone: memory, balance, bytes on the links."""

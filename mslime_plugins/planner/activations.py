@@ -1,10 +1,10 @@
 """Bytes of activations that a layer keeps for its backward pass, and how many micro-batches keep them at once.
 
-The method is that of Korthikanti et al. 2022 (arXiv:2205.05198, section 4): go through the layer and count the inputs
-that each operation's backward needs. Their 34 sbh is for GPT with dropout, multi-head attention and a 4h MLP; here the
+The method is that of Korthikanti et al. 2022 (arXiv:2205.05198, section 4): count the inputs that the backward pass of
+each operation in the layer needs. Their 34 sbh is for GPT with dropout, multi-head attention and a 4h MLP; here the
 same count is made for grouped-query and multi-latent attention, SwiGLU, experts and flash attention (no s x s matrix),
-without dropout. Sequence parallelism divides what lies outside the tensor-parallel matmuls by TP (their section 4.2.2).
-All numbers are elements per token of the micro-batch of one context-parallel rank.
+without dropout. Sequence parallelism divides activations outside the tensor-parallel matmuls by TP (their section
+4.2.2). All numbers are elements per token of the micro-batch of one context-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from mslime.config.megatron import Recompute
 from mslime.convert.flops import Widths
 
 EXPERT_IMBALANCE = 1.25
-"""Tokens on the expert-parallel rank that gets most, over the mean. An assumption: routing decides, not arithmetic."""
+"""Tokens on the fullest expert-parallel rank, over the mean. An assumption: it depends on routing."""
 FLOAT32_SHARE = 2
 """Elements of the model's 16-bit dtype that one float32 number takes."""
 
 
 def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropped: frozenset[str]) -> float:
-    """What an attention block keeps, its norm included.
+    """Activations that an attention block keeps, its norm included.
 
     Args:
         linear: gated delta-net instead of softmax attention.
-        dropped: megatron-core's `recompute_modules`: computed again in the backward pass instead of kept.
+        dropped: megatron-core's `recompute_modules`: recomputed in the backward pass instead of kept.
     """
     tp = layout.tp
     norm = w.hidden * (1 if "layernorm" in dropped else 2) / tp  # the layer's input; the projection's input
@@ -36,22 +36,23 @@ def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropp
         return norm + inner / tp
     log_sum = FLOAT32_SHARE * w.heads
     if w.latent:
-        # Compressed q and kv before and after their norms are cut along the sequence; the up-projected ones by head.
+        # Compressed q and kv before and after their norms are split along the sequence; the up-projected ones by head.
         compressed = 2 * w.query_rank + 2 * w.key_value_rank + w.rope_dim
         query = w.head_dim + w.rope_dim
         inner = w.heads * (2 * query + (w.head_dim + w.value_dim)) if "mla_up_proj" not in dropped else 0
         return norm + (compressed + inner + w.heads * w.value_dim + log_sum) / tp
-    groups = max(w.groups, tp)  # with fewer groups than ranks every rank works on a whole one
+    groups = max(w.groups, tp)  # with fewer groups than ranks, every rank has a whole one
     query, key_value = w.heads * w.head_dim, groups * w.head_dim
     normed = query + key_value if w.qk_norm else 0
     return norm + (query + 2 * key_value + normed + query + log_sum) / tp
 
 
 def mlp_elements(w: Widths, layout: ParallelLayout, *, routed: bool, dropped: frozenset[str]) -> float:
-    """What an MLP or MoE block keeps, its norm included: inputs of both linear layers and of the activation.
+    """Activations that an MLP or MoE block keeps, its norm included: inputs of both linear layers and of the
+    activation.
 
     An expert-parallel rank routes 1/TP of the tokens (sequence parallelism) to `top_k` experts each, and gets
-    `EXPERT_IMBALANCE` times as many from the others; expert-tensor parallelism gathers tokens and cuts features.
+    `EXPERT_IMBALANCE` times as many from the others; expert-tensor parallelism gathers tokens and splits features.
     """
     tp = layout.tp
     norm = w.hidden * (1 if "layernorm" in dropped else 2) / tp
@@ -67,13 +68,13 @@ def mlp_elements(w: Widths, layout: ParallelLayout, *, routed: bool, dropped: fr
 
 
 def layer_elements(w: Widths, layout: ParallelLayout, layer: int, dropped: frozenset[str] = frozenset()) -> float:
-    """What a whole layer keeps."""
+    """Activations that a whole layer keeps."""
     attention = attention_elements(w, layout, linear=layer in w.linear_layers, dropped=dropped)
     return attention + mlp_elements(w, layout, routed=layer in w.moe_layers, dropped=dropped)
 
 
 def chunks_in_flight(layout: ParallelLayout, stage: int) -> float:
-    """Forward passes of a stage whose backward has not begun, in units of the whole stage, at most.
+    """Most forward passes of a stage whose backward has not begun, in units of the whole stage.
 
     One forward, one backward: PP - stage. Interleaved, megatron-core's `get_pp_rank_microbatches`: 2 (PP - stage - 1) +
     (VPP - 1) PP chunks of warm-up and one more, each 1/VPP of the stage.
@@ -84,7 +85,7 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> float:
 
 
 def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ...], ...], how: Recompute) -> float:
-    """What one micro-batch leaves behind on a stage until its backward pass begins."""
+    """Activations that one micro-batch keeps on a stage until its backward pass begins."""
     total = 0.0
     for chunk in chunks:
         for index, layer in enumerate(chunk):
@@ -100,10 +101,10 @@ def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ..
 def working_bytes(
     w: Widths, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute, tokens: int, width: int
 ) -> int:
-    """The most that the backward pass of one layer holds beside what was kept, its activations computed again.
+    """Peak of one layer's backward pass beside the kept activations, including recomputed ones.
 
-    Of a layer without experts: the gradients of its activations (as many elements), and the gathered input and output
-    gradient of a tensor-parallel matmul, [T, hidden] each. Of one with experts: `_expert_bytes`, which are larger.
+    For a layer without experts: the gradients of its activations (as many elements), and the gathered input and output
+    gradient of a tensor-parallel matmul, [T, hidden] each. With experts: `_expert_bytes`, which is larger.
 
     Args:
         tokens: of the micro-batch on a context-parallel rank.
@@ -125,12 +126,12 @@ def working_bytes(
 
 
 def _expert_bytes(w: Widths, layout: ParallelLayout, tokens: int, width: int) -> float:
-    """What experts hold beside their activations; as `tests/rehearsal/full_size.py --peak` shows it.
+    """Memory of experts beside their activations; measured by `tests/rehearsal/full_size.py --peak`.
 
-    While tokens come back, in the recomputed forward pass: as they were received, what the experts made of them,
-    the same by sender, and the tokens that were sent. While the first linear layers go backward: its input's gradient
-    (its output's is smaller than the activations that are gone), and gradients of all local experts' weights in the
-    model's dtype, before they are added to the float32 buffer.
+    While tokens return in the recomputed forward pass: received tokens, the experts' outputs, the same ordered by
+    sender, and the sent tokens. In the backward pass of the first linear layers: the input's gradient (the output's is
+    smaller than the freed activations), and gradients of all local experts' weights in the model's dtype, before they
+    are added to the float32 buffer.
     """
     received = tokens * w.top_k * EXPERT_IMBALANCE / layout.tp * layout.etp * width
     returning = received * w.hidden * (3 + 1 / EXPERT_IMBALANCE)

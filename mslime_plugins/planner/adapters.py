@@ -1,4 +1,4 @@
-"""Several adapters in a plan: one run that needs at least what they need together."""
+"""Plan several adapters as one run with at least their combined needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mslime_plugins.planner.trainer_memory import longest_sequence
 
 
 def together(config: RunConfig) -> RunConfig:
-    """The run of the adapter whose steps are largest, with adapters as large as all of them: on every layer that one
-    of them has an adapter on, with the sum of their ranks. Trainers keep all of them, and take turns. A run of one
-    adapter, or of none, as it is."""
+    """The run of the adapter with the largest steps, with adapters as large as all together: on every layer with an
+    adapter of any of them, with the sum of their ranks. Trainers keep all of them, and take turns. A run of one
+    adapter, or of none, is unchanged."""
     runs = [*config.adapter_runs.values()]
     if not runs:
         return config
@@ -20,12 +20,12 @@ def together(config: RunConfig) -> RunConfig:
 
 
 def served_adapters(config: RunConfig) -> LoraConfig:
-    """The adapters that an engine makes room for, each of the largest rank of one; of a run of one, its own."""
+    """The adapters that an engine reserves memory for, each of the largest rank; for a run of one adapter, its own."""
     loras = [run.lora for run in config.adapter_runs.values()]
     return _lora(config.lora, loras, max(lora.rank for lora in loras)) if loras else config.lora
 
 
 def _lora(shared: LoraConfig, loras: list[LoraConfig], rank: int) -> LoraConfig:
-    """On every layer that one of the adapters is on."""
+    """An adapter on every layer that has any of the given adapters."""
     targets = dict.fromkeys(target for lora in loras for target in lora.targets)
     return shared.model_copy(update={"rank": rank, "targets": tuple(targets)})

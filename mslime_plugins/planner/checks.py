@@ -1,4 +1,4 @@
-"""What `mslime check` asks the planner."""
+"""Checks of the planner for `mslime check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mslime_plugins.planner.problems import GIB, host_problems
 
 
 def check_host_memory(config: RunConfig) -> None:
-    """Compare the host memory that the plan needs with `cluster.host_memory_gb`, if that is set. Raises ConfigError.
+    """Compare the planned host memory with `cluster.host_memory_gb`, if set. Raises ConfigError.
 
     The memory of GPUs is not compared: `mslime plan` does that.
     """

@@ -1,4 +1,4 @@
-"""What a search has found, as a table and as settings that can be used."""
+"""Results of a search, as a table and as usable settings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _word(verdict: Verdict) -> str:
 
 
 def engines_of(sglang: Mapping[str, Any]) -> str:
-    """In a few letters."""
+    """Short description of engine sizes."""
     ep = f" EP{sglang['ep_size']}" if sglang.get("ep_size", 1) > 1 else ""
     return f"{sglang['num_engines']} x TP{sglang['tp_size']}{ep}"
 
@@ -62,7 +62,7 @@ def as_yaml(settings: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def as_flags(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The same as flags of every command that takes settings; behind a launch script they win over what it says."""
+    """The same as flags of commands that take settings; after a launch script's flags they override these."""
     words: list[str] = []
     for section, values in settings.items():
         for name, value in values.items():

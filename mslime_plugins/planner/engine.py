@@ -1,7 +1,8 @@
 """Memory of an SGLang engine: weights of one GPU, and the tokens that fit into the cache beside them.
 
 SGLang's `mem_fraction_static` is the share of the GPU for weights and cache together (`arg_groups/memory_hook.py`), so
-the cache is what the weights leave of it; the rest is for activations, CUDA graphs and the bucket of a weight update.
+the cache is the rest of it after the weights. Memory outside is for activations, CUDA graphs and the bucket of a weight
+update.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mslime_plugins.planner.parameters import model_parameters
 MIB = 2**20
 _VOCABULARY = 64
 RUNTIME_BYTES = 4 * 2**30
-"""What an engine needs beside weights, cache and the bucket of a weight update: context, activations, graphs."""
+"""Memory of an engine beside weights, cache and the bucket of a weight update: context, activations, graphs."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class EngineMemory:
     Attributes:
         weights: of the model.
         cache: of keys and values.
-        state: of linear-attention layers, for the requests that run.
-        runtime: what `mem_fraction_static` leaves outside.
-        bucket: or buckets, which a weight update holds at once; within `runtime`.
+        state: of linear-attention layers, for the running requests.
+        runtime: memory outside `mem_fraction_static`.
+        bucket: buckets that a weight update holds at once; within `runtime`.
         token_bytes: of one token in the cache.
         state_bytes: of one request in the linear-attention layers.
         tokens: that fit into the cache of the engine.
-        adapters: all versions of the adapters that it serves at once.
+        adapters: all adapter versions that it serves at once.
     """
 
     weights: int
@@ -68,16 +69,16 @@ class ServedWeights:
 
     @property
     def said(self) -> str:
-        """For people."""
+        """Description for people."""
         return self.dtype if self.encoded is None else f"{self.encoded.method}; the rest in {self.dtype}"
 
     @property
     def sent(self) -> int:
-        """Bytes of a sync: plain weights are sent in 16 bits."""
+        """Bytes of a sync; plain weights are sent in 16 bits."""
         return 2 * model_parameters(self.table) if self.encoded is None else self.on_a_gpu(1)
 
     def on_a_gpu(self, tp: int) -> int:
-        """Bytes on one GPU of an engine of `tp`. The scales of a weight are shared out as it is."""
+        """Bytes on one GPU of an engine of `tp`. Scales are split like their weight."""
         return sum(
             -(-_held(rule, tp) * stored // max(1, elements))
             for rule, (stored, elements) in zip(self.table.rules, self._sizes, strict=True)
@@ -85,7 +86,7 @@ class ServedWeights:
 
     @cached_property
     def _sizes(self) -> tuple[tuple[int, int], ...]:
-        """Bytes and elements of all that each rule stands for."""
+        """Bytes and elements of each rule's tensors."""
         return tuple(self._size(rule) for rule in self.table.rules)
 
     def _size(self, rule: Rule) -> tuple[int, int]:
@@ -109,8 +110,8 @@ def engine_memory(
     Args:
         bucket: bytes that a weight update holds at once.
         gpu_bytes: of one GPU.
-        adapters: bytes of those that it serves (`adapter_bytes`).
-        taken: of it when the engine starts, by a trainer that sleeps: SGLang takes a share of what is free.
+        adapters: bytes of the served adapters (`adapter_bytes`).
+        taken: bytes in use by an offloaded trainer at the engine's start: SGLang takes a share of the free memory.
     """
     tp, width = engine.tp_size, DTYPE_BYTES[served.dtype]
     weights = served.on_a_gpu(tp)
@@ -129,8 +130,8 @@ def engine_memory(
 
 
 def adapter_bytes(factors: RuleTable, alive: int, tp: int, dtype: str) -> int:
-    """Of the adapters that an engine makes room for, on one of its GPUs: a factor whose weight is not shared out along
-    it is whole on each (SGLang's LoRAMemoryPool).
+    """Bytes on one GPU of an engine's reserved adapters. A factor is whole on each GPU if its weight is not split along
+    it (SGLang's LoRAMemoryPool).
 
     Args:
         factors: rules of A and B.
@@ -144,7 +145,8 @@ def adapter_bytes(factors: RuleTable, alive: int, tp: int, dtype: str) -> int:
 
 
 def _held(rule: Rule, tp: int) -> int:
-    """Elements of a rule's tensors on one GPU of an engine; experts are shared out whole or cut, to the same share."""
+    """Elements of a rule's tensors on one GPU of an engine; experts are distributed whole or split, with the same
+    result."""
     if rule.megatron.startswith("mtp.") or not rule.exported:
         return 0
     number = rule.parameters
@@ -155,7 +157,7 @@ def _held(rule: Rule, tp: int) -> int:
         rows, *features = kind.full_shape
         return engine_vocabulary(rows, tp) // tp * math.prod(features)
     if isinstance(kind, FusedQKV):
-        # Key-value heads are repeated where there are fewer than ranks (sglang QKVParallelLinear).
+        # Key-value heads are repeated if there are fewer than ranks (sglang QKVParallelLinear).
         rows = (kind.heads / tp + 2 * max(1, kind.groups // tp)) * kind.head_dim
         return number * int(rows) * (kind.hidden or 1)
     return number * math.prod(kind.full_shape) // (1 if kind.tp_axis is None else tp)
@@ -164,8 +166,8 @@ def _held(rule: Rule, tp: int) -> int:
 def static_fraction(engine: SGLangConfig, gpu_bytes: int) -> float:
     """`sglang.mem_fraction_static`, or SGLang 0.5.23's own choice (`handle_gpu_memory_settings`).
 
-    Its reserve in MiB: 512 + 1.5 a prefill token + tp/8 x 1024 + 2 a request of the largest decode graph, at least
-    10 GiB on GPUs above 60 GiB. Graph reserves of prefill are left out.
+    Its reserve in MiB: 512 + 1.5 a prefill token + tp/8 x 1024 + 2 a request of the largest decode graph, at least 10
+    GiB on GPUs above 60 GiB. Graph reserves of prefill are not included.
     """
     if engine.mem_fraction_static is not None:
         return engine.mem_fraction_static
@@ -203,7 +205,7 @@ def _state_bytes(w: Widths, tp: int, width: int) -> int:
 def engine_vocabulary(rows: int, tp: int) -> int:
     """Rows that an engine of `tp` ranks holds of a vocabulary, zeros included.
 
-    A multiple of 64, or of 64 x TP where that does not divide (sglang's VocabParallelEmbedding).
+    A multiple of 64, or of 64 x TP if TP does not divide that (sglang's VocabParallelEmbedding).
     """
     padded = -(-rows // _VOCABULARY) * _VOCABULARY
     return padded if padded % tp == 0 else -(-rows // (_VOCABULARY * tp)) * _VOCABULARY * tp

@@ -1,7 +1,7 @@
-"""How many parameters a trainer rank holds, by pipeline stage. Exact: the same rules that build and convert the model.
+"""Number of parameters on a trainer rank, by pipeline stage; exact, from the rules that build and convert the model.
 
-Ranks of one stage hold equally many, whatever their tensor, expert, context or data index: shards are even and the
-vocabulary is padded. So a stage is the only coordinate that has to be told apart, at any number of GPUs.
+All ranks of a stage hold equally many, whatever their tensor, expert, context or data index: shards are even and the
+vocabulary is padded. So only the stage matters, at any number of GPUs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROUTER_BIAS = "router.expert_bias"
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What one rank of a pipeline stage holds.
+    """Parameters on one rank of a pipeline stage.
 
     Attributes:
         stage: pipeline stage.
         chunks: global layer ids of its chunks.
         dense: elements that all data- and context-parallel ranks repeat.
         expert: elements that the expert-data-parallel ranks repeat.
-        embedding: elements of `dense` in the input embedding, which is looked up, not multiplied with.
+        embedding: elements of `dense` in the input embedding, which is looked up, not multiplied.
         float32: elements of `dense` that are float32 in a model of any dtype.
         buffers: elements of float32 buffers.
         largest: elements of its largest parameter.
@@ -65,7 +65,7 @@ def stage_parameters(
         table: the model's conversion rules.
         layout: the trainer's parallel sizes.
         stages: global layer ids `[stage][chunk]` (`config.layout.stage_layers`).
-        value_head: of a critic: elements of the float32 head that its last stage has in the place of an output layer.
+        value_head: of a critic: elements of the float32 head that replaces the output layer on its last stage.
     """
     found: list[StageParameters] = []
     for stage, chunks in enumerate(stages):
@@ -89,10 +89,10 @@ def stage_parameters(
 
 
 def model_parameters(table: RuleTable, ends: str | tuple[str, ...] = "") -> int:
-    """Elements of the whole model, a tied output layer once, router biases left out.
+    """Elements of the whole model, a tied output layer once, without router biases.
 
     Args:
-        ends: of the names of those that are counted.
+        ends: suffixes of the counted names.
     """
     return sum(
         rule.parameters * math.prod(rule.kind.full_shape)
@@ -111,7 +111,7 @@ def _held(rule: Rule, layout: ParallelLayout, stage: int, layers: frozenset[int]
     elif rule.megatron.startswith("embedding."):
         number = int(stage == 0)
     else:
-        # A tied output layer is the embedding itself where one stage holds both, and a copy of it otherwise.
+        # A tied output layer is the embedding itself if one stage holds both, else a copy of it.
         number = int(stage == layout.pp - 1 and (rule.exported or layout.pp > 1))
     return number * _local(rule, layout)
 
@@ -122,11 +122,11 @@ def _local(rule: Rule, layout: ParallelLayout) -> int:
 
 
 def work_per_token(held: StageParameters, layout: ParallelLayout, top_k: int, num_experts: int) -> float:
-    """Multiplications that one rank of a stage does for one token of its micro-batch, attention scores left out.
+    """Multiplications of one rank of a stage for one token of its micro-batch, without attention scores.
 
     A token multiplies with every dense element of its tensor-parallel ranks and with `top_k` experts. With sequence
-    parallelism each rank routes 1/TP of the tokens, and the expert-parallel ranks send each other as many as they get
-    when routing is even.
+    parallelism each rank routes 1/TP of the tokens, and with even routing the expert-parallel ranks send as many tokens
+    as they get.
     """
     per_expert = held.expert / (num_experts // layout.ep) if num_experts else 0.0
     return held.dense - held.embedding + per_expert * top_k * layout.etp / layout.tp

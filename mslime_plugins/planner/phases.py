@@ -1,7 +1,7 @@
 """Memory of a GPU that trainer and engines share (`cluster.placement: colocated`), phase by phase.
 
-What is where in which phase is `run/sharing.py`; the sums here follow from it. While engines generate they have all
-but what a sleeping trainer keeps, by SGLang's own choice of its cache; so that phase always fits, and its plan is the
+`run/sharing.py` defines the memory in use in each phase; this module sums it. Generating engines use all memory except
+that of an offloaded trainer, because SGLang sizes its cache accordingly. So that phase always fits, and its plan is the
 engine's.
 """
 
@@ -16,9 +16,10 @@ from mslime_plugins.planner.stages import StagePlan
 from mslime_plugins.planner.trainer_memory import CONTEXT_BYTES, TrainerMemory
 
 TRAINER_ASLEEP_BYTES = CONTEXT_BYTES
-"""What a trainer keeps on its GPU when its state is away: CUDA context and NCCL's buffers."""
+"""Memory of an offloaded trainer on its GPU: CUDA context and NCCL's buffers."""
 ENGINE_ASLEEP_BYTES = 3 * 2**30
-"""What an engine keeps: CUDA context, NCCL's buffers, CUDA graphs. An assumption; it is to be measured on GPUs."""
+"""Memory of an engine after its release: CUDA context, NCCL's buffers, CUDA graphs. An assumption, not measured on
+GPUs."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class PhaseMemory:
     Attributes:
         phase: generate, train, send or save.
         stage: pipeline stage of the trainer rank on it.
-        trainer, engine: what each side has there.
-        server: whose is `engine`: an engine's, or a teacher's.
+        trainer, engine: bytes of each side.
+        server: the owner of `engine`: an engine or a teacher.
     """
 
     phase: str
@@ -40,15 +41,15 @@ class PhaseMemory:
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """Bytes of both."""
         return self.trainer + self.engine
 
 
 def phases(
     stages: Sequence[StagePlan], engine: EngineMemory, teacher: EngineMemory | None = None
 ) -> tuple[PhaseMemory, ...]:
-    """The phases of a step, each on the stage that is fullest in it. A teacher on GPUs without an engine has all of
-    its memory while engines generate, and in the other phases less than an engine has."""
+    """The phases of a step, each on its fullest stage. A teacher on GPUs without an engine has all its memory while
+    engines generate, and less than an engine in the other phases."""
     found = [PhaseMemory("generate", stages[0].held.stage, TRAINER_ASLEEP_BYTES, _serving(engine))]
     if teacher is not None:
         found.append(replace(found[0], engine=_serving(teacher), server="teacher"))
@@ -76,5 +77,5 @@ def _sending(memory: TrainerMemory) -> int:
 
 
 def _saving(memory: TrainerMemory) -> int:
-    """A critic is counted whole: with its gradients, which it does not need."""
+    """Bytes while saving. A critic is counted whole: with its gradients, which it does not need."""
     return memory.weights + memory.optimizer + memory.critic + memory.reserve

@@ -75,37 +75,36 @@ from mslime_plugins.planner.trainer_memory import HostMemory, host_memory, longe
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that `mslime plan` says.
+    """Everything that `mslime plan` prints.
 
     Attributes:
-        model, fields: name of the family and what its config.json says.
-        parameters: of the whole model, multi-token prediction left out.
+        model, fields: name of the family and fields of its config.json.
+        parameters: of the whole model, without multi-token prediction.
         layout: of the trainer.
         gpu_bytes: usable memory of a GPU.
-        trainer_gpus, engine_gpus, nodes: of the run; engines that were started elsewhere are counted.
-        stages: the trainer, by pipeline stage; with a critic that shares its GPUs.
-        critic_stages: likewise a critic on GPUs of its own, as many as the trainer's.
+        trainer_gpus, engine_gpus, nodes: of the run, including externally started engines.
+        stages: the trainer, by pipeline stage; including a critic on its GPUs.
+        critic_stages: likewise a critic on separate GPUs, as many as the trainer's.
         engine: a GPU of an engine; None for supervised training.
         near_ranks: those of them on one machine.
         sent_share: see `Receiving.sent`.
         engine_dtype: of its weights, and how they are quantised, for people.
-        responses: of a step on the data-parallel rank that has fewest, and most.
-        micro_batches: of an optimizer step at most, when every response is as long as it may be.
-        transport: of the weight sync, also where that is chosen when engines are met; `adapters in files`
-            where engines are given adapters alone.
+        responses: of a step, on the data-parallel ranks with the fewest and the most.
+        micro_batches: most of an optimizer step, with all responses of maximal length.
+        transport: of the weight sync, even if chosen only when engines connect; `adapters in files` if engines get
+            adapters alone.
         syncs: weight-sync traffic by sender.
-        host: memory of the trainer machine that needs most.
+        host: memory of the fullest trainer host.
         rollouts: bytes of a step's responses; None for supervised training.
         rates: of the links and copies of a sync, as set.
-        bounds: lower bounds of one sync in seconds, by what it would be limited by; of a user's transport those of
-            `broadcast`.
-        problems: what does not fit.
-        remarks: what is slow or left over, in sentences.
-        phases: of a step, where trainer and engines share their GPUs; else none.
-        saved: what it writes to disks.
-        seconds: of a step: `generate`, `train`, `sync`, `sleep`, and `step` of the whole, as a search reckons them
-            (`times`); none where they are not predicted.
-        host_usable: bytes that a run can use of a machine's memory; None: nobody has said.
+        bounds: lower bounds of one sync in seconds, by limiting link; for a user's transport those of `broadcast`.
+        problems: parts that do not fit.
+        remarks: sentences about slow or unused parts.
+        phases: of a step, if trainer and engines share their GPUs; else none.
+        saved: bytes written to disks.
+        seconds: of a step: `generate`, `train`, `sync`, `sleep`, and `step` of the whole, as estimated by a search
+            (`times`); empty if not predicted.
+        host_usable: usable bytes of a host's memory; None: unknown.
     """
 
     model: str
@@ -139,54 +138,54 @@ class RunPlan:
 
     @property
     def experts_per_rank(self) -> int:
-        """Of a trainer rank."""
+        """Experts of a trainer rank."""
         return self.fields.num_experts // self.layout.ep
 
     @property
     def bubble(self) -> float:
-        """Share of a step that a stage waits, with `micro_batches` (arXiv:2104.04473, section 2.2)."""
+        """Fraction of a step in which a stage waits, with `micro_batches` (arXiv:2104.04473, section 2.2)."""
         return (self.layout.pp - 1) / (self.micro_batches * self.layout.vpp + self.layout.pp - 1)
 
     @property
     def fits(self) -> bool:
-        """Whether nothing stands in the way."""
+        """Whether there are no problems."""
         return not self.problems
 
     @property
     def fullest(self) -> int:
-        """Bytes at the peak of the fullest GPU of trainer and critic; with an engine on it, in the phase that needs
-        most, without that in which engines generate, since they fill it on purpose."""
+        """Peak bytes of the fullest GPU of trainer and critic. With an engine on it, the fullest phase counts, except
+        generation, in which engines fill it on purpose."""
         shared = [phase.total for phase in self.phases if phase.phase != "generate"]
         apart = self.critic_stages if shared else (*self.stages, *self.critic_stages)
         return max([*shared, *(stage.memory.peak for stage in apart)])
 
     @property
     def fullest_phase(self) -> str:
-        """Where trainer and engines share their GPUs, the phase that `fullest` is of; else nothing."""
+        """The phase of `fullest`, if trainer and engines share their GPUs; else empty."""
         shared = [phase for phase in self.phases if phase.phase != "generate"]
         return next((phase.phase for phase in shared if phase.total == self.fullest), "")
 
     @property
     def save_share(self) -> float | None:
-        """Seconds of a checkpoint over those of the steps between two; None where either is not known."""
+        """Seconds of a checkpoint over those of the steps between two; None if either is unknown."""
         steps = self.saved.every * self.seconds.get("step", 0.0)
         return self.saved.seconds / steps if steps else None
 
     @property
     def host_share(self) -> float:
-        """What the trainer machine that needs most takes of its memory; 0 where nobody has said how much there is."""
+        """Fraction of the fullest trainer host's memory in use; 0 if its size is unknown."""
         return self.host.total / self.host_usable if self.host_usable else 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """Tight: it fits by the numbers, with less left than they may be wrong by."""
+        """Tight: it fits by the numbers, with a margin below their possible error."""
         if not self.fits:
             return "does not fit"
         return verdict_of(max(self.fullest / self.gpu_bytes, self.host_share))
 
     @property
     def sync_bytes(self) -> int:
-        """What every engine GPU receives in one sync."""
+        """Bytes that every engine GPU receives in one sync."""
         return sum(sender.sent for sender in self.syncs)
 
     @property
@@ -216,11 +215,11 @@ class RunPlan:
         return asdict(self) | told
 
     def verdict_of(self, size: int) -> Verdict:
-        """Of bytes on one GPU."""
+        """Verdict on bytes on one GPU."""
         return verdict_of(size / self.gpu_bytes)
 
     def phase_verdict(self, phase: PhaseMemory) -> Verdict:
-        """While engines generate they fill the GPU on purpose."""
+        """Verdict on a phase; generating engines fill the GPU on purpose."""
         return "fits" if phase.phase == "generate" else self.verdict_of(phase.total)
 
 
@@ -232,8 +231,8 @@ def make_plan(
 
     Args:
         hf_config: the model's config.json.
-        critic: the critic's, where it is another.
-        teacher: a served teacher's, where it shares the trainer's GPUs.
+        critic: the critic's, if it differs.
+        teacher: a served teacher's, if it shares the trainer's GPUs.
 
     Raises:
         ConfigError: the layout does not divide the model, or a setting contradicts config.json.
@@ -328,13 +327,13 @@ def _sync(
     weights: WeightsConfig, layout: ParallelLayout, served: ServedWeights, factors: RuleTable | None,
     stages: Sequence[Sequence[Sequence[int]]],
 ) -> WeightPlan:  # fmt: skip
-    """What is sent after a step, by whom.
+    """The weight plan of a sync, and its traffic by sender.
 
     Args:
-        factors: of adapters, sent alone.
-        stages: layers of each chunk of each stage; empty where no engine generates, so that nothing is sent.
+        factors: of adapters, if these are sent alone.
+        stages: layers of each chunk of each stage; empty if no engine generates, so nothing is sent.
     """
-    # Of adapters alone, one rank of each stage writes them.
+    # For adapters alone, one rank of each stage writes them.
     senders = Senders(layout) if factors is not None else Senders.at_most(layout, weights.senders)
     if not stages:
         return WeightPlan(senders, ())
@@ -348,12 +347,12 @@ def _host(
     cluster: ClusterConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan],
     sync: WeightPlan, rollouts: RolloutBytes | None, taught: EngineMemory | None, teacher_gpus: int,
 ) -> HostMemory:  # fmt: skip
-    """Of the trainer machine that needs most.
+    """Memory of the fullest trainer host.
 
     Args:
         beside: of a critic on the same GPUs.
         rollouts: of a step, in Ray's store.
-        taught: a GPU of a teacher that shares it with the trainer.
+        taught: memory of one GPU that a teacher shares with the trainer.
         teacher_gpus: of the teacher.
     """
     held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
@@ -370,12 +369,12 @@ def _engine(
     settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, sync: WeightPlan, buckets: float,
     gpu_bytes: int, of_adapters: int, *, shared: bool,
 ) -> EngineMemory:  # fmt: skip
-    """A GPU of an engine, with the buckets that it holds while it is sent weights.
+    """Memory of one GPU of an engine, with the buckets that it holds while it receives weights.
 
     Args:
-        buckets: as many as it holds.
-        of_adapters: bytes of the adapters that it serves at once. Where there are some, no buckets are sent.
-        shared: with the trainer.
+        buckets: number of these buckets.
+        of_adapters: bytes of the adapters that it serves at once. With adapters, no buckets are sent.
+        shared: whether it shares the GPU with the trainer.
     """
     largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
     held = 0 if of_adapters else int(largest * buckets)
@@ -383,7 +382,7 @@ def _engine(
 
 
 def _teacher(spec: ServerSpec, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
-    """A GPU of a teacher that shares it with the trainer. Raises CheckpointError where its family is not known."""
+    """Memory of one GPU that a teacher shares with the trainer. Raises CheckpointError if its family is unknown."""
     table = get_family(hf_config).rules(hf_config)
     served = ServedWeights(table, spec.dtype(dict(hf_config)), expected_weights(table, hf_config))
     return _serving(spec.settings, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
@@ -393,7 +392,7 @@ def _serving(
     settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, held: int,
     gpu_bytes: int, asleep: int, of_adapters: int = 0,
 ) -> EngineMemory:  # fmt: skip
-    """A GPU of a server of the model of a config.json; see `engine_memory`."""
+    """Memory of one GPU of a server, for the model of a config.json; see `engine_memory`."""
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
@@ -401,12 +400,12 @@ def _serving(
 
 
 def _machines(per_node: int, trained: int, engines: tuple[int, int], teachers: tuple[int, int]) -> tuple[int, int]:
-    """(machines, GPUs of the last ones that nothing uses).
+    """(number of hosts, unused GPUs of the last ones).
 
-    Trainer and critic fill them in order; engines and teachers lie within one or over whole ones.
+    Trainer and critic fill hosts in order; an engine or teacher is within one host, or on whole ones.
 
     Args:
-        per_node: GPUs of a machine.
+        per_node: GPUs of a host.
         trained: GPUs of trainer and critic.
         engines, teachers: (GPUs of all beside the trainer's, GPUs of one).
     """
@@ -427,7 +426,7 @@ def _seconds(
     stages: Sequence[StagePlan], engine: EngineMemory | None, sync_s: float, longest: int,
     micro_batches: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Of a step, as a search reckons them; empty for what a search refuses, and for processors."""
+    """Seconds of a step, as estimated by a search; empty for configurations that a search rejects, and on CPUs."""
     unknown = config.sglang.urls or config.sglang.pairs is not None or config.has_critic or config.teacher.serves
     if engine is None or unknown or config.cluster.device == "cpu":
         return {}
@@ -472,7 +471,7 @@ def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int
 
     Args:
         responses: of a rollout.
-        longest: tokens of one, with its prompt.
+        longest: tokens of the longest response with its prompt.
     """
     t, dp = spec.train, spec.layout.dp
     step = responses // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size

@@ -22,7 +22,7 @@ from mslime_plugins.planner.search import FittingLayout, NothingFits, search
 
 _WIDTH = 140
 TIGHT_STATUS = 3
-"""Exit status of a plan that fits, with less left than it may be wrong by."""
+"""Exit status of a plan that fits with a margin below its possible error."""
 
 
 def run_plan(
@@ -31,14 +31,14 @@ def run_plan(
     """Print the plan of a run.
 
     Args:
-        values: what a file and flags say; only `model.path` is required, a directory with a config.json.
-        gpus: of the whole run; what the engines leave becomes the trainer's (default: `cluster.trainer_ranks`).
-        gpu_memory_gb: of one GPU as it is sold (default: `cluster.gpu_memory_gb`).
+        values: settings of a file and flags; only `model.path` is required, a directory with a config.json.
+        gpus: of the whole run; the trainer gets those that the engines leave (default: `cluster.trainer_ranks`).
+        gpu_memory_gb: nominal memory of one GPU (default: `cluster.gpu_memory_gb`).
         as_json: print JSON instead of tables.
         strict: a tight plan does not fit.
 
     Returns:
-        0 when everything fits, 3 when it fits tightly (1 where `strict`), 1 when something does not.
+        0 if everything fits, 3 if it fits tightly (1 with `strict`), 1 if something does not fit.
 
     Raises:
         UserError: a mistake in the configuration or in config.json.
@@ -48,7 +48,7 @@ def run_plan(
         print(json.dumps(plan.as_dict(), indent=2, default=str))
     else:
         console = Console()
-        # Tables are wide; where there is no terminal to fit into, they are not folded.
+        # Tables are wide; they are not wrapped without a terminal.
         Console(width=max(console.width, _WIDTH) if not console.is_terminal else None).print(describe(plan))
     return status_of(plan.verdict, strict)
 
@@ -65,12 +65,12 @@ def run_search(
     """Print the layouts that fit, the fastest first, and the settings of the first.
 
     Args:
-        gpus: of the run; it must be said.
-        top: how many, at most.
-        gpu: its name, where the usual one with so much memory is another.
+        gpus: of the run; required.
+        top: most layouts to print.
+        gpu: its name, if it is not the usual GPU with that much memory.
 
     Returns:
-        Of the first: 0, or 3 where it fits tightly (1 where `strict`); 1 where nothing fits.
+        For the first: 0, or 3 if it fits tightly (1 with `strict`); 1 if nothing fits.
 
     Raises:
         UserError: a mistake in the configuration or in config.json.
@@ -92,7 +92,7 @@ def run_search(
 def found_by(
     values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, top: int, gpu: str = ""
 ) -> tuple[list[FittingLayout], str]:
-    """What a search finds, and the name of the GPU that it reckons with. Raises NothingFits, UserError."""
+    """Results of a search, and the name of its GPU. Raises NothingFits, UserError."""
     if gpus is None or gpus < 1:
         raise ConfigError("--gpus", gpus, "a search needs the size of the run", "say how many GPUs it may have")
     if top < 1:
@@ -107,7 +107,7 @@ def found_by(
 
 
 def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
-    """The plan of what a file and flags say; see `run_plan`. Raises UserError."""
+    """The plan for settings of a file and flags; see `run_plan`. Raises UserError."""
     return plan_of_run(plan_config(values, gpus, gpu_memory_gb))
 
 
@@ -120,15 +120,15 @@ def plan_of_run(config: RunConfig) -> RunPlan:
 
 
 def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:
-    """The configuration that is planned, from what a file and flags say. Raises ConfigError."""
+    """The configuration to plan, from settings of a file and flags. Raises ConfigError."""
     values = merge({"data": {"prompts": ["prompts are not read"]}}, values)
     if gpu_memory_gb is not None:
         values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
     if gpus is not None:
-        # The engines are known before the layout can be: data parallelism is whatever GPUs are left.
+        # Engines are resolved before the layout: data parallelism uses the remaining GPUs.
         laid_out = ("megatron", "cluster", "weights")
         teacher = dict(values.get("teacher", {}))
-        apart = teacher.pop("placement", "separate") == "separate"  # it goes by cluster.placement
+        apart = teacher.pop("placement", "separate") == "separate"  # it follows cluster.placement
         known = {key: section for key, section in values.items() if key not in laid_out}
         fixed = build(known | ({"teacher": teacher} if teacher else {}))
         shared = values.get("cluster", {}).get("placement") == "colocated"
@@ -136,6 +136,6 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
             raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
-        shares = 2 if fixed.critic_ranks else 1  # a critic of its own takes as many as the policy
+        shares = 2 if fixed.critic_ranks else 1  # a separate critic takes as many as the policy
         values = merge(values, {"cluster": {"trainer_ranks": (gpus - served) // shares}})
     return build(values)

@@ -1,4 +1,4 @@
-"""A plan as tables for a person."""
+"""Print a plan as tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit
 
 
 def describe(plan: RunPlan) -> Group:
-    """The whole plan: verdict last, so that it is what a terminal shows."""
+    """The whole plan, with the verdict last, so that it stays visible on a terminal."""
     parts: list[Table | Text] = [_overview(plan), _trainer(plan, plan.stages, "Trainer")]
     if plan.critic_stages:
         parts.append(_trainer(plan, plan.critic_stages, "Critic"))
@@ -40,7 +40,7 @@ def _gib(size: float) -> str:
 
 
 def _cell(size: float) -> str:
-    """In a table, what is not there is no number."""
+    """A table cell for bytes; a dash for 0."""
     return _gib(size) if size else "–"
 
 
@@ -91,7 +91,7 @@ def _phases(plan: RunPlan) -> Table:
 
 
 def share_of(share: float, verdict: Verdict) -> Text:
-    """A share with its verdict; that it fits needs no word."""
+    """A fraction with its verdict; a fraction that fits has none."""
     return Text(f"{share:.0%}" + ("" if verdict == "fits" else f" {verdict}"), style=_STYLES[verdict])
 
 
@@ -114,7 +114,7 @@ def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
 
 
 def _runs(stages: tuple[StagePlan, ...]) -> list[tuple[StagePlan, StagePlan]]:
-    """First and last of every run of stages that would print the same row."""
+    """First and last stage of every run of stages with identical rows."""
     runs: list[tuple[StagePlan, StagePlan]] = []
     for stage in stages:
         if runs and _same(runs[-1][0], stage):

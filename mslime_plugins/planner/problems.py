@@ -1,4 +1,4 @@
-"""What does not fit, and what to change."""
+"""Parts of a plan that do not fit, with advice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from mslime_plugins.planner.trainer_memory import HostMemory, offloaded_share
 Verdict = Literal["fits", "tight", "does not fit"]
 GIB = 2**30
 USABLE = 0.99
-"""Of a GPU sold as N GB: N GiB less what the driver keeps (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4 GiB)."""
+"""Usable fraction of a GPU's nominal GB: N GiB without the driver's part (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4
+GiB)."""
 TIGHT = 0.95
-"""Share of a GPU, or of a machine's memory, above which a plan is tight: it does not know kernels' workspaces, nor how
-uneven routing is."""
+"""Fraction of a GPU's or a host's memory above which a plan is tight: it ignores kernels' workspaces and uneven
+routing."""
 HOST_USABLE = 0.9
-"""Of a machine's memory: the system, Ray's object store and file caches take the rest. An assumption."""
+"""Usable fraction of a host's memory: the system, Ray's object store and file caches take the rest. An assumption."""
 
 
 def verdict_of(share: float) -> Verdict:
-    """Of what is needed over what is there."""
+    """Verdict on needed over available memory."""
     return "does not fit" if share > 1 else "tight" if share > TIGHT else "fits"
 
 
@@ -37,8 +38,8 @@ class Problem:
     Attributes:
         where: which GPU.
         needs, has: bytes.
-        component: the largest thing there that can be made smaller.
-        way_out: what to change.
+        component: the largest part that can be made smaller.
+        way_out: advice.
     """
 
     where: str
@@ -49,8 +50,8 @@ class Problem:
 
 
 def phase_problems(tp: int, ranks: int, taking_turns: tuple[PhaseMemory, ...], gpu_bytes: int) -> list[Problem]:
-    """Where the weights of an engine of `tp` GPUs do not fit beside what a trainer of so many ranks needs to send them,
-    or to be saved."""
+    """Phases in which the weights of an engine of `tp` GPUs do not fit beside a trainer of so many ranks that sends or
+    saves."""
     return [
         Problem(
             f"shared GPU of stage {phase.stage}, phase {phase.phase}", phase.total, gpu_bytes,
@@ -64,14 +65,14 @@ def phase_problems(tp: int, ranks: int, taking_turns: tuple[PhaseMemory, ...], g
 
 
 def host_bytes(memory: float) -> int:
-    """That a run can use of a machine with `memory` GiB."""
+    """Usable bytes of a host with `memory` GiB."""
     return int(memory * GIB * HOST_USABLE)
 
 
 def host_problems(
     spec: PolicySpec, memory: float | None, host: HostMemory, rollouts: RolloutBytes | None, settings: RolloutConfig
 ) -> list[Problem]:
-    """`memory`: of a machine, in GiB."""
+    """Problems with host memory; `memory`: of a host, in GiB."""
     if memory is None:
         return []
     has, problems = host_bytes(memory), list[Problem]()
@@ -144,7 +145,10 @@ def engine_problems(
     settings: SGLangConfig, bucket_mib: float, longest: int, engine: EngineMemory | None, gpu_bytes: int,
     who: Role = "engine",
 ) -> list[Problem]:  # fmt: skip
-    """`bucket_mib`: of a weight update; `longest`: tokens of a response with its prompt; `who`: the server is."""
+    """Problems with an engine's memory.
+
+    `bucket_mib`: of a weight update; `longest`: tokens of a response with its prompt; `who`: role of the server.
+    """
     if engine is None:
         return []
     section = settings.section or settings.engine

@@ -1,7 +1,7 @@
-"""What the tokens of a step weigh outside of GPUs: in the engines' answers, with the rollout managers, in Ray's store.
+"""Bytes of a step's tokens outside of GPUs: in engine answers, rollout managers and Ray's store.
 
 Two columns are large: the routes of a model with experts, and the supports of truncated sampling. All responses are
-taken to be as long as they may be, and one sequence each.
+assumed to have maximal length, and one sequence each.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mslime.data.routes import narrowest_dtype
 SAMPLE_COLUMNS = 4 + 1 + 4
 """Bytes of a token of a sample: id, loss mask, log-prob (`data/sample.py`)."""
 SHARD_COLUMNS = 4 + 1 + 6 * 4
-"""And in a shard: id, mask, and weight, advantage, log-prob, reward, version and age (`data/shard.py`)."""
+"""Bytes of a token in a shard: id, mask, and weight, advantage, log-prob, reward, version and age (`data/shard.py`)."""
 SUPPORT_ROW, SUPPORT_ID = 8, 4
 """Bytes of a position and of an id (`data/routes.py`)."""
 ROUTE_ROW = 1
 """Bytes beside the ids: whether the row may be replayed (`data/routes.py`)."""
 ANSWER_COLUMNS = 41
-"""Bytes of a token's id, log-prob and text in the JSON of an answer, as measured."""
+"""Measured bytes of a token's id, log-prob and text in the JSON of an answer."""
 BASE64, INT32 = 4 / 3, 4
 MEASURED_IDS = {0.8: 20.0, 0.9: 56.0, 0.95: 125.0, 0.99: 514.0}
-"""Mean ids of a support by top-p: of SmolLM2-135M-Instruct at temperature 1 and top-k 4096
-(benchmarks/results/rollout.md). Larger models, and those that have been trained, keep fewer."""
+"""Mean ids of a support by top-p: measured with SmolLM2-135M-Instruct at temperature 1 and top-k 4096
+(benchmarks/results/rollout.md). Larger and trained models keep fewer."""
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of tokens, by what they are.
+    """Bytes of tokens, by column.
 
     Attributes:
-        columns: everything that is not one of the others.
+        columns: all columns without a field of their own.
     """
 
     columns: int
@@ -53,23 +53,23 @@ class TokenBytes:
 
     @property
     def largest(self) -> str:
-        """The part that has most."""
+        """The largest part."""
         sizes = {"columns": self.columns, "routes": self.routes, "supports": self.supports}
         return max(sizes, key=lambda name: sizes[name])
 
 
 @dataclass(frozen=True)
 class RolloutBytes:
-    """Bytes of responses, at most.
+    """Upper bounds of the bytes of responses.
 
     Attributes:
         responses, tokens: of a step; prompts are counted in each response.
-        support_ids, most_ids: in the support of a token: as expected, by which all is counted, and at most. 0: tokens
-            are drawn from the whole vocabulary.
+        support_ids, most_ids: in the support of a token: expected (used for all sums), and at most. 0: tokens are drawn
+            from the whole vocabulary.
         answers: of the engines, in a step.
-        held: by the rollout managers: groups that wait or are generated, and those of the step in training.
-        store: of a step's shards in Ray's store, where managers are several with the groups on their way to them.
-        machine: of those shards, of the ranks of one trainer machine.
+        held: by the rollout managers: waiting and generating groups, and those of the step in training.
+        store: of a step's shards in Ray's store; with several managers, also the groups in transit to them.
+        machine: of these shards, for the ranks of one trainer host.
     """
 
     responses: int
@@ -83,7 +83,7 @@ class RolloutBytes:
 
 
 def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> RolloutBytes:
-    """What responses of at most `longest` tokens, with their prompts, weigh."""
+    """Bytes of responses of at most `longest` tokens, with their prompts."""
     r = config.rollout
     responses = r.groups_per_step * r.group_size
     sampled, ids = min(r.max_response_tokens, longest), expected_ids(r)
@@ -112,10 +112,10 @@ def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> Rollou
 
 
 def expected_ids(r: RolloutConfig) -> float:
-    """Ids in the support of a token, in the mean; 0 without truncated sampling.
+    """Mean number of ids in the support of a token; 0 without truncated sampling.
 
-    Under top-p by `MEASURED_IDS`. Under min-p an id has at least min_p times the likeliest one's probability, so where
-    that is nearly 1 there are at most 1 / min_p.
+    Under top-p by `MEASURED_IDS`. Under min-p an id has at least min_p times the likeliest one's probability. If that
+    is nearly 1, there are at most 1 / min_p ids.
     """
     if not r.truncated:
         return 0.0
@@ -127,7 +127,7 @@ def expected_ids(r: RolloutConfig) -> float:
 
 
 def _of_sample(r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, *, routes: bool) -> TokenBytes:
-    """Of one response in memory."""
+    """Bytes of one response in memory."""
     return TokenBytes(
         SAMPLE_COLUMNS * tokens,
         tokens * (_route_bytes(model, len(model.moe_layer_ids)) + ROUTE_ROW) if routes else 0,
@@ -138,8 +138,8 @@ def _of_sample(r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, 
 def _of_answer(
     r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, *, routes: bool, attached: bool
 ) -> TokenBytes:
-    """Of one response in the answers of an engine. Ids of supports are decimal numbers there, and routes base64, of all
-    layers; engines that mslime did not start send them as int32."""
+    """Bytes of one response in an engine's answers. Ids of supports are decimal numbers there, and routes base64, for
+    all layers; external engines send these as int32."""
     read = 0
     if routes:
         width = INT32 if attached else narrowest_dtype(model.num_experts).itemsize
@@ -152,7 +152,7 @@ def _of_shard(
     r: RolloutConfig, model: ModelFields, tokens: int, sampled: int, layers: list[int], *, routes: bool, last: bool,
     taught: int,
 ) -> TokenBytes:  # fmt: skip
-    """Of one response in the shard of a pipeline stage with these layers. The last one alone has supports.
+    """Bytes of one response in the shard of a pipeline stage with these layers. Only the last stage has supports.
 
     Args:
         taught: bytes of a token's log-prob of a teacher.
@@ -166,8 +166,8 @@ def _of_shard(
 
 
 def _of_machine(layout: ParallelLayout, per_node: int, responses: int, each: int, most: int) -> int:
-    """Of the shards of a trainer machine, with `each` of a response; `most`: of all shards. Ranks of a stage that have
-    the same data share one shard."""
+    """Bytes of the shards of a trainer host, with `each` per response; `most`: of all shards. Ranks of a stage with the
+    same data share one shard."""
     shards = -(-min(per_node, layout.world_size) // (layout.tp * layout.cp))
     return min(shards * -(-responses // layout.dp) * each, most)
 

@@ -1,4 +1,4 @@
-"""What a run writes to disks: its checkpoints, its exports, and the files through which weights go to engines."""
+"""Bytes that a run writes to disks: checkpoints, exports, and files of weight syncs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CheckpointBytes:
     Attributes:
         weights, main, moments: of one checkpoint: parameters in the trainer's dtype, the optimizer's main weights, and
             Adam's moments. A critic's are among them.
-        at_once: checkpoints that there are at most at a time: `checkpoint.keep` and `keep_best`, and the next one,
-            which is whole before an older one is removed.
-        for_ever: those beside, which `checkpoint.keep_every` keeps.
+        at_once: most checkpoints at a time: `checkpoint.keep` and `keep_best`, and the next one, which is complete
+            before an older one is removed.
+        for_ever: further ones, kept by `checkpoint.keep_every`.
         exports: Hugging Face checkpoints, by the end; and bytes of one.
         sync: `disk` and `delta`: all weights twice, below `weights.directory`.
-        seconds: in which one checkpoint is written, while everything waits.
+        seconds: of writing one checkpoint, during which the run waits.
         every: steps between two of them; 0: there is only one.
     """
 
@@ -43,12 +43,12 @@ class CheckpointBytes:
 
     @property
     def checkpoint(self) -> int:
-        """Of one."""
+        """Bytes of one checkpoint."""
         return self.weights + self.main + self.moments
 
     @property
     def total(self) -> int:
-        """At most, by the end."""
+        """Most bytes at the end of the run."""
         number, export = self.exports
         return (self.at_once + self.for_ever) * self.checkpoint + number * export + self.sync
 
@@ -57,14 +57,14 @@ def saved_bytes(
     c: CheckpointConfig, spec: PolicySpec, trained: RuleTable, critic: RuleTable | None, export_width: int,
     sync: int, directory: float,
 ) -> CheckpointBytes:  # fmt: skip
-    """What a run writes.
+    """Bytes that a run writes.
 
     Args:
-        trained: rules of what is trained: the model, or its adapters.
+        trained: rules of the trained part: the model, or its adapters.
         critic: of a critic's model, whose output layer is one row.
         export_width: bytes of a number in an export.
-        sync: bytes of all weights as engines get them.
-        directory: bytes a second into the directory, by all ranks that write.
+        sync: bytes of all weights as sent to engines.
+        directory: bytes a second into the directory, over all writing ranks.
     """
     elements, float32 = _elements([trained, *([critic] if critic is not None else [])])
     width = params_bytes(spec)
@@ -88,8 +88,8 @@ def saved_bytes(
 
 
 def stored_bytes_per_parameter(spec: PolicySpec, width: int) -> tuple[int, int]:
-    """(main weight, moments) of one parameter in a checkpoint: as the optimizer has them, and in float32 what it keeps
-    with a scale, in 16 or 8 bits, or on the host (`backends/megatron/checkpoint_files.py`).
+    """(main weight, moments) of one parameter in a checkpoint: in the optimizer's dtypes, and in float32 if kept with a
+    scale, in 16 or 8 bits, or on the host (`backends/megatron/checkpoint_files.py`).
 
     Args:
         width: bytes of the parameter; without the distributed optimizer float32 ones are their own main weight.

@@ -1,7 +1,7 @@
 """`mslime plan --search`: layouts of trainer and engines that fit, the fastest first.
 
-Every combination is weighed by the plan's own memory arithmetic and by `times`; the best are then planned whole, so
-that what is shown is what `mslime plan` says of it. What the user has set is kept as it is, and the rest is searched.
+Every combination is estimated with the plan's own memory arithmetic and with `times`. The best then get a full plan, so
+the output equals that of `mslime plan`. The user's settings are kept, and the rest is searched.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from mslime_plugins.planner.trainer_memory import (
 )
 
 ENGINE_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
-"""Of all GPUs, what engines of their own are given."""
+"""Fractions of all GPUs given to separate engines."""
 SYNC_BUCKETS = 4
-"""That a sender may hold at most: packed, gathered, converted, and the one on its way."""
+"""Most buckets that a sender holds: packed, gathered, converted, and the one in flight."""
 TRIED = 6
-"""Layouts that are planned whole for each one that is asked for: the estimate leaves out little."""
+"""Number of full plans per requested layout: the estimate omits little."""
 
 
 class NothingFits(ConfigError):
-    """No layout fits; what was given is no mistake."""
+    """No layout fits, for valid settings."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class FittingLayout:
     """A layout that fits.
 
     Attributes:
-        settings: sections of the run that were searched, as a file would say them.
-        measures: what is done for memory.
+        settings: searched sections of the run, in the format of a file.
+        measures: memory savings in use.
         seconds: of a step: `generate`, `train`, `sync`, `sleep`; `step` is the whole.
-        training: of `train`, by what it is spent on.
-        plan: what `mslime plan` says of it.
+        training: of `train`, by activity.
+        plan: its full plan.
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -95,7 +95,7 @@ class FittingLayout:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """A layout of the trainer with its measures."""
+    """A layout of the trainer with its memory savings."""
 
     spec: PolicySpec
     settings: Mapping[str, Any]
@@ -116,7 +116,7 @@ class _Engines:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """A trainer and its engines, before they are planned whole."""
+    """A trainer and its engines, before the full plan."""
 
     settings: Mapping[str, Mapping[str, Any]]
     measures: str
@@ -131,7 +131,7 @@ class Search:
     """One search.
 
     Attributes:
-        values: what a file and flags say.
+        values: settings of a file and flags.
         gpus: of the run.
         hf_config: the model's config.json.
         gpu: name of the GPU in the table of `config/cluster.py`.
@@ -145,7 +145,7 @@ class Search:
 
     @cached_property
     def base(self) -> RunConfig:
-        """The run with everything that is searched left at its default."""
+        """The run with default values for everything that is searched."""
         kept = {name: section for name, section in self.values.items() if name not in ("megatron", "sglang")}
         apart = ("placement", "trainer_ranks", "asleep_in", "asleep_directory")
         cluster = {name: value for name, value in kept.get("cluster", {}).items() if name not in apart}
@@ -166,32 +166,32 @@ class Search:
 
     @cached_property
     def space(self) -> Space:
-        """What is tried."""
+        """The combinations to try."""
         return Space(self.values, self.model, self.base.cluster.gpus_per_node, self.longest)
 
     @cached_property
     def speeds(self) -> Speeds:
-        """Of the cluster."""
+        """Speeds of the cluster."""
         return speeds_of(self.base.cluster, self.gpu)
 
     @cached_property
     def gpu_bytes(self) -> int:
-        """As the plan counts them."""
+        """Usable bytes of a GPU, as in the plan."""
         return int(self.base.cluster.gpu_memory_gb * GIB * USABLE)
 
     @cached_property
     def family(self) -> Any:
-        """Of the model."""
+        """Family of the model."""
         return get_family(self.hf_config)
 
     @cached_property
     def model(self) -> Any:
-        """Its sizes."""
+        """Sizes of the model."""
         return self.family.model_fields(self.hf_config)
 
     @cached_property
     def table(self) -> Any:
-        """Its rules."""
+        """Rules of the model."""
         return self.family.rules(self.hf_config)
 
     @cached_property
@@ -207,7 +207,7 @@ class Search:
 
     @cached_property
     def widths(self) -> Any:
-        """Of its layers."""
+        """Widths of the model's layers."""
         return read_widths(self.family.transformer_fields(self.hf_config), self.model.moe_layer_ids)
 
     @cached_property
@@ -217,16 +217,16 @@ class Search:
 
     @cached_property
     def work(self) -> StepWork:
-        """Of a step."""
+        """Work of a step."""
         return work_of(self.base.rollout, policy_spec(self.base), self.table, self.model, self.longest, self.sent)
 
     # ------------------------------------------------------------------------------------------------ the trainer
 
     def trainers(self, ranks: int, usable: int, sleeps: bool = False) -> Iterator[_Trainer]:
-        """Layouts on so many ranks, each with the first measures with which it fits into `usable` bytes.
+        """Layouts on this number of ranks, each with the first measures that make it fit into `usable` bytes.
 
         Args:
-            sleeps: whether the ranks' state lies in host memory while engines generate.
+            sleeps: whether the ranks' state is offloaded to host memory while engines generate.
         """
         for sizes in self.space.trainer_sizes(ranks):
             megatron = self.space.megatron(sizes)
@@ -248,7 +248,7 @@ class Search:
         usable: int,
         sleeps: bool,
     ) -> _Trainer | None:
-        """The first measures that leave room; else the first that fit tightly."""
+        """The first measures that leave a margin; else the first that fit tightly."""
         rows = padded_vocab_size(self.model.vocab_size, layout.tp) // layout.tp
         tokens = micro_batch_tokens(self.base.train, layout, self.longest)
         unsent = WeightPlan(Senders.at_most(layout, 1), ())
@@ -284,7 +284,7 @@ class Search:
     # ------------------------------------------------------------------------------------------------- the engines
 
     def engines(self, gpus: int, shared: bool) -> list[_Engines]:
-        """Engines on so many GPUs that hold a response, the fastest first."""
+        """Engines on this number of GPUs that can hold a response, fastest first."""
         found = [
             engines
             for settings in self.space.engine_sizes(self.widths, gpus)
@@ -310,7 +310,7 @@ class Search:
     # -------------------------------------------------------------------------------------------------- both of them
 
     def weighed(self) -> list[_Weighed]:
-        """Everything that fits by estimate, the best of each kind, best first."""
+        """All combinations that fit by estimate, the best of each kind, best first."""
         best: dict[tuple[Any, ...], _Weighed] = {}
         for each in (*self._separate(), *self._colocated()):
             other = best.get(each.kind)
@@ -337,7 +337,7 @@ class Search:
                 )  # fmt: skip
 
     def _trainer_ranks(self) -> list[int]:
-        """What the trainer may have: in whole machines where the run has several."""
+        """Possible numbers of trainer ranks: whole hosts if the run has several."""
         if (given := self.space.given("cluster", "trainer_ranks")) is not None:
             return [given] if given < self.gpus else []
         unit = self.base.cluster.gpus_per_node if self.gpus > self.base.cluster.gpus_per_node else 1
@@ -352,7 +352,7 @@ class Search:
         usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
         transport = self.space.given("weights", "transport") or for_shared_gpus(machines)
-        weights = {"transport": transport}  # files lie below output_dir, unless weights.directory is set
+        weights = {"transport": transport}  # files are below output_dir, unless weights.directory is set
         engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
         for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):
             kind = next((each for each in engines if self._takes_turns(trainer, each)), None)
@@ -395,7 +395,7 @@ class Search:
 
 
 def _order(each: _Weighed) -> tuple[bool, float, float]:
-    """Where engines take longer than the trainer beside them, the trainer that has more to spare."""
+    """Sort key: if engines take longer than the trainer beside them, prefer the trainer with more memory left."""
     return each.tight, each.seconds["step"], each.seconds["train"]
 
 
@@ -405,14 +405,14 @@ def search(
     """Layouts that fit, the fastest first; those that fit tightly after all others.
 
     Args:
-        values: what a file and flags say, as `command.plan_config` takes them.
+        values: settings of a file and flags, as for `plan_command.plan_config`.
         gpus: of the whole run.
-        top: how many, at most.
+        top: most layouts to return.
         gpu: name of the GPU; empty: the usual one with `cluster.gpu_memory_gb`.
 
     Raises:
         NothingFits: with the nearest miss.
-        ConfigError: the GPU is not known, or a setting is wrong.
+        ConfigError: the GPU is unknown, or a setting is wrong.
     """
     memory = float(values.get("cluster", {}).get("gpu_memory_gb", 80))
     wanted = Search(values, gpus, hf_config, gpu or usual_gpu(memory))
@@ -425,7 +425,7 @@ def search(
             break
         try:
             plan = make_plan(build(merge(dict(values), dict(each.settings))), hf_config)
-        except UserError as error:  # a rule that the estimate does not know
+        except UserError as error:  # a rule that the estimate ignores
             refused = error
             continue
         if plan.fits:
@@ -436,7 +436,7 @@ def search(
 
 
 def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
-    """With the least that the plan gives the sync."""
+    """The result, with the plan's lower bound for the sync."""
     sync = plan.sync_seconds
     parts = {**each.seconds, "sync": sync}
     step = each.seconds["step"] - each.seconds["sync"] + sync
@@ -444,7 +444,7 @@ def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
 
 
 def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:
-    """The nearest miss says how far away a fit is."""
+    """The error, with the nearest miss as the distance to a fit."""
     if refused is not None:
         told, way_out = f"every layout that fits is refused: {refused.rule}", refused.way_out
     elif wanted.missed and min(wanted.missed)[0] > 1:

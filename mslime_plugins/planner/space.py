@@ -1,6 +1,6 @@
-"""What a search tries: sizes of the trainer's parallel dimensions, what is done for memory, sizes of engines.
+"""Search space: sizes of the trainer's parallel dimensions, memory savings, sizes of engines.
 
-What the user has set is the only choice of its dimension. Nothing here says whether a combination fits.
+A user's setting is the only choice in its dimension. This module does not check whether a combination fits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ POWERS = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 CHUNKS = (1, 2, 4)
 FEWEST_TOKENS = 4096
-"""Of a sequence on a context-parallel rank: shorter pieces are not worth their ring."""
+"""Fewest tokens of a sequence on a context-parallel rank: shorter pieces are not worth the ring."""
 FEW_EXPERTS = 16
-"""Up to which expert-tensor parallelism is tried: with more, expert parallelism divides as well and sends less."""
+"""Most experts for which expert-tensor parallelism is tried: with more, expert parallelism divides as well and sends
+less."""
 NARROWEST = 128
-"""Features of an expert on one GPU of an engine; below, its experts are divided whole."""
+"""Fewest features of an expert on one GPU of an engine; below, experts are distributed whole."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 HALVED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 OFFLOADED = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -32,17 +33,17 @@ MEASURES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("recomputes, 16-bit moments", FULL | HALVED),
     ("recomputes, optimizer on the host", FULL | OFFLOADED),
 )
-"""What is done for memory, in the order in which it is thought of: the first that fits is taken."""
+"""Memory savings in order of preference: the first that fits is used."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Everything that one search tries.
+    """The combinations of one search.
 
     Attributes:
-        values: what a file and flags say.
+        values: settings of a file and flags.
         model: its sizes.
-        per_node: GPUs of a machine.
+        per_node: GPUs of a host.
         longest: tokens of a response with its prompt.
     """
 
@@ -52,7 +53,7 @@ class Space:
     longest: int
 
     def given(self, section: str, name: str) -> Any:
-        """What the user has set; None: nothing."""
+        """The user's setting; None if not set."""
         return self.values.get(section, {}).get(name)
 
     def trainer_sizes(self, ranks: int) -> Iterator[dict[str, Any]]:
@@ -71,8 +72,8 @@ class Space:
                         yield from self._cut(tp, pp, cp, ep, etp)
 
     def _cut(self, tp: int, pp: int, cp: int, ep: int, etp: int) -> Iterator[dict[str, Any]]:
-        """With the layers shared out over stages, and over chunks of them. What is not used is said, too: the settings
-        may stand behind some that use it."""
+        """The sizes with layers distributed over stages and their chunks. Unused sizes are explicit, because the
+        settings may follow others that use them."""
         layers = self.model.num_layers
         sizes: dict[str, Any] = {
             "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp,
@@ -94,7 +95,7 @@ class Space:
         return usual if set_by_user is None else [set_by_user]
 
     def megatron(self, sizes: Mapping[str, Any], measures: Mapping[str, Any] | None = None) -> MegatronConfig:
-        """The section with what the user has set and what is tried, not validated: thousands are made."""
+        """The section with the user's and the tried settings, without validation: thousands are created."""
         fields, given = MegatronConfig.model_fields, self.values.get("megatron", {})
         said = {**given.get("extra", {}), **given, **sizes, **(measures or {})}
         said.pop("extra", None)
@@ -104,17 +105,17 @@ class Space:
         )
 
     def measures(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        """Those that do not contradict what the user has set."""
+        """Measures that do not contradict the user's settings."""
         given = self.values.get("megatron", {})
         named = {**given.get("extra", {}), **given}
         return [("as set", {})] if any(name in named for name in (*FULL, *HALVED, *OFFLOADED)) else MEASURES
 
     def unused(self, measures: str) -> Mapping[str, None]:
-        """Recomputing, said to be off: what is found may stand behind settings that have it on."""
+        """Recomputation, explicitly off, because the result may follow settings that switch it on."""
         return {} if measures == "as set" else dict.fromkeys(FULL)
 
     def engine_sizes(self, w: Widths, gpus: int) -> Iterator[dict[str, Any]]:
-        """Sizes of engines on at most so many GPUs, under SGLang's names."""
+        """Sizes of engines on at most this number of GPUs, under SGLang's names."""
         tp_size, count, ep_size = (self.given("sglang", name) for name in ("tp_size", "num_engines", "ep_size"))
         for tp in [tp_size] if tp_size else POWERS:
             number = count or gpus // tp
@@ -126,6 +127,6 @@ class Space:
 
 
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user says of engines, without their sizes."""
+    """The user's settings of engines, without their sizes."""
     sizes = ("num_engines", "tp_size", "ep_size", "nnodes")
     return {name: value for name, value in values.get("sglang", {}).items() if name not in sizes}

@@ -1,4 +1,4 @@
-"""Pipeline stages of the trainer: what a rank of each holds, trains and computes."""
+"""Pipeline stages of the trainer: parameters, memory and work of a rank of each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mslime_plugins.planner.trainer_memory import TrainerMemory, micro_batch_tok
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage, which stands for all of its ranks.
+    """One pipeline stage, representing all of its ranks.
 
     Attributes:
         held: parameters of one rank.
         memory: of one GPU.
         work: multiplications of one rank for a token, over the mean of the stages.
-        adapters: parameters of one rank's adapters, which alone are trained; None where the model is.
+        adapters: parameters of one rank's adapters, if only these are trained; None if the model is.
     """
 
     held: StageParameters
@@ -49,12 +49,12 @@ def with_critic(
     *,
     shared: bool,
 ) -> tuple[tuple[StagePlan, ...], tuple[StagePlan, ...], tuple[StagePlan, ...]]:
-    """The policy's stages, those of a critic with GPUs of its own, those of one on the policy's GPUs.
+    """The stages of the policy, of a critic on separate GPUs, and of one on the policy's GPUs.
 
     Args:
         hf_config: the critic's config.json.
         limit: tokens of the longest sequence.
-        shared: it is on the policy's GPUs.
+        shared: whether it is on the policy's GPUs.
     """
     if critic is None:
         return stages, (), ()
@@ -93,7 +93,7 @@ def make_stages(
 def _adapters(
     spec: TrainingSpec, table: RuleTable, chunks: Sequence[tuple[tuple[int, ...], ...]]
 ) -> Sequence[StageParameters | None]:
-    """What one rank of every stage trains in the place of the model; None where it trains the model."""
+    """Parameters of each stage that one rank trains instead of the model; None if it trains the model."""
     if not isinstance(spec, PolicySpec) or not spec.lora.on:
         return [None] * len(chunks)
     adapters = make_adapters(table, spec.lora)

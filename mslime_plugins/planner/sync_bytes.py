@@ -1,13 +1,13 @@
-"""What one weight sync moves over each link, and the least time that it can take.
+"""Bytes of one weight sync on each link, and a lower bound of its time.
 
-Read off the weight plan that the sync itself follows. Trainer ranks fill machines in order, engines the machines after
-them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once. How long a
-sync takes is not predicted: the measure is `weights/seconds` of a run.
+The numbers come from the weight plan of the sync itself. Trainer ranks fill hosts in order, engines the following ones.
+NCCL's broadcast counts as its ring: every host receives the bytes once and forwards them once. The actual time is not
+predicted; a run measures it as `weights/seconds`.
 
-`broadcast` sends one bucket at a time to all engine ranks. With `relay` sender number i sends only to rank i mod T of
-the T that an engine has on a machine, its lane, and that rank passes the bucket on within its machine, while the other
-lanes receive. If engines load by recorded copies it passes on shares, of several lanes' buckets at once
-(`engine_plugin/rank_slices.py`); every rank is taken to keep the same share of every bucket.
+`broadcast` sends one bucket at a time to all engine ranks. With `relay` sender i sends only to rank i mod T of an
+engine's T ranks on a host, its lane. That rank passes the bucket on within its host, while the other lanes receive. If
+engines load by recorded copies, it passes on slices, of several lanes' buckets at once
+(`engine_plugin/rank_slices.py`). Every rank is assumed to keep the same fraction of every bucket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mslime.weights.weight_plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.engine import EngineMemory
 
 CHANGED = 0.05
-"""Of the weights' bytes, what `delta` sends: an assumption above what docs/weight_sync.md measured."""
+"""Fraction of the weights' bytes that `delta` sends: an assumption above the measurements of docs/weight_sync.md."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Rates:
 
     Attributes:
         network: of one GPU's adapter, in one direction.
-        nvlink: into one GPU from others of its machine.
-        host: between one GPU and its host's memory, in one direction, while all GPUs of a machine copy.
-        directory: into or out of a directory that machines share, by all who use it at the same time.
+        nvlink: into one GPU from others of its host.
+        host: between one GPU and its host's memory, in one direction, while all GPUs of a host copy.
+        directory: into or out of a directory that hosts share, over all concurrent users.
     """
 
     network: float
@@ -45,7 +45,7 @@ class Rates:
 
 
 def rates_of(cluster: ClusterConfig) -> Rates:
-    """The settings."""
+    """Rates from the settings."""
     return Rates(
         cluster.gpu_network_gbits * 1e9 / 8, cluster.gpu_nvlink_gb_per_s * 1e9, cluster.gpu_host_gb_per_s * 1e9,
         cluster.directory_gb_per_s * 1e9,
@@ -54,13 +54,13 @@ def rates_of(cluster: ClusterConfig) -> Rates:
 
 @dataclass(frozen=True)
 class Receiving:
-    """What the engines do with a bucket.
+    """How engines receive a bucket.
 
     Attributes:
-        engines: how many; more than one take all buckets in one order.
-        share: of a bucket's bytes, what one GPU keeps.
+        engines: their number; several engines take all buckets in one order.
+        share: fraction of a bucket's bytes that one GPU keeps.
         recorded: whether they load by recorded copies, not tensor by tensor.
-        ranks: of each engine.
+        ranks: number in each engine.
     """
 
     engines: int
@@ -69,28 +69,28 @@ class Receiving:
     ranks: int = 1
 
     def hands_on_shares(self, near: int) -> bool:
-        """Whether `near` ranks of a machine give each other shares, and not whole buckets."""
+        """Whether `near` ranks of a host exchange slices instead of whole buckets."""
         return self.recorded and near > 1 and near * self.share <= SHARES_AT_MOST
 
     def sent(self, near: int) -> float:
-        """Of a bucket's bytes, what `relay` sends to each machine of an engine, that has `near` of its ranks."""
+        """Fraction of a bucket's bytes that `relay` sends to each host of an engine with `near` of its ranks."""
         machines, kept = self.ranks // near, min(1.0, near * self.share)
         return kept if self.recorded and machines > 1 and machines * kept <= SHARES_AT_MOST else 1.0
 
 
 @dataclass(frozen=True)
 class SenderSync:
-    """What one sender's part of a sync moves.
+    """Traffic of one sender in a sync.
 
     Attributes:
         rank: of the sender.
-        number: its place among all senders.
+        number: its index among all senders.
         stage: its pipeline stage.
         buckets: gathers and broadcasts.
         sent: bytes that it broadcasts.
-        gathered_near: bytes that it receives from ranks of its own machine, over NVLink.
-        gathered_far: bytes that it receives from other machines, over its adapter.
-        contributed: bytes that each other rank sends to it, at most.
+        gathered_near: bytes that it receives from ranks of its own host, over NVLink.
+        gathered_far: bytes that it receives from other hosts, over its adapter.
+        contributed: most bytes that another rank sends to it.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class SenderSync:
 
 
 def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, ...]:
-    """The traffic of every sender that has something to send."""
+    """The traffic of every sender with anything to send."""
     by_sender: dict[int, list[Bucket]] = {rank: [] for rank in plan.senders.everyone()}
     for bucket in plan.buckets:
         by_sender[bucket.sender].append(bucket)
@@ -116,7 +116,7 @@ def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, 
 
 
 def relayed(plan: WeightPlan, receiving: Receiving) -> WeightPlan:
-    """What `relay` gathers of a plan: what comes in parts, from all who hold it at the same time, counts as its
+    """The gathers of a plan under `relay`: a bucket sent in parts by its members at the same time counts as its
     sender's."""
     senders = set(plan.senders.everyone())
     buckets = (
@@ -127,10 +127,10 @@ def relayed(plan: WeightPlan, receiving: Receiving) -> WeightPlan:
 
 
 def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dict[int, int]:
-    """With `relay`: what each of an engine's ranks on a machine receives from senders, of those that receive anything.
+    """With `relay`: bytes from senders for each of an engine's ranks on a host that receives any.
 
     Args:
-        near: those ranks (`near_ranks`).
+        near: number of these ranks (`near_ranks`).
         sent: see `Receiving.sent`.
     """
     lanes: dict[int, int] = {}
@@ -144,8 +144,7 @@ def bounds(
     transport: str, weights: WeightsConfig, syncs: Sequence[SenderSync], receiving: Receiving | None,
     cluster: ClusterConfig,
 ) -> dict[str, float]:  # fmt: skip
-    """Lower bounds of a whole sync in seconds, by what it would be limited by; of a user's transport those of
-    `broadcast`.
+    """Lower bounds of a whole sync in seconds, by limiting link; for a user's transport those of `broadcast`.
 
     Every engine takes all bytes, one bucket at a time, while senders fill the next ones.
     """
@@ -160,7 +159,7 @@ def bounds(
 def _seconds_a_byte(
     transport: str, weights: WeightsConfig, rates: Rates, receiving: Receiving | None, cluster: ClusterConfig
 ) -> float:
-    """Into an engine, that reads a bucket while the others do."""
+    """Seconds per byte into an engine, which reads a bucket at the same time as the others."""
     if receiving is None:
         return 1 / rates.network
     gpus, near = receiving.engines * receiving.ranks, near_ranks(receiving.ranks, cluster.gpus_per_node)
@@ -182,11 +181,11 @@ def _seconds_a_byte(
 def relay_bounds(
     syncs: Sequence[SenderSync], rates: Rates, receiving: Receiving, gpus_per_node: int
 ) -> dict[str, float]:
-    """Of a sync by `relay`.
+    """Lower bounds of a sync by `relay`.
 
-    Wire: a lane is one adapter, and so is a sender, which sends to each machine of an engine what that keeps, or to all
-    of them at once. Inside: what a GPU does not take from its adapter it takes over NVLink, of r on a machine the
-    mean one (r - 1) / r of what it takes: its share, or all.
+    Wire: a lane is one adapter, and so is a sender, which sends each host of an engine its slice, or the whole bucket
+    to all at once. Inside: a GPU receives over NVLink what its adapter does not deliver. Of r GPUs on a host the mean
+    one receives (r - 1) / r of its slice, or of the whole bucket.
     """
     near = near_ranks(receiving.ranks, gpus_per_node)
     taken = sum(s.sent for s in syncs) * (receiving.share if receiving.hands_on_shares(near) else 1.0)
@@ -199,10 +198,10 @@ def relay_bounds(
 
 
 def buckets_held(transport: str, weights: WeightsConfig, engine: SGLangConfig, cluster: ClusterConfig) -> float:
-    """Buckets that fit into what a weight update needs on an engine GPU.
+    """Number of buckets that a weight update holds on an engine GPU.
 
-    With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
-    others into the memory of the one that is passed on. Of an engine on several machines several parts arrive at once.
+    With `relay` one is passed on while the next arrives. Ranks that exchange slices pack theirs, and receive others
+    into the memory of the current bucket. On an engine with several hosts several parts arrive at once.
     """
     if not traits_of(transport).passes_on:
         return 1
@@ -213,12 +212,12 @@ def buckets_held(transport: str, weights: WeightsConfig, engine: SGLangConfig, c
 
 
 def _records(weights: WeightsConfig, engine: SGLangConfig) -> bool:
-    """Whether engines load by recorded copies: those that mslime started (`engine_plugin/copy_plan.py`)."""
+    """Whether engines load by recorded copies, as those started by mslime do (`engine_plugin/copy_plan.py`)."""
     return weights.loader == "recorded" and not engine.urls
 
 
 def receiving_of(weights: WeightsConfig, engine: SGLangConfig, sync: WeightPlan, memory: EngineMemory) -> Receiving:
-    """What a run's engines do with a bucket."""
+    """How a run's engines receive a bucket."""
     return Receiving(
         engines=engine.gpus // engine.tp_size,
         share=min(1.0, memory.weights / max(1, sync.total_bytes)),
@@ -228,7 +227,7 @@ def receiving_of(weights: WeightsConfig, engine: SGLangConfig, sync: WeightPlan,
 
 
 def near_ranks(ranks: int, gpus_per_node: int) -> int:
-    """Of an engine of so many ranks, those on one machine."""
+    """Number of an engine's ranks on one host."""
     return ranks // -(-ranks // gpus_per_node)
 
 
@@ -247,12 +246,12 @@ def _sender_sync(number: int, rank: int, buckets: Sequence[Bucket], gpus_per_nod
 
 
 def local_bytes(bucket: Bucket) -> int:
-    """What one of its members packs."""
+    """Bytes that one of its members packs."""
     return bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype]
 
 
 def gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:
-    """Bytes that the sender receives from ranks of (its own machine, others)."""
+    """Bytes that the sender receives from ranks of (its own host, others)."""
     machine, local = bucket.sender // gpus_per_node, local_bytes(bucket)
     beside = sum(member // gpus_per_node == machine for member in bucket.members) - 1
     return beside * local, (len(bucket.members) - 1 - beside) * local

@@ -1,8 +1,8 @@
-"""Seconds of the parts of a step, to compare layouts with: operations over the GPU's rate, bytes over links.
+"""Estimated seconds of the parts of a step, to compare layouts: operations over the GPU's rate, bytes over links.
 
-Rooflines with shares of the nominal rates, which are assumptions: nobody has compared them with a GPU. They order
-layouts of one model on one cluster, where errors that all of them share cancel; they are no promise of a duration. All
-responses are taken to be as long as they may be, as everywhere in a plan.
+These are rooflines with assumed fractions of nominal rates, not validated on a GPU. They rank layouts of one model on
+one cluster, for which common errors cancel; they do not predict durations. All responses are assumed to have maximal
+length, as everywhere in a plan.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from mslime_plugins.planner.sync_bytes import CHANGED, Rates
 from mslime_plugins.planner.trainer_memory import offloaded_share
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
-"""Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""
+"""Fractions of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""
 DECODING, READING = 0.4, 0.7
-"""Of nominal FLOP/s and of memory bandwidth, in an engine that decodes."""
+"""Fractions of nominal FLOP/s and of memory bandwidth, in a decoding engine."""
 LINK = 0.7
-"""Of a link's rate that collectives reach."""
+"""Fraction of a link's rate that collectives reach."""
 SEEN = 0.5
-"""Of gradients' and parameters' communication that computing does not hide, and of context parallelism's."""
+"""Fraction of communication not hidden by computation: gradients, parameters and context parallelism."""
 DISK = 1e9
 """Bytes a second of one GPU's share of a machine's NVMe disks."""
 HOST_ADAM = 20e9
 """Bytes a second of host memory for one GPU's share of an optimizer on CPU."""
 ADAM_BYTES = 28
-"""That Adam reads and writes of a parameter: gradient, main weight and two moments, the last three twice."""
+"""Bytes that Adam reads and writes per parameter: gradient, main weight and two moments, the last three twice."""
 KERNELS, NEAR_REDUCE, FAR_REDUCE = 15e-6, 12e-6, 30e-6
-"""Seconds of a decoder layer of one decoding step beside its bytes: kernels, and each of two all-reduces within a
-machine, or between machines."""
+"""Seconds of a decoder layer in one decoding step beside its bytes: kernels, and each of two all-reduces within a host,
+or between hosts."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one cluster.
+    """Speeds of one cluster.
 
     Attributes:
-        gpu: what its GPUs are sold for.
+        gpu: nominal values of its GPUs.
         nvlink, network: bytes a second of one GPU, in one direction.
-        per_node: GPUs of a machine.
-        host: bytes a second between one GPU and its host's memory, while all GPUs of a machine copy.
+        per_node: GPUs of a host.
+        host: bytes a second between one GPU and its host's memory, while all GPUs of a host copy.
     """
 
     gpu: Nominal
@@ -62,16 +62,16 @@ class Speeds:
 
     @property
     def flops(self) -> float:
-        """A second."""
+        """Nominal FLOP/s."""
         return self.gpu.tflops * 1e12
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step has to do, whatever the layout.
+    """Work of a step, independent of the layout.
 
     Attributes:
-        responses: in all.
+        responses: in total.
         prompt, sampled: tokens of each, at most.
         forwards: passes for log-probs, of the policy and of a reference.
         optimizer_steps: in a step.
@@ -99,12 +99,12 @@ class StepWork:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.responses * self.length
 
 
 def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
-    """Of the cluster that settings describe, with GPUs of a name in `config.cluster.GPUS`."""
+    """Speeds of the configured cluster, with GPUs of a name in `config.cluster.GPUS`."""
     known = nominal(gpu)
     assert known is not None, gpu
     set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
@@ -116,7 +116,7 @@ def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
 def work_of(
     r: RolloutConfig, spec: PolicySpec, table: RuleTable, model: ModelFields, longest: int, sent: int
 ) -> StepWork:
-    """Of a step of a run.
+    """Work of a step of a run.
 
     Args:
         longest: tokens of a response with its prompt.
@@ -136,7 +136,7 @@ def work_of(
 def train_seconds(
     spec: PolicySpec, w: Widths, held: Sequence[StageParameters], work: StepWork, micro_batches: int, speeds: Speeds
 ) -> dict[str, float]:
-    """Log-probs and optimizer steps of a step, by what they are spent on.
+    """Seconds of log-probs and optimizer steps in a step, by activity.
 
     Args:
         held: parameters of a rank of each stage.
@@ -145,7 +145,7 @@ def train_seconds(
     layout = spec.layout
     tokens = -(-work.responses // layout.dp) * work.length / layout.cp
     again = spec.megatron.recompute.granularity == "full"
-    passes = 3 + again + work.forwards  # a backward pass is two
+    passes = 3 + again + work.forwards  # a backward pass counts as two
     crossings = 2 + again + work.forwards  # and crosses the links once
     stages = [
         {
@@ -169,7 +169,7 @@ def train_seconds(
 def _products(
     stage: StageParameters, layout: ParallelLayout, w: Widths, work: StepWork, tokens: float, speeds: Speeds
 ) -> float:
-    """Of a forward pass of one rank."""
+    """Seconds of matrix products in a forward pass of one rank."""
     dense = stage.dense - stage.embedding
     per_expert = stage.expert / max(1, work.experts // layout.ep)
     experts = per_expert * work.top_k * layout.etp / layout.tp * EXPERT_IMBALANCE
@@ -188,8 +188,8 @@ def _tensor(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: f
 
 
 def _experts(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
-    """Tokens go to their experts and come back: within a machine over NVLink, to others over the network, both at once.
-    Ranks of a group are neighbours."""
+    """Tokens travel to their experts and back: within a host over NVLink, to others over the network, both at once.
+    Ranks of a group are consecutive."""
     routed = sum(layer in w.moe_layers for layer in stage.layers)
     size = layout.expert_size
     if not routed or size == 1:
@@ -201,7 +201,7 @@ def _experts(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: 
 
 
 def _context(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
-    """Keys and values go round a ring of context-parallel ranks."""
+    """Keys and values pass around a ring of context-parallel ranks."""
     if layout.cp == 1:
         return 0.0
     groups = w.heads if w.latent else w.groups
@@ -211,7 +211,7 @@ def _context(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: 
 
 
 def _data(stage: StageParameters, layout: ParallelLayout, speeds: Speeds) -> float:
-    """Gradients are reduced in float32 and parameters gathered in 16 bits, over the ranks that repeat them."""
+    """Gradients are reduced in float32 and parameters gathered in 16 bits, over the ranks with copies of them."""
     near = layout.stage_size <= speeds.per_node
     link = (speeds.nvlink if near else speeds.network) * LINK
     repeated = ((stage.dense, layout.dp * layout.cp), (stage.expert, layout.edp))
@@ -219,7 +219,7 @@ def _data(stage: StageParameters, layout: ParallelLayout, speeds: Speeds) -> flo
 
 
 def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> float:
-    """Adam of a rank's share: on the GPU, or on the host with gradients down and parameters up."""
+    """Adam on a rank's share: on the GPU, or on the host with gradients down and parameters up."""
     layout, sharded = spec.layout, spec.megatron.use_distributed_optimizer
     ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     own = stage.dense / ranks[0] + stage.expert / ranks[1]
@@ -229,10 +229,11 @@ def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> floa
 
 
 def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork, speeds: Speeds) -> float:
-    """All responses of a step, on `engines` of `tp` GPUs: as many at once as the cache holds, decoded token by token.
+    """All responses of a step, on `engines` of `tp` GPUs: as many at once as fit into the cache, decoded token by
+    token.
 
-    A decoding step reads the weights (of experts those that some token is routed to) and the keys and values of all
-    that run, and multiplies; whichever takes longer, with the latency of its layers.
+    A decoding step reads the weights (only experts with tokens) and the keys and values of all running responses, and
+    multiplies. The longer of the two counts, plus the latency of its layers.
     """
     each = -(-work.responses // engines)
     together = max(1, min(each, engine.tokens // max(1, work.length)))
@@ -249,7 +250,8 @@ def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork
 
 
 def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) -> float:
-    """Of a colocated step: a rank's state goes to the host and comes back, the weights once more for the probe.
+    """Seconds of offloading in a colocated step: a rank's state to the host and back, and the weights once more for the
+    probe.
 
     Args:
         host: see `Speeds`.
@@ -258,11 +260,11 @@ def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) 
 
 
 def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> float:
-    """Roughly of a sync through files: memory of one machine, or a directory that all share.
+    """Rough seconds of a sync through files: memory of one host, or a shared directory.
 
     Args:
         total: bytes of all weights.
-        machines: of engines, each of which reads all that is written.
+        machines: hosts of engines, each of which reads everything.
     """
     if traits_of(transport).one_host or machines == 1:
         return 2 * total / rates.host
@@ -270,7 +272,7 @@ def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> flo
 
 
 def step_seconds(parts: Mapping[str, float], ahead: bool) -> float:
-    """Of a whole step.
+    """Seconds of a whole step.
 
     Args:
         parts: `generate`, `train`, `sync` and `sleep`.

@@ -24,33 +24,33 @@ from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, 
 from mslime_plugins.planner.parameters import StageParameters
 
 CONTEXT_BYTES = 3 * 2**30
-"""CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number, larger than what is seen."""
+"""CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number above observed values."""
 FRAGMENTATION = 0.05
-"""Share of the GPU lost between PyTorch's blocks: an assumption."""
+"""Fraction of the GPU lost between PyTorch's blocks: an assumption."""
 LOG_PROB_BYTES = 76
-"""Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs/`)."""
+"""Most bytes of a token: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs/`)."""
 PINNED_ROUNDING = 1.44
-"""PyTorch's pinned blocks are powers of two: the mean over sizes that lie anywhere between two of them, 1 / ln 2."""
+"""PyTorch's pinned blocks are powers of two: 1 / ln 2 is the mean ratio over sizes between two of them."""
 HANDED_BUFFERS = 3
 """Buckets that checkpoint-engine holds on every GPU: two to broadcast into, one from the host."""
 UNBOUNDED_PROMPT = 1024
-"""Tokens of the longest prompt where `data.max_prompt_tokens` does not say: an assumption."""
+"""Tokens of the longest prompt without `data.max_prompt_tokens`: an assumption."""
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one GPU of a stage (its leader, which alone fills weight-sync buckets).
+    """Bytes on one GPU of a stage (of its leader, which alone fills weight-sync buckets).
 
     Attributes:
-        weights: parameters and buffers; with `train.fp8` also the copies that are multiplied with.
-        gradients: the buffer that gradients are summed in.
+        weights: parameters and buffers; with `train.fp8` also the FP8 copies.
+        gradients: the buffer of gradient sums.
         optimizer: main weights and Adam's two moments, this rank's share.
         activations: kept by all micro-batches in flight.
-        working: what one layer's backward pass adds.
-        logits: on the last stage, for one micro-batch: logits or a block of them, what log-probs keep, and the inputs
+        working: additional memory of one layer's backward pass.
+        logits: on the last stage, for one micro-batch: logits or a block of them, memory of log-probs, and the inputs
             of the final norm and the output layer.
         sync: buffers of the weight sync; not at the same time as activations, working and logits.
-        critic: on the same GPU: its weights, gradients and optimizer, and what its step takes beyond the policy's.
+        critic: on the same GPU: its weights, gradients and optimizer, and memory of its step beyond the policy's.
         reserve: CUDA context, communication buffers and fragmentation.
     """
 
@@ -66,26 +66,27 @@ class TrainerMemory:
 
     @property
     def states(self) -> int:
-        """What stays from step to step."""
+        """Bytes that persist from step to step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def step(self) -> int:
-        """What a training step adds: a micro-batch's logits are gone when the backward pass comes to the layers."""
+        """Additional bytes of a training step: a micro-batch's logits are freed before the backward pass of the
+        layers."""
         return self.activations + max(self.working, self.logits)
 
     @property
     def at_work(self) -> int:
-        """What comes and goes: a training step or a weight sync, whichever takes more."""
+        """Temporary bytes: of a training step or a weight sync, whichever takes more."""
         return max(self.step, self.sync)
 
     @property
     def peak(self) -> int:
-        """The most that is needed at any time."""
+        """Peak bytes."""
         return self.states + self.at_work + self.critic + self.reserve
 
     def beside(self, critic: TrainerMemory) -> TrainerMemory:
-        """The same GPU with a critic on it, which takes its steps in turn with the policy."""
+        """The same GPU shared with a critic, whose steps alternate with the policy's."""
         return replace(self, critic=critic.states + max(critic.at_work - self.at_work, 0))
 
     def components(self) -> dict[str, int]:
@@ -94,7 +95,7 @@ class TrainerMemory:
 
 
 def params_bytes(spec: ModelSpec) -> int:
-    """Bytes of a parameter; the device `auto` counts as GPUs."""
+    """Bytes of a parameter; the device `auto` counts as a GPU."""
     return DTYPE_BYTES[trainer_dtype(spec.megatron, cpu=spec.device == "cpu")]
 
 
@@ -128,9 +129,9 @@ def offloaded_share(extra: Mapping[str, object]) -> float:
 def offloaded_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
     """Bytes of host memory for each parameter that a rank updates, offloaded or not.
 
-    Of an offloaded one (`HybridDeviceOptimizer`): main weight and Adam's moments in float32, the float32 gradient in
-    pinned memory, and a pinned copy of what the optimizer was given, which PyTorch keeps even where a float32 main
-    weight replaces it.
+    For an offloaded one (`HybridDeviceOptimizer`): main weight and Adam's moments in float32, the float32 gradient in
+    pinned memory, and a pinned copy of the optimizer's input, which PyTorch keeps even if a float32 main weight
+    replaces it.
     """
     given = width if extra.get("use_precision_aware_optimizer") else 4
     gradient = 4 * (PINNED_ROUNDING if extra.get("pin_cpu_grads", True) else 1)
@@ -148,9 +149,9 @@ def copied_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Tokens of the longest prompt and response, whatever positions the model has.
+    """Tokens of the longest prompt and response, regardless of the model's positions.
 
-    Of supervised rows without a limit: a full micro-batch.
+    For supervised rows without a limit: a full micro-batch.
     """
     r = config.rollout
     if r.max_total_tokens is not None:
@@ -161,9 +162,9 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(train: TrainConfig, layout: ParallelLayout, longest: int) -> int:
-    """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget gets one of its own.
+    """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget is alone in one.
 
-    With `train.fp8` those of the padding count too.
+    With `train.fp8` padding counts too.
     """
     tokens = max(train.max_tokens_per_micro_batch, -(-longest // layout.cp))
     each = 1 if train.fp8 is None else layout.tp * fp8_rows(train.fp8)
@@ -189,7 +190,7 @@ def trainer_memory(
         held: the stage's parameters.
         sync: the plan of the weight sync; one without buckets for supervised training.
         gpu_bytes: of one GPU.
-        adapters: the stage's parameters that are trained while the others are frozen; None: all are trained.
+        adapters: the stage's trained parameters if the others are frozen; None: all are trained.
     """
     layout, width = spec.layout, params_bytes(spec)
     trained, added = (held, 0) if adapters is None else (adapters, parameter_bytes(spec, adapters))
@@ -213,7 +214,7 @@ def trainer_memory(
 
 
 def parameter_bytes(spec: ModelSpec, held: StageParameters) -> int:
-    """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
+    """Bytes of one rank's parameters, without buffers; equal to the sum over a real rank's tensors."""
     return (held.trained - held.float32) * params_bytes(spec) + held.float32 * 4
 
 
@@ -223,10 +224,10 @@ def fp8_copies(spec: ModelSpec, held: StageParameters) -> int:
 
 
 def optimizer_bytes(spec: ModelSpec, held: StageParameters) -> int:
-    """Optimizer state of one rank: the mean over the ranks that share it out.
+    """Optimizer state of one rank: the mean over the ranks that share it.
 
-    The distributed optimizer cuts buffers into equal runs, so that a rank's share differs from the mean by the padding
-    of its buckets (at most 64 elements a parameter).
+    The distributed optimizer splits buffers into equal runs, so a rank's share differs from the mean only by padding
+    (at most 64 elements a parameter).
     """
     return _of_own_share(spec, held, optimizer_bytes_per_parameter)
 
@@ -234,7 +235,7 @@ def optimizer_bytes(spec: ModelSpec, held: StageParameters) -> int:
 def _of_own_share(
     spec: ModelSpec, held: StageParameters, per_parameter: Callable[[int, Mapping[str, object]], float]
 ) -> int:
-    """`per_parameter(width, extra)` of all parameters that one rank updates."""
+    """Sum of `per_parameter(width, extra)` over all parameters that one rank updates."""
     layout, sharded = spec.layout, spec.megatron.use_distributed_optimizer
     dense_ranks, expert_ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     usual = held.expert / expert_ranks + (held.dense - held.float32) / dense_ranks
@@ -243,12 +244,12 @@ def _of_own_share(
 
 
 def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int) -> int:
-    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, inputs of the last layers, and the
-    gradient of the output layer's weight [V/TP, H] before it is added to the buffer.
+    """Logits [T, V/TP], overwritten by their gradient, memory of log-probs, inputs of the last layers, and the gradient
+    of the output layer's weight [V/TP, H] before it is added to the buffer.
 
     Logits above `train.logits_mib` are made block by block (`backends/megatron/log_probs/blocks.py`). The output layer
-    then keeps the hidden states of all tokens, also with sequence parallelism, and sums their gradient in float32; the
-    product of a block is added to it.
+    then keeps the hidden states of all tokens, even with sequence parallelism, and sums their gradient in float32; each
+    block's product is added to it.
     """
     width = params_bytes(spec)
     logits, inputs = tokens * vocab_rows * width, tokens * (LOG_PROB_BYTES + 2 * hidden * width)
@@ -259,9 +260,10 @@ def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int)
 
 
 def neighbours_width(spec: TrainingSpec, adapters: StageParameters | None = None) -> int:
-    """Bytes of parameters that are neighbours in memory, and sent as they are; 0: they lie apart, or others are sent.
+    """Bytes of a parameter that is adjacent to others in memory and sent unchanged; 0: not adjacent, or not sent
+    unchanged.
 
-    In the distributed optimizer's buffer they are neighbours.
+    In the distributed optimizer's buffer they are adjacent.
     """
     return params_bytes(spec) if spec.megatron.use_distributed_optimizer and adapters is None else 0
 
@@ -271,10 +273,10 @@ def _shares_memory(spec: TrainingSpec) -> bool:
 
 
 def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
-    """`checkpoint_engine`: of every rank, two buffers that ranks broadcast into, and one for what comes from the host.
+    """`checkpoint_engine`: on every rank, two buffers for broadcasts, and one for data from the host.
 
-    Of the size that a bucket may have, or of the largest tensor. Senders have filled all by then, but torch keeps that
-    memory.
+    Each has the size of a bucket, or of the largest tensor. Senders have filled all buckets by then, but torch keeps
+    that memory.
     """
     if not isinstance(spec, PolicySpec) or not traits_of(spec.weights.transport).on_engines_gpus:
         return 0
@@ -283,14 +285,14 @@ def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
 
 
 def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False) -> dict[int, int]:
-    """By rank, what it needs at most: what it packs of a bucket, and a sender what it gathers and converts, beside the
-    bucket that it sent before, which is still on its way.
+    """Peak bytes by rank: its packed part of a bucket, and on a sender the gathered and converted bucket, beside the
+    previous one, which is still in flight.
 
     Args:
         buckets: of any senders, in the order in which they are sent.
-        neighbours: width of parameters of which a bucket of the sender's own shards, in the order of what is sent, is
-            a view (`weights/buckets.py`); 0: there is none.
-        shares: whether it also has memory for a bucket that engines read.
+        neighbours: width of parameters if a bucket of the sender's own shards, in sending order, is a view of them
+            (`weights/buckets.py`); 0: never.
+        shares: whether it also holds a bucket that engines read.
     """
     most, on_its_way, shared = dict[int, int](), dict[int, int](), dict[int, int]()
     for bucket in buckets:
@@ -306,16 +308,16 @@ def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False)
 
 
 def _packed_bytes(bucket: Bucket, neighbours: int) -> int:
-    """A member's shards where they are gathered, and do not lie as they are sent."""
+    """A member's packed shards, if they are gathered and not in sending order in memory."""
     width = DTYPE_BYTES[bucket.gathered_dtype]
     as_it_lies = bucket.unmoved and width == neighbours
     return bucket.local_numel * width if len(bucket.members) > 1 and not as_it_lies else 0
 
 
 def _gathered_bytes(bucket: Bucket) -> int:
-    """Shards of all members, where they are not what is sent; and what is converted before it is quantised.
+    """Shards of all members, if they differ from the sent buffer; and converted weights before quantisation.
 
-    Tensors are joined in their places in the bucket; GPT-OSS's experts alone are made anew before, one at a time.
+    Tensors are joined in place in the bucket; only GPT-OSS's experts are rebuilt before, one at a time.
     """
     width, members = DTYPE_BYTES[bucket.gathered_dtype], len(bucket.members)
     gathered = bucket.local_numel * width * members if members > 1 and not bucket.in_order else 0
@@ -329,16 +331,16 @@ def _flat_bytes(bucket: Bucket, neighbours: int) -> int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of one machine of trainer ranks, at most.
+    """Peak bytes of one host of trainer ranks.
 
     Attributes:
         copies: reference and teacher, and our own weights while one of them is in use.
-        optimizer: what `optimizer_cpu_offload` moves here.
-        sync: what senders keep for `weights.transport`: with delta all that they send, with shm a bucket each.
+        optimizer: state moved here by `optimizer_cpu_offload`.
+        sync: memory of senders for `weights.transport`: with delta everything that they send, with shm a bucket each.
         shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
         asleep: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.asleep_in`).
         taught: weights of a served teacher while the trainer has its GPUs (`teacher.placement: colocated`).
-        checkpoint: on its way: on each rank a tensor in float32, and `copied_bytes_per_parameter`.
+        checkpoint: while it is written: on each rank a tensor in float32, and `copied_bytes_per_parameter`.
     """
 
     copies: int
@@ -351,12 +353,12 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all parts."""
         return self.copies + self.optimizer + self.sync + self.shards + self.asleep + self.taught + self.checkpoint
 
     @property
     def largest(self) -> str:
-        """The part that is largest."""
+        """The largest part."""
         sizes = {
             "optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards,
             "asleep": self.asleep, "taught": self.taught, "checkpoint": self.checkpoint,
@@ -373,15 +375,15 @@ def host_memory(
     trained: Sequence[StageParameters] | None = None,
     sleeps: bool = False,
 ) -> HostMemory:
-    """Host memory of the machine that needs most: one full of ranks of the largest stage.
+    """Memory of the fullest host: one full of ranks of the largest stage.
 
     Args:
-        spec: the policy's; a critic has its layout and settings of megatron-core.
+        spec: the policy's; a critic has the same layout and megatron-core settings.
         held: of a rank of each stage.
         critic: likewise, of a critic on the same GPUs.
         sync: the plan of the weight sync.
-        trained: what the optimizer has of each stage; None: `held`.
-        sleeps: whether the ranks' state is here while they sleep.
+        trained: parameters in the optimizer of each stage; None: `held`.
+        sleeps: whether the ranks' state is offloaded here.
     """
     ranks = min(gpus_per_node, spec.layout.world_size)
     others = (spec.reference is not None and not spec.base_is_reference) + (spec.teacher is not None)
@@ -408,9 +410,9 @@ def host_memory(
 
 
 def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> int:
-    """Bytes on the machine whose senders keep most; pinned where they come from a GPU.
+    """Bytes on the host whose senders keep most; pinned if they come from a GPU.
 
-    `checkpoint_engine` pins a copy of the copy that is kept while others fill.
+    `checkpoint_engine` pins a copy of the copy that is kept while other ranks fill.
     """
     kept, traits = dict[int, int](), traits_of(spec.weights.transport)
     for sender in sync.senders.everyone():

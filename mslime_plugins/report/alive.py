@@ -1,4 +1,4 @@
-"""Whether a run goes on: by the process that the lock of its directory names, and by the age of its last row."""
+"""Whether a run is alive: by the process in its directory's lock, and by the age of its last row."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mslime_plugins.report.verdict import Tone
 
 PACE_STEPS = 10
 SLOW = 10
-"""A row that is so many times as old as a step takes is late: the step hangs, or does much else."""
+"""A row this many times older than a step takes is late: the step hangs, or does much other work."""
 
 
 def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tuple[Tone, str, str] | None:
-    """(tone, what is said, advice) of a run that has not done its steps; None when it has, or how many is not known.
+    """(tone, sentence, advice) for an incomplete run; None if it is complete, or its number of steps is unknown.
 
     Args:
         planned: `train.num_steps`.
@@ -56,7 +56,7 @@ def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tupl
 
 
 def _owner(run_dir: Path) -> dict[str, Any]:
-    """By the run's lock; an adapter's run has that of the run that it is part of."""
+    """Owner in the run's lock; an adapter's run has the lock of the run that contains it."""
     path = run_dir.resolve()
     path = path.parents[1] if path.parent.name == DIRECTORY and not (path / LOCK).exists() else path
     try:

@@ -1,6 +1,6 @@
-"""A chart names its metrics, and `chart_data` fills it from the rows of a run. Which charts there are: `sections`.
+"""Charts with their metrics, filled by `chart_data` from the rows of a run; `sections` lists them.
 
-A chart whose metrics were never recorded yields None; which of the others are drawn: `drawn`.
+A chart without recorded metrics yields None; `drawn` selects from the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Series:
 
     Attributes:
         metric: its name in `metrics.jsonl`.
-        label: what the legend says.
+        label: in the legend.
         colour: index into the page's palette.
-        smooth: draw a moving average over the raw line when there are many points.
+        smooth: draw a moving average over the raw line if there are many points.
         band: metrics of the lower and upper edge of a band around the line.
         dashed: for bounds and extremes.
     """
@@ -44,16 +44,16 @@ class Chart:
 
     Attributes:
         id: anchor in the page.
-        title, caption: heading, and one line on what it means.
+        title, caption: heading, and one line of explanation.
         unit: of the y axis.
         kind: lines, stack (bars that add up) or heat (rows by layer).
-        series: what is drawn.
-        each: templates of `names.METRICS` with open parts, and the label of a line for each metric that fits one.
-        without: metrics that `each` leaves out, a regular expression.
+        series: lines, bar parts or bands.
+        each: templates of `names.METRICS` with open parts, and the label of a line for each matching metric.
+        without: regular expression of metrics that `each` excludes.
         y_min, y_max: fixed ends of the y axis; None follows the data.
-        log: use a logarithmic axis when values span more than a factor of 30.
-        repeats: the chart that has the same line when this one has only one.
-        always: draw it also when its values never change.
+        log: use a logarithmic axis if values span more than a factor of 30.
+        repeats: the chart with the same line, if this one has only one line.
+        always: draw it even if its values never change.
     """
 
     id: str
@@ -75,7 +75,7 @@ BLUE, RED, GREEN, PINK, AMBER, SKY, GREY, VIOLET = range(8)
 
 
 def chart_data(chart: Chart, rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The drawing of `chart` as plain JSON, or None when none of its metrics is in `rows`."""
+    """The drawing of `chart` as plain JSON, or None if none of its metrics is in `rows`."""
     if chart.kind == "heat":
         return _heat_data(chart, rows)
     drawn = [*chart.series, *_open_series(chart, rows)]
@@ -119,9 +119,9 @@ def _series_data(series: Series, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _open_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
-    """A line for each metric in `rows` that fits one of the chart's templates.
+    """A line for each metric in `rows` that matches one of the chart's templates.
 
-    The first open part of a template, the held-out set or the age, decides the colour; further templates are dashed.
+    The first open part of a template, the held-out set or the age, sets the colour; further templates are dashed.
     """
     series: list[Series] = []
     colours: dict[str, int] = {}
@@ -135,7 +135,7 @@ def _open_series(chart: Chart, rows: Sequence[Row]) -> list[Series]:
 
 
 def filled(template: str, rows: Sequence[Row]) -> list[tuple[str, dict[str, str]]]:
-    """(name, open parts) of the metrics in `rows` that fit a template of `names.METRICS`; numbers in order."""
+    """(name, open parts) of the metrics in `rows` that match a template of `names.METRICS`; numbers in order."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = [(name, parts) for name in names if (parts := open_parts(template, name)) is not None]
     numbered = all(part.isdigit() for _, parts in found for part in parts.values())
@@ -164,18 +164,18 @@ def _number(value: float | None) -> float | None:
 
 
 def spans_decades(values: Sequence[float | None]) -> bool:
-    """Whether values call for a logarithmic axis."""
+    """Whether values need a logarithmic axis."""
     known = [v for v in values if v is not None]
     return bool(known) and min(known) > 0 and max(known) / min(known) > 30
 
 
 def with_any(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows that have one of the metrics."""
+    """The rows with at least one of the metrics."""
     return [row for row in rows if any(row.get(name) is not None for name in names)]
 
 
 def thin(rows: Sequence[Row], names: Sequence[str], limit: int) -> tuple[list[Row], int]:
-    """At most `limit` rows, and how many rows each of them stands for, at the last of their steps."""
+    """At most `limit` rows, each for several rows at the last of their steps, and how many rows each represents."""
     size = -(-len(rows) // limit)
     if size <= 1:
         return list(rows), 1
@@ -184,7 +184,7 @@ def thin(rows: Sequence[Row], names: Sequence[str], limit: int) -> tuple[list[Ro
 
 
 def _together(rows: Sequence[Row], name: str) -> float | None:
-    """Mean of a metric over rows; of an extreme, the extreme."""
+    """Mean of a metric over rows; for an extreme, the extreme."""
     values = [row[name] for row in rows if row.get(name) is not None]
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""`mslime report A B ...`: runs side by side: numbers, charts over each other by step, and the settings that differ."""
+"""`mslime report A B ...`: runs side by side: numbers, overlaid charts by step, and differing settings."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from mslime_plugins.report.sections import SECTIONS
 
 FILE_NAME = "compare.html"
 MAX_RUNS = 8
-"""As many as the page has colours."""
+"""Most runs: the number of the page's colours."""
 LINES_A_RUN = 2
 UNLIKE = ("name", "output_dir")
-"""Settings that differ between any two runs."""
+"""Settings that always differ between two runs."""
 _STEP = Chart("step-seconds", "Step time", "Wall time of a step.", "seconds", series=(Series(WHOLE, "step", BLUE),))
 
 
@@ -80,13 +80,13 @@ def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _names(run_dirs: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The runs' names; where two are alike, their directories."""
+    """The runs' names; for equal names, their directories."""
     names = [run_name(path, config) for path, config in zip(run_dirs, configs, strict=True)]
     return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]
 
 
 def _numbers(runs: Sequence[Compared]) -> str:
-    """Facts and headline numbers, a column a run."""
+    """Facts and headline numbers, one column per run."""
     columns = [
         {
             **run_facts(run.config, run.rows),
@@ -98,7 +98,7 @@ def _numbers(runs: Sequence[Compared]) -> str:
 
 
 def _settings(runs: Sequence[Compared]) -> str:
-    """The settings that are not the same in all runs; empty when there are none."""
+    """The settings that differ between runs; empty if there are none."""
     flat = [dict(_flattened(run.config)) for run in runs]
     columns = [
         {name: text for name, text in column.items() if any(other.get(name) != text for other in flat)}
@@ -133,14 +133,14 @@ def _table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
 
 
 def _drawn(runs: Sequence[Compared]) -> Drawn:
-    """The charts of lines, and the step's time; what is a picture of one run alone is left out."""
+    """The charts of lines, and the step's time; charts of a single run are excluded."""
     sections = {title: [_plain(c) for c in charts if c.kind == "lines"] for title, charts in SECTIONS.items()}
     sections["Time"] = [_STEP, *sections["Time"]]
     return choose_charts(lambda chart: overlaid(chart, runs), {t: c for t, c in sections.items() if c}, len(runs))
 
 
 def _plain(chart: Chart) -> Chart:
-    """The chart without its bands, and without the caption that tells of them."""
+    """The chart without its bands and the caption about them."""
     bands = any(series.band for series in chart.series)
     series = [replace(one, band=None) for one in chart.series]
     return replace(chart, series=series, caption="") if bands else chart

@@ -1,4 +1,4 @@
-"""Which charts of a run are worth a picture. The others are named with the reason: flat, a repetition, no data."""
+"""Select the charts of a run to draw. The others are listed with the reason: flat, a repetition, no data."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mslime_plugins.report.charts import Chart
 from mslime_plugins.report.sections import SECTIONS
 
 FLAT_POINTS = 3
-"""With fewer points nothing is called flat."""
+"""Fewest points of a chart that can be flat."""
 FLAT_WITHIN = 1e-6
-"""Values this close together, absolutely and relatively, are one."""
+"""Values within this difference, absolute and relative, are equal."""
 
 
 @dataclass
 class Drawn:
-    """What becomes of every chart.
+    """Drawn and omitted charts.
 
     Attributes:
-        sections: what is drawn, by section; a section without is not there.
-        flat: charts whose values never change, each with its values in words.
+        sections: drawings by section; empty sections are omitted.
+        flat: charts whose values never change, each with its values as text.
         repeated: charts with one line, each with the title of the chart that has the same line.
         missing: titles of charts without data.
     """
@@ -38,7 +38,7 @@ class Drawn:
 
     @property
     def ids(self) -> set[str]:
-        """Of the charts that are drawn."""
+        """Ids of the drawn charts."""
         return {chart.id for cards in self.sections.values() for chart, _ in cards}
 
 
@@ -47,10 +47,10 @@ def choose_charts(
     sections: Mapping[str, Sequence[Chart]] = SECTIONS,
     runs: int = 1,
 ) -> Drawn:
-    """What becomes of every chart.
+    """Select the charts to draw.
 
     Args:
-        fill: a chart's drawing, or None without data. runs: how many have their lines in it.
+        fill: a chart's drawing, or None without data. runs: number of runs in it.
     """
     drawn = Drawn()
     titles = {chart.id: chart.title for charts in sections.values() for chart in charts}
@@ -73,7 +73,7 @@ def choose_charts(
 
 
 def flat_values(data: dict[str, Any]) -> str:
-    """The values of a drawing that never change, in words; empty when one does, or there are few points."""
+    """The values of a constant drawing, as text; empty if one changes, or there are few points."""
     if data["kind"] == "heat":
         lines = [("", [value for row in data["values"] for value in row])]
     else:

@@ -1,4 +1,4 @@
-"""The head of the report: what was run, as short facts, and the numbers that are looked at first."""
+"""The head of the report: facts about the run, and the most important numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BETWEEN = " → "
 
 
 def run_facts(config: dict[str, Any], rows: Sequence[Row]) -> dict[str, str]:
-    """What was run; empty but for the time when the configuration is not known."""
+    """Facts about the run; only the time if the configuration is unknown."""
     facts: dict[str, str] = {}
     if config:
         mega, rollout = config["megatron"], config["rollout"]
@@ -42,7 +42,7 @@ def run_facts(config: dict[str, Any], rows: Sequence[Row]) -> dict[str, str]:
 
 
 def model_name(path: Path) -> str:
-    """Family and size, as far as the checkpoint can be read here: `Qwen3Moe, 30.5 B parameters`; else its path."""
+    """Family and size, if the checkpoint is readable here: `Qwen3Moe, 30.5 B parameters`; else its path."""
     try:
         described = json.loads((path / "config.json").read_text(encoding="utf-8"))
         (architecture, *_) = described["architectures"]
@@ -54,7 +54,7 @@ def model_name(path: Path) -> str:
 
 
 def _parameters(path: Path) -> int | None:
-    """Elements of all tensors, from the headers of the files; None when one is not readable or packs its numbers."""
+    """Elements of all tensors, from the headers of the files; None if one is not readable or packs its numbers."""
     try:
         count = 0
         for file in path.glob("*.safetensors"):
@@ -82,7 +82,7 @@ _SIZES = {
 
 
 def _layout(megatron: dict[str, Any], trainer_ranks: int | None) -> str:
-    """`4 ranks: TP2 EP2`, sizes of one left out; of a run that was checked when it began."""
+    """`4 ranks: TP2 EP2`, without sizes of one; of a run that was checked at its start."""
     sizes = {short: megatron[f"{long}_parallel_size"] or 1 for short, long in _SIZES.items()}
     replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
     layout = ParallelLayout(**sizes, dp=(trainer_ranks or replica) // replica)
@@ -91,7 +91,7 @@ def _layout(megatron: dict[str, Any], trainer_ranks: int | None) -> str:
 
 
 def headline_tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
-    """The headline numbers; those without data are left out."""
+    """The headline numbers; those without data are omitted."""
     planned = config["train"]["num_steps"] if config else None
     last = rows[-1]["step"]
     state = "" if planned is None else "finished" if last >= planned else f"of {planned}"

@@ -1,4 +1,4 @@
-"""`mslime inspect RUN`: the page of samples on a terminal: a step's kept responses, turn by turn and token by token."""
+"""`mslime inspect RUN`: samples of a run on a terminal: a step's kept responses, by turns and tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from mslime_plugins.report.samples_command import COLOURS, Wanted, find_file
 
 ColourBy = Literal["version", "difference", "mask"]
 BOUNDS = (0.01, 0.1, 1.0)
-"""Nats between the colours of differences."""
+"""Boundaries of the colours of differences, in nats."""
 HIGHER, LOWER = ("cyan", "blue", "bold blue"), ("yellow", "red", "bold red")
 _MASK = {"trained": "green", "sampled, not trained": "yellow", "from outside": "dim"}
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What to show.
+    """Selection of responses.
 
     Attributes:
         step, evaluation, set_name: see `Wanted`.
-        group, sample: of this group, and this response of it; None: the list of what is kept, and the most telling.
-        colour: what a token's colour says.
+        group, sample: this group, and this response of it; None: a list of kept responses, and the most informative
+            one.
+        colour: meaning of a token's colour.
         tokens: a line for each token.
     """
 
@@ -51,7 +52,7 @@ def inspect_run(run_dir: Path, wanted: Inspected, console: Console) -> None:
     """Print the kept responses of a step.
 
     Raises:
-        UserError: the run kept none, not of this step or group, or a file is damaged.
+        UserError: the run kept none, or none of this step or group, or a file is damaged.
     """
     path, step = find_file(run_dir, Wanted(wanted.step, wanted.evaluation))
     rows = telling_of_step(run_dir, step, evaluation=wanted.evaluation)
@@ -70,7 +71,7 @@ def inspect_run(run_dir: Path, wanted: Inspected, console: Console) -> None:
 
 
 def _chosen(rows: Sequence[SampleLine], wanted: Inspected, path: Path) -> list[SampleLine]:
-    """The responses of the wanted group. Raises UserError when none of it is kept."""
+    """The responses of the selected group. Raises UserError if none of it is kept."""
     for name, value, key in (("--group", wanted.group, "group"), ("--sample", wanted.sample, "index")):
         known = sorted({row[key] for row in rows})
         rows = [row for row in rows if value is None or row[key] == value]
@@ -111,7 +112,7 @@ def _overview(rows: Sequence[SampleLine]) -> Table:
 
 
 def _show(row: SampleLine, wanted: Inspected, console: Console) -> None:
-    """A response: what is known of it, its prompt, and a block for each turn and each text from outside."""
+    """Print a response: its facts, its prompt, and a block for each turn and each text from outside."""
     tokens = tokens_of(row)
     style = _styles(row, tokens, wanted.colour)
     console.print(Rule(Text(visible(_title(row)), style="bold"), align="left", style="dim"))
@@ -146,7 +147,7 @@ def _text(block: Sequence[Token], style: Callable[[Token], str]) -> Text:
 
 
 def _table(block: Sequence[Token]) -> Table:
-    """One line a token."""
+    """A table with one line per token."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in (
         "at",
@@ -179,7 +180,7 @@ def _known(value: float | None, form: str = "") -> str:
 
 
 def _styles(row: SampleLine, tokens: Sequence[Token], colour: ColourBy) -> Callable[[Token], str]:
-    """Of a token, the style that says what `colour` asks for."""
+    """A function from a token to its style for `colour`."""
     versions = versions_of(row)
 
     def version(token: Token) -> str:

@@ -1,4 +1,4 @@
-"""A run's timeline as the report draws it: the lanes of each step, and how idle they were."""
+"""A run's timeline for the report: the lanes of each step, and their idle shares."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _step_data(step: int, spans: Sequence[Span], window: tuple[float, float]) ->
 
 
 def _shown_lanes(lanes: set[str]) -> tuple[list[str], int]:
-    """Lanes in drawing order, at most MAX_LANES of a kind, and how many were left out."""
+    """Lanes in drawing order, at most MAX_LANES of a kind, and the number of omitted ones."""
     kept: list[str] = []
     of_kind: Counter[str] = Counter()
     for lane in sorted(lanes, key=_lane_order):
@@ -74,7 +74,7 @@ def _kind(lane: str) -> str:
 
 
 def _works(lane: str) -> bool:
-    """Whether being idle is a loss: engines and trainers, not the lanes that only say what was going on."""
+    """Whether idleness of a lane is a loss: engines and trainers, not the lanes of mere events."""
     return _kind(lane) in ("engine", "trainer")
 
 
@@ -86,14 +86,14 @@ def _lane_order(lane: str) -> tuple[int, int, str]:
 
 
 def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -> list[list[Any]]:
-    """[name, start, end, step] of a lane, cut to the window and counted from its start."""
+    """[name, start, end, step] of a lane, clipped to the window and relative to its start."""
     start, end = window
     own = merge_spans(s for s in spans if s.lane == lane)
     return [[s.name, round(max(s.start, start) - start, 4), round(min(s.end, end) - start, 4), s.step] for s in own]
 
 
 def idle_shares(spans: Iterable[Span], window: tuple[float, float]) -> dict[str, float]:
-    """Share of `window` in which each lane has no span. The driver is left out; overlapping spans count once."""
+    """Fraction of `window` in which each lane has no span. The driver is excluded; overlapping spans count once."""
     start, end = window
     by_lane: dict[str, list[tuple[float, float]]] = {}
     for span in spans:

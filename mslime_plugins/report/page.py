@@ -1,6 +1,6 @@
-"""`mslime report RUN`: one HTML page about a run that needs no network, drawn from what the run has written so far.
+"""`mslime report RUN`: one offline HTML page about a run, from its files so far.
 
-Works on an unfinished run and on one that recorded less than everything: what is missing is named on the page.
+It works for unfinished runs and incomplete records; the page lists missing data.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def run_name(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """What a run is called."""
+    """Name of a run."""
     return str(config.get("name") or run_dir.resolve().name)
 
 
 def _policy(script: str) -> str:
-    """What a browser may do with the page: run this one script, and reach nothing. Whatever a run is called and
-    whatever its metrics hold, a browser would not run it."""
+    """Content security policy of the page: run this one script, and no network. Names and metrics of a run cannot run
+    scripts."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
 
 
 def read_run(run_dir: Path) -> Sequence[Row]:
-    """The rows of a run's metrics as they stand there: `rows.by_step` makes one a step of them."""
+    """The rows of a run's metrics as in the file; `rows.by_step` reduces them to one per step."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
@@ -151,7 +151,7 @@ def _anchor(title: str) -> str:
 
 
 def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
-    """What is not on the page, once, with the reason; empty when everything is."""
+    """The omitted charts and missing data, with the reason; empty if there are none."""
     parts = [
         ("Never changed", [f"{title} ({values})" for title, values in drawn.flat]),
         ("One line only", [f"{title} (see {other})" for title, other in drawn.repeated]),
@@ -208,7 +208,7 @@ def facts_list(facts: Mapping[str, str]) -> str:
 def as_script_data(
     charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]] = (), samples: dict[str, Any] | None = None
 ) -> str:
-    """What the page's script draws, as JSON that cannot end its element."""
+    """Data for the page's script, as JSON that cannot end its element."""
     shown = samples["steps"] if samples else []
     return json.dumps({"charts": charts, "timeline": steps, "samples": shown}).replace("<", "\\u003c")
 
@@ -217,14 +217,14 @@ def as_script_data(
 
 
 def page_of(**parts: str) -> str:
-    """A page of its own: `brand`, `title`, `facts`, `lead`, `contents`, `sections`, `rest` and `data` in one frame."""
+    """A complete page: `brand`, `title`, `facts`, `lead`, `contents`, `sections`, `rest` and `data` in one frame."""
     script = _template("report.js") + _template("samples.js")
     shared = {"style": _template("report.css"), "script": script, "policy": _policy(script)}
     return _fill(_template("page.html"), written=time.strftime("%Y-%m-%d %H:%M"), **shared, **parts)
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write the page, whole or not at all. Raises UserError when it cannot be written."""
+    """Write the page, completely or not at all. Raises UserError if it cannot be written."""
     fresh = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """The resolved configuration; empty when the run wrote none, or one that is not resolved."""
+    """The resolved configuration; empty if the run wrote none, or an unresolved one."""
     try:
         loaded = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
@@ -254,7 +254,7 @@ def _template(name: str) -> str:
 
 
 def _fill(template: str, **parts: str) -> str:
-    """Replace each `{{name}}` once, in order of the template, so that no part is searched for markers of another."""
+    """Replace each `{{name}}` once, in order of the template, so that markers inside of parts are not replaced."""
     pieces = template.split("{{")
     out = [pieces[0]]
     for piece in pieces[1:]:

@@ -1,4 +1,4 @@
-"""The recorded responses of a run as a person reads them: chosen, ordered, and in words."""
+"""The recorded responses of a run for people: selection, order and description."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mslime.observe.samples import (
 
 
 def telling(path: Path) -> list[SampleLine]:
-    """The few lines that show the step best; they stand first in the file."""
+    """The few most informative lines of the step, which are first in the file."""
     return list(itertools.takewhile(lambda row: row["kinds"], read_samples(path)))
 
 
 def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> list[SampleLine]:
-    """`telling` of a step, each with the trainer's log-probs where those are known.
+    """`telling` of a step, each with the trainer's log-probs if known.
 
     Raises:
-        UserError: a line of the step's files is not what this version writes.
+        UserError: a line of the step's files is not in this version's format.
     """
     rows, path = telling(file_of(run_dir, step, evaluation=evaluation)), trainer_file_of(run_dir, step)
     if evaluation or not path.exists():
@@ -55,13 +55,13 @@ def versions_of(row: SampleLine) -> list[int]:
 
 
 def mean_log_prob(row: SampleLine) -> float | None:
-    """Over the sampled tokens that are kept; None without any."""
+    """Mean log-prob of the kept sampled tokens; None without any."""
     known = [value for value in row["log_probs"] if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def facts(row: SampleLine) -> list[str]:
-    """What is known of a response beside its text, as short phrases."""
+    """Facts about a response beside its text, as short phrases."""
     out = [f"reward {row['reward']:g}" if row["reward"] is not None else "not scored"]
     out += [f"{name} {value:g}" for name, value in row["scores"].items() if value is not None]
     if row["advantage"] is not None:
@@ -87,7 +87,7 @@ def _short(value: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """Text that cannot steer a terminal, nor turn what stands beside it: control characters as their pictures."""
+    """Text made safe for a terminal: control characters, including those of direction, as their pictures."""
     return "".join(_picture(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
 
 

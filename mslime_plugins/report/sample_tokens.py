@@ -1,6 +1,4 @@
-"""A kept response token by token, as the report and the terminal show it: who sampled each, what the trainer made of
-it, where turns begin and where the model calls a tool.
-"""
+"""A kept response token by token, for the report and the terminal: sampler, use in training, turns and tool calls."""
 
 from __future__ import annotations
 
@@ -21,25 +19,25 @@ TOOL_CALLS = (
     (r"\[TOOL_CALLS\]", r"</s>"),  # Mistral
     (r"<\|python_tag\|>", r"<\|eom_id\|>"),  # Llama
 )
-"""Marks around a tool call in the templates of families, as patterns; a call that is cut goes to the turn's end."""
+"""Patterns of the marks around a tool call in the families' templates; a truncated call extends to the turn's end."""
 _CALL = re.compile("|".join(f"{begin}.*?(?:{end}|$)" for begin, end in TOOL_CALLS), re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response, or what stands for those that the file leaves out.
+    """One token of a response, or a placeholder for tokens that the file omits.
 
     Attributes:
         position: in the response.
-        id: token id; None for what is left out.
-        version, age, engine: of the weights that sampled it; None, None and empty where no policy did.
+        id: token id; None for a placeholder.
+        version, age, engine: of the weights that sampled it; None, None and empty if no policy did.
         trained: whether it enters the loss.
-        log_prob, trainer_log_prob: at the sampler and at the trainer, natural log; None where not known.
+        log_prob, trainer_log_prob: of the sampler and of the trainer, natural log; None if unknown.
         support: ids that it was drawn from; None for a draw from the whole vocabulary.
-        experts: by MoE layer id, where routes are kept.
-        turn: number of the turn, from 1 on: what a policy sampled between texts from outside, and the text after it.
-        outside: it is from a tool or environment, sampled by no policy.
-        in_call: it is part of a tool call.
+        experts: by MoE layer id, if routes are kept.
+        turn: number of the turn, from 1 on: tokens sampled between texts from outside, and the text after them.
+        outside: whether it comes from a tool or environment instead of a policy.
+        in_call: whether it is part of a tool call.
     """
 
     text: str
@@ -59,15 +57,15 @@ class Token:
 
     @property
     def difference(self) -> float | None:
-        """Trainer minus sampler, in nats; None where one of the two is not known."""
+        """Trainer minus sampler, in nats; None if one of the two is unknown."""
         if self.log_prob is None or self.trainer_log_prob is None:
             return None
         return self.trainer_log_prob - self.log_prob
 
 
 def tokens_of(row: SampleLine) -> list[Token]:
-    """The response, token by token; what the file leaves out is one token without an id that says so. A line without
-    texts of tokens is one of them."""
+    """The response, token by token; omitted tokens are one placeholder without an id. A line without texts of tokens is
+    one placeholder."""
     if "texts" not in row:
         return [Token(row["response"], 0, None, None, None, "", trained=True)]
     left_out, routes, calls = row["left_out"], _experts(row.get("routes")), _in_calls(row)
@@ -97,19 +95,19 @@ def tokens_of(row: SampleLine) -> list[Token]:
 
 
 def _gap(count: int, at: int, before: Token | None) -> Token:
-    """What stands for tokens that are left out; it counts as of the turn before it."""
+    """A placeholder for omitted tokens; it belongs to the previous turn."""
     turn, outside = (before.turn, before.outside) if before is not None else (0, False)
     words = f" [... {count} tokens left out ...] "
     return Token(words, at, None, None, None, "", trained=False, turn=turn, outside=outside)
 
 
 def by_source(tokens: Sequence[Token]) -> list[list[Token]]:
-    """Tokens of one turn, or of the text from outside after it, together; in order."""
+    """Tokens grouped by turn, or by the text from outside after it, in order."""
     return [list(together) for _, together in itertools.groupby(tokens, key=lambda t: (t.turn, t.outside))]
 
 
 def _turns(segments: Sequence[SegmentLine]) -> Iterator[tuple[int, SegmentLine]]:
-    """(number of the turn, segment): text from outside ends a turn, and belongs to the one before it."""
+    """(number of the turn, segment): text from outside ends a turn and belongs to it."""
     turn, outside = 0, True
     for segment in segments:
         sampled = segment["version"] is not None
@@ -119,7 +117,7 @@ def _turns(segments: Sequence[SegmentLine]) -> Iterator[tuple[int, SegmentLine]]
 
 
 def _in_calls(row: SampleLine) -> list[bool]:
-    """Of each token in the line, whether it is part of a tool call that a policy sampled."""
+    """For each token in the line, whether it is part of a sampled tool call."""
     texts = row.get("texts", [])
     ends = list(itertools.accumulate(map(len, texts)))
     inside = bytearray(ends[-1] + 1 if ends else 1)  # 1 for each character of a call
@@ -133,7 +131,7 @@ def _in_calls(row: SampleLine) -> list[bool]:
 
 
 def _experts(routes: RoutesLine | None) -> list[dict[int, list[int]]]:
-    """Of each of the first tokens, experts by layer id."""
+    """Experts by layer id, for each of the first tokens."""
     if routes is None:
         return []
     return [dict(zip(routes["layers"], row, strict=True)) for row in decoded(routes)]

@@ -24,13 +24,13 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to show.
+    """Selection of responses.
 
     Attributes:
         step: as in the metrics; None: the newest.
         evaluation: of held-out sets rather than of training.
         set_name: of one held-out set; empty: of all.
-        order, count: the first so many by best, worst or longest; without an order a few of each kind.
+        order, count: the first ones by best, worst or longest; without an order a few of each kind.
         kind: `truncated` or `continued`; empty: any.
     """
 
@@ -43,10 +43,10 @@ class Wanted:
 
 
 def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool = False) -> None:
-    """Print what is wanted of a run's responses; as lines of JSON, as they are in the file.
+    """Print selected responses of a run; as JSON, the unchanged lines of the file.
 
     Raises:
-        UserError: the run kept no responses, not of this step, or a file is damaged.
+        UserError: the run kept no responses, or none of this step, or a file is damaged.
     """
     path, step = find_file(run_dir, wanted)
     shown = select(path, wanted)
@@ -63,7 +63,7 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
 
 
 def select(path: Path, wanted: Wanted) -> list[SampleLine]:
-    """The lines of a file that are wanted."""
+    """The selected lines of a file."""
     rows = telling(path) if not (wanted.order or wanted.kind) else read_samples(path)
     if wanted.set_name:
         rows = _of_set(path, rows, wanted.set_name)
@@ -84,7 +84,7 @@ def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name:
 
 
 def find_file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
-    """The file of the wanted step, and which step that is."""
+    """The file of the selected step, and the step."""
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
     steps = recorded_steps(run_dir, evaluation=wanted.evaluation)
@@ -142,7 +142,7 @@ def _card(row: SampleLine) -> Group:
 
 
 def _coloured(row: SampleLine) -> Text:
-    """The response; what no policy sampled is dim, what is not trained in italics."""
+    """The response; tokens without a policy are dim, untrained ones in italics."""
     versions = versions_of(row)
     text = Text()
     for (version, trained), together in itertools.groupby(

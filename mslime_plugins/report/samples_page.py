@@ -1,7 +1,7 @@
-"""Responses in the report: what the page's script needs to show a few of some steps, token by token.
+"""Responses in the report: data for the page's script to show some responses token by token.
 
-The script writes text as text and never as HTML. What is shown is bounded (steps, tokens, characters, bytes in all),
-and the page says so.
+The script writes text as text and never as HTML. Amounts are bounded (steps, tokens, characters, total bytes), and the
+page shows the bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS, EVALUATIONS = 8, 4
 BYTES, EVALUATION_BYTES = 1_500_000, 500_000
 TOKENS_A_SIDE, CHARACTERS_A_SIDE = 400, 2000
 Chosen = dict[str, Any]
-"""What the script reads, as JSON."""
+"""Data for the script, as JSON."""
 
 _FRAME = """<section id="samples-section"><h2>Samples</h2><p class="lead">{lead}</p>
 <figure class="card wide" id="samples"><div class="chooser">
@@ -35,12 +35,12 @@ _FRAME = """<section id="samples-section"><h2>Samples</h2><p class="lead">{lead}
 
 
 def samples_section(data: Chosen) -> str:
-    """The empty frame that the script fills; empty without a response."""
+    """The empty frame that the script fills; empty without responses."""
     return _FRAME.replace("{lead}", data["bound"]) if data["steps"] else ""
 
 
 def samples_data(run_dir: Path) -> tuple[Chosen, str]:
-    """(what the script shows, what is missing of it)."""
+    """(data for the script, a note on missing data)."""
     try:
         steps, left_out = _bounded(run_dir, STEPS, BYTES, evaluation=False)
         evaluations, more = _bounded(run_dir, EVALUATIONS, EVALUATION_BYTES, evaluation=True)
@@ -58,16 +58,16 @@ def samples_data(run_dir: Path) -> tuple[Chosen, str]:
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the steps, the first and the last among them."""
+    """At most `count` of the steps, including the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _bounded(run_dir: Path, most: int, total: int, *, evaluation: bool) -> tuple[list[Chosen], int]:
-    """(at most so many steps with the responses that fit, the newest first; how many did not).
+    """(at most this many steps with the responses that fit, newest first; number of the rest).
 
-    Each step has the same share of the bytes, and what the newer ones left of theirs.
+    Each step has the same share of the bytes, plus the unused bytes of newer ones.
     """
     chosen = _spread(recorded_steps(run_dir, evaluation=evaluation), most)
     out: list[Chosen] = []
@@ -88,9 +88,8 @@ def _bounded(run_dir: Path, most: int, total: int, *, evaluation: bool) -> tuple
 
 
 def sample_data(row: SampleLine) -> Chosen:
-    """A response for the script: what is known of it, its sources, and its tokens as [text, source, position, id,
-    log-prob, trainer's log-prob, in a tool call, ids that it was drawn from]; [text, source] stands for those that are
-    not shown."""
+    """A response for the script: facts, sources, and its tokens as [text, source, position, id, log-prob, trainer's
+    log-prob, in a tool call, size of the support]; [text, source] is a placeholder for omitted ones."""
     shown = tokens_of(row)
     if len(shown) > 2 * TOKENS_A_SIDE:
         words = f" [... {len(shown) - 2 * TOKENS_A_SIDE} tokens not shown ...] "
@@ -112,7 +111,7 @@ def sample_data(row: SampleLine) -> Chosen:
 
 
 def group_name(row: SampleLine) -> str:
-    """What the group is called: its number, and the held-out set it belongs to."""
+    """Name of the group: its number, and its held-out set."""
     return visible(f"{name}, {row['group']}" if (name := row.get("set")) else str(row["group"]))
 
 

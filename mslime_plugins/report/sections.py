@@ -1,4 +1,4 @@
-"""The charts of the report, by section: what a person wants to see of a run, in the order of the questions."""
+"""The charts of the report by section, in the order of a reader's questions."""
 
 from __future__ import annotations
 

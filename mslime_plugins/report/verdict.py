@@ -1,8 +1,8 @@
-"""The first thing that the report says: sentences made from the numbers, by rules whose thresholds are stated.
+"""Findings at the head of the report: sentences derived from the metrics by rules with stated thresholds.
 
-A rule speaks when its threshold is passed; rules that had data and nothing to say are named together. `early` and
-`late` are means over the first and the last fifth of the steps that have a metric. Of a long run the last
-fiftieth (at least ten steps) counts as late, too, where it is worse: a fifth of 5,000 steps hides the death of 200.
+A rule gives a finding if its threshold is passed; rules with data and without a finding are listed together. `early`
+and `late` are means over the first and the last fifth of the steps with a metric. In a long run the last fiftieth (at
+least ten steps) also counts as late if it is worse: a fifth of 5,000 steps hides a failure in the last 200.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Tone = Literal["good", "note", "bad"]
 Said = tuple[Tone, str] | None
 
 FEWEST = 10
-"""Steps from which on early and late are compared."""
+"""Fewest steps for a comparison of early and late."""
 LATELY = 0.02
 REWARD_ERRORS = 2.0
 FALLEN_ERRORS = 4.0
-"""More than of `REWARD_ERRORS`: the best of many windows is above the mean by chance, too."""
+"""A fall is more than this many `REWARD_ERRORS`: the best of many windows is above the mean by chance."""
 FALLEN_PART = 1 / 3
 ACCURACY_BY = 0.02
 ACCURACY_LOST = 0.5
@@ -47,13 +47,13 @@ class ReportRule:
     """One question about a run.
 
     Attributes:
-        topic: what it is about; of rules with nothing to say only this is shown.
+        topic: its subject; the only part shown of rules without a finding.
         chart: id of the chart to look at.
-        threshold: when it speaks, in words.
-        advice: what to do then.
-        needs: metrics of which one must have been recorded; templates of `names.METRICS`.
-        judge: the sentence, or None when the threshold is not passed.
-        unless: losses of which the question is not asked.
+        threshold: condition of a finding, as text.
+        advice: for a finding.
+        needs: metrics, of which at least one must be recorded; templates of `names.METRICS`.
+        judge: returns the sentence, or None if the threshold is not passed.
+        unless: losses to which the rule does not apply.
     """
 
     topic: str
@@ -67,7 +67,7 @@ class ReportRule:
 
 @dataclass(frozen=True)
 class ReportFinding:
-    """A rule that spoke. `advice` is empty when all is well."""
+    """A finding of a rule. `advice` is empty if all is well."""
 
     rule: ReportRule
     tone: Tone
@@ -75,15 +75,15 @@ class ReportFinding:
 
     @property
     def advice(self) -> str:
-        """What to do; nothing when the news is good."""
+        """The advice; empty for good news."""
         return "" if self.tone == "good" else self.rule.advice
 
 
 def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[ReportFinding], list[str]]:
-    """(what is to be said, topics that are within their thresholds).
+    """(findings, topics within their thresholds).
 
     Args:
-        loss: `algorithm.loss` of the run; empty where it is not known.
+        loss: `algorithm.loss` of the run; empty if unknown.
     """
     findings: list[ReportFinding] = []
     quiet: list[str] = []
@@ -120,7 +120,7 @@ def late(values: Sequence[float]) -> float:
 
 
 def lately(values: Sequence[float]) -> float:
-    """Mean over the last fiftieth, at least ten values; of a short run over the last fifth."""
+    """Mean over the last fiftieth, at least ten values; in a short run over the last fifth."""
     return fmean(values[-min(_window(values), _fifth(values)) :])
 
 
@@ -129,7 +129,7 @@ def _window(values: Sequence[float]) -> int:
 
 
 def _trend(values: Sequence[float]) -> tuple[float, float]:
-    """(late less early, its standard error)."""
+    """(late minus early, its standard error)."""
     n = _fifth(values)
     return late(values) - early(values), ((pvariance(values[:n]) + pvariance(values[-n:])) / n) ** 0.5
 
@@ -157,7 +157,7 @@ def _reward(rows: Sequence[Row]) -> Said:
 
 
 def _fallen(rows: Sequence[Row]) -> str:
-    """How far the last steps are below the best stretch of as many; empty where that is no more than noise."""
+    """How far the last steps are below the best stretch of as many; empty if that is within noise."""
     values = [row["reward/mean"] for row in rows]
     n = _window(values)
     if len(values) < 2 * n:
@@ -218,7 +218,7 @@ def _nll(rows: Sequence[Row]) -> Said:
 
 
 def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said:
-    """What to say of a share that is above its limit, late or lately; it stands for the `{}` of `what`."""
+    """The sentence for a fraction above its limit, late or lately; it replaces the `{}` of `what`."""
     share = max(late(values), lately(values)) if values else 0.0
     return None if share <= limit else (tone, what.format(_percent(share)))
 
@@ -304,7 +304,7 @@ def _reward_errors(rows: Sequence[Row]) -> Said:
 
 def _coverage(rows: Sequence[Row]) -> Said:
     lowest = min(row["replay/coverage"] + row.get("replay/too_old", 0.0) for row in rows if "replay/coverage" in row)
-    if lowest > 1.0 - 1e-9:  # the two shares are rounded each for itself
+    if lowest > 1.0 - 1e-9:  # the two shares are rounded separately
         return None
     return "bad", f"In a step only {_percent(lowest)} of the routes were replayed, or left out for their age."
 
@@ -403,10 +403,10 @@ if __name__ == "__main__":
 
 
 def irregular(rows: Sequence[Row]) -> str:
-    """What no run writes: steps without a row between others, steps whose numbers stand there twice; empty: neither.
+    """Irregular steps in the metrics: missing rows between others, or duplicate numbers; empty if there are none.
 
     Args:
-        rows: as they stand in the file, before `by_step`.
+        rows: as in the file, before `by_step`.
     """
     names: dict[int, set[str]] = {}
     twice: set[int] = set()

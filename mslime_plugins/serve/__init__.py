@@ -1,5 +1,5 @@
 """`mslime serve`: clients of the `tinker` SDK train adapters on one base and sample from them, over HTTP on loopback.
 
-`wire` is what the SDK sends and reads; `service` what a request means, with `futures`, `sessions` and `states` under
-it; `backend` what it asks of trainers and engines, and `ranks` and `engines` those that there are.
+`bodies`, `proto` and `pass_requests` parse and write the SDK's messages; `server` is the HTTP side. `tinker_service`
+implements the requests, with `futures`, `sessions` and `states`; `sampling` uses the engines.
 """

@@ -1,4 +1,4 @@
-"""Bodies of requests as the SDK sends them in JSON (tinker 0.38.0). What is not listed is not looked at."""
+"""JSON bodies of the SDK's requests (tinker 0.38.0). Other fields are ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = TypeVar("B", bound=Body)
 
 
 def read(kind: type[B], raw: bytes) -> B:
-    """A body. Raises ServeError naming its first field that is wrong."""
+    """Parse a body. Raises ServeError naming its first invalid field."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:

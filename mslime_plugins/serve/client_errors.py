@@ -1,4 +1,4 @@
-"""Mistakes of clients, with the HTTP status and the category that the SDK reads."""
+"""Mistakes of clients, with the HTTP status and the category for the SDK."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ BAD, UNKNOWN_KEY, UNKNOWN, GONE, BUSY = 400, 401, 404, 410, 429
 
 
 class ServeError(UserError):
-    """A client asked for what cannot be.
+    """An invalid request of a client.
 
     Attributes:
-        status: of the HTTP answer, where the request itself is refused.
+        status: of the HTTP answer, if the request itself is rejected.
     """
 
     def __init__(self, field: str, value: object, rule: str, way_out: str, status: int = BAD) -> None:
@@ -26,6 +26,6 @@ class ServeError(UserError):
 
 
 def category_of(error: Exception) -> Category:
-    """Whose fault it is: a client's mistake, or something of the server's."""
+    """The category of an error: a client's mistake, or a server's fault."""
     own = not isinstance(error, UserError) or isinstance(error, EngineError | TrainerError)
     return "server" if own else "user"

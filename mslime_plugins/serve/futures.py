@@ -1,7 +1,7 @@
-"""Requests that have been taken, and their answers, which clients ask for by id.
+"""Accepted requests and their answers, which clients fetch by id.
 
-A request is taken once: sent again, with the same id, it is the same future. Those of one model are done in the order
-of their numbers, whatever order they come in, as the SDK sends parts of a batch side by side and the first one last.
+A request is accepted once: sent again with the same id, it is the same future. Requests of one model run in the order
+of their numbers, not of arrival, as the SDK sends parts of a batch concurrently and the first one last.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mslime.config.errors import UserError
 from mslime_plugins.serve.client_errors import BUSY, ServeError, category_of
 
 KEPT_S = 300.0
-"""An answer that was fetched is kept so long, for a client whose connection broke in it."""
+"""Seconds for which a fetched answer is kept, in case the client's connection broke during the fetch."""
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FutureResult:
-    """The body of a finished request, and what it is."""
+    """The body of a finished request, and its content type."""
 
     body: bytes
     kind: str = JSON
@@ -37,7 +37,7 @@ class FutureResult:
 
     @classmethod
     def failed(cls, error: Exception) -> FutureResult:
-        """What the SDK raises as RequestFailedError."""
+        """A failure, which the SDK raises as RequestFailedError."""
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return cls.of(error=told, category=category_of(error))
 
@@ -47,7 +47,7 @@ Work = Callable[[], Awaitable[FutureResult]]
 
 @dataclass
 class Future:
-    """A request: of whom it is, its answer, and when that was first fetched."""
+    """A request: its owner, its answer, and the time of the first fetch."""
 
     owner: str
     task: asyncio.Task[FutureResult]
@@ -55,19 +55,19 @@ class Future:
 
 
 class RequestOrder:
-    """Numbers in order: who has one waits until those before it are done."""
+    """Runs numbered requests in order: each waits until the earlier ones are done."""
 
     def __init__(self) -> None:
         self._next = 0
         self._moved = asyncio.Event()
 
     async def wait(self, number: int) -> None:
-        """Return when it is `number`'s turn."""
+        """Wait for the turn of `number`."""
         while number > self._next:
             await self._moved.wait()
 
     def done(self, number: int) -> None:
-        """It is the next one's turn."""
+        """Pass the turn to the next number."""
         self._next = max(self._next, number + 1)
         self._moved.set()
         self._moved = asyncio.Event()
@@ -78,7 +78,7 @@ class Futures:
     """All requests of a server.
 
     Args:
-        most: unfinished ones.
+        most: most unfinished requests.
     """
 
     most: int
@@ -86,14 +86,14 @@ class Futures:
     _running: set[asyncio.Task[FutureResult]] = field(default_factory=set[asyncio.Task[FutureResult]])
 
     def take(self, request_id: str, owner: str, work: Work, turn: tuple[RequestOrder, int] | None = None) -> str:
-        """Begin a request, unless it was begun before; its id.
+        """Begin a request, unless it has already begun; returns its id.
 
         Args:
-            owner: model or session: `drop` forgets all requests of one.
+            owner: model or session: `drop` removes all requests of one.
             turn: of the model's requests.
 
         Raises:
-            ServeError: there are too many (HTTP 429, which the SDK answers by waiting).
+            ServeError: there are too many (HTTP 429, after which the SDK waits).
         """
         if request_id in self._all:
             return request_id
@@ -108,11 +108,11 @@ class Futures:
 
     @property
     def unfinished(self) -> int:
-        """How many wait or run."""
+        """Number of waiting or running requests."""
         return len(self._running)
 
     async def fetch(self, request_id: str, patience_s: float) -> FutureResult | None:
-        """A request's answer; None where it is not there within `patience_s`. Raises KeyError for an unknown one."""
+        """A request's answer; None if it is not ready within `patience_s`. Raises KeyError for an unknown id."""
         future = self._all[request_id]
         await asyncio.wait([future.task], timeout=patience_s)
         if not future.task.done():
@@ -123,12 +123,12 @@ class Futures:
         return future.task.result()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request, if it is there."""
+        """Stop a request, if it exists."""
         if request_id in self._all:
             self._all[request_id].task.cancel()
 
     async def drop(self, owner: str) -> None:
-        """Stop and forget all requests of an owner."""
+        """Stop and remove all requests of an owner."""
         mine = {rid: future for rid, future in self._all.items() if future.owner == owner}
         for future in mine.values():
             future.task.cancel()
@@ -138,7 +138,7 @@ class Futures:
             del self._all[rid]
 
     def forget_fetched(self) -> None:
-        """Forget answers that were fetched long ago."""
+        """Remove answers that were fetched long ago."""
         now = time.monotonic()
         old = [rid for rid, each in self._all.items() if each.fetched is not None and now - each.fetched > KEPT_S]
         for rid in old:
@@ -151,7 +151,7 @@ async def _answered(request_id: str, work: Work, turn: tuple[RequestOrder, int] 
         if turn is not None:
             await turn[0].wait(turn[1])
         answer = await work()
-    except Exception as error:  # told to the client, whatever it is
+    except Exception as error:  # reported to the client, whatever it is
         level = logging.INFO if category_of(error) == "user" else logging.ERROR
         _log.log(level, "%s failed: %s", request_id, error, exc_info=not isinstance(error, UserError))
         return FutureResult.failed(error)

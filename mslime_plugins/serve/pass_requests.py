@@ -1,4 +1,4 @@
-"""A request for a forward and backward pass: from its bytes to data that a trainer can take, or to words."""
+"""Parse requests for forward and backward passes into data for the trainer, and write their answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mslime_plugins.serve import proto
 from mslime_plugins.serve.client_errors import ServeError
 
 COLUMNS = {"cross_entropy": ("weights",)}
-"""What a loss takes beside targets; all others `OF_POLICY`."""
+"""Inputs of a loss beside targets; all other losses: `OF_POLICY`."""
 OF_POLICY = ("logprobs", "advantages")
 _DTYPES = {proto.FLOAT32: np.dtype("<f4"), proto.INT64: np.dtype("<i8")}
 _ATTRIBUTES = {"weights": "weights", "logprobs": "log_probs", "advantages": "advantages"}
@@ -25,7 +25,7 @@ _ATTRIBUTES = {"weights": "weights", "logprobs": "log_probs", "advantages": "adv
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes: token ids below `vocab_size`, sequences of at most `positions` tokens."""
+    """Limits of a model: token ids below `vocab_size`, sequences of at most `positions` tokens."""
 
     vocab_size: int
     positions: int
@@ -36,7 +36,7 @@ class PassRequest:
     """A client's forward pass, or forward and backward.
 
     Attributes:
-        loss_asked: name of the loss that the client asked for; `loss` may be one that stands in for it.
+        loss_asked: name of the requested loss; `loss` may be a substitute for it.
     """
 
     model_id: str
@@ -48,13 +48,13 @@ class PassRequest:
 
     @property
     def notes(self) -> dict[str, float]:
-        """Metrics that tell the client, in every pass, that it gets another loss than the one it asked for."""
+        """Metrics in every pass that inform the client of a substituted loss."""
         same = self.loss_asked == self.loss.name
         return {} if same else {f"{self.loss_asked}_served_as_{self.loss.name}:mean": 1.0}
 
 
 def read_header(raw: bytes) -> Any:
-    """The message of a request. Raises ServeError."""
+    """Parse the message of a request. Raises ServeError."""
     message = proto.ForwardBackwardRequest()
     try:
         message.ParseFromString(raw)
@@ -65,10 +65,10 @@ def read_header(raw: bytes) -> Any:
 
 
 def read_pass(message: Any, limits: Limits, stable_reinforce: ClientLoss | None = None) -> PassRequest:
-    """The request. Raises ServeError for the first mistake.
+    """Parse a request. Raises ServeError for the first mistake.
 
     Args:
-        stable_reinforce: the loss that stands in for the one of that name; None: it is refused.
+        stable_reinforce: the substitute for the loss of that name; None: it is rejected.
     """
     loss = _loss(message, stable_reinforce)
     if not message.data:
@@ -152,7 +152,7 @@ def _check_ids(ids: NDArray[np.integer[Any]], where: str, limits: Limits) -> Non
 
 
 def _column(given: Mapping[str, Any], name: str, where: str, length: int, loss: str) -> NDArray[Any]:
-    """[length] of a datum's input. Raises ServeError where it is missing or has another shape."""
+    """[length] of a datum's input. Raises ServeError if it is missing or has another shape."""
     field = f"{where}.loss_fn_inputs.{name}"
     if name not in given:
         raise ServeError(field, None, f"{loss} needs it", f"give one number for each of the {length} input tokens")
@@ -195,7 +195,7 @@ def passed_bytes(found: PassResult, notes: Mapping[str, float]) -> bytes:
 
 
 def sampled_bytes(found: Sequence[GenerateResult]) -> bytes:
-    """A SampleResponse: all continuations of a prompt, of which the first has its scores."""
+    """A SampleResponse: all continuations of a prompt; the first has the prompt's scores."""
     message = proto.SampleResponse(prompt_cache_hit_tokens=found[0].cached_tokens)
     for each in found:
         message.sequences.add(

@@ -1,7 +1,7 @@
-"""The protobuf messages of the SDK (tinker 0.38.0, package `tinker_public`), as far as they are served.
+"""The served protobuf messages of the SDK (tinker 0.38.0, package `tinker_public`).
 
-Field numbers and types are the wire format; the messages are built here at import, so that no generated code has to fit
-the installed protobuf. Fields that are not listed are skipped when a message is read, as protobuf does it.
+Field numbers and types are the wire format; the messages are built at import, so no generated code depends on the
+installed protobuf. Other fields are skipped when a message is parsed, as usual in protobuf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 _PACKAGE = "mslime_serve"
 _FIELD = descriptor_pb2.FieldDescriptorProto
 
-# name: (number, type); `*` repeats, `?` may be absent, `map T` maps texts to T, `| group` is one of a group.
+# name: (number, type); `*` is repeated, `?` optional, `map T` a map from strings to T, `| group` one of a group.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
     "Tensor": {
@@ -112,7 +112,7 @@ def _add_message(file: Any, name: str, fields: dict[str, tuple[int, str]]) -> No
             if group not in groups:
                 groups.append(group)
             field.oneof_index = groups.index(group)
-    for field in maybe:  # groups of one, which come last
+    for field in maybe:  # optional groups of one, which must come last
         field.proto3_optional = True
         field.oneof_index = len(groups)
         groups.append(f"_{field.name}")

@@ -1,4 +1,4 @@
-"""Requests to sample: from a body to what an engine is asked, or to words; and the engines, of which some may die."""
+"""Convert sampling requests for engines, and run them on a pool whose engines may die."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_lo
 
 
 def requests_of(body: bodies.SampleBody, rid: str, limits: Limits) -> list[GenerateRequest]:
-    """What engines are asked: one request for each continuation, all for one engine. Log-probs are those of the whole
-    vocabulary, which the trainer computes; the first one returns those of the prompt. Raises ServeError for the first
+    """The requests to engines: one per continuation, all for one engine. Log-probs are over the whole vocabulary, as
+    the trainer computes them; the first request returns those of the prompt. Raises ServeError for the first
     mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):
@@ -86,28 +86,29 @@ def _scored_from(body: bodies.SampleBody, length: int) -> int | None:
 
 
 class PooledEngines:
-    """A pool of engines that requests wait for when all are dead.
+    """A pool of engines; requests wait while all are dead.
 
     Args:
-        room: adapters that each engine has loaded at once.
-        may_come: whether there may be an engine again where none is left.
+        room: most loaded adapters of an engine.
+        may_come: whether a new engine can appear after the last one died.
     """
 
     def __init__(self, pool: EnginePool, room: int, may_come: Callable[[], bool]) -> None:
         self._pool, self._room, self._may_come = pool, room, may_come
 
     async def sample(self, adapter: Path | None, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """All continuations of a prompt, under an adapter or the base. A request whose engine dies goes to another one.
+        """All continuations of a prompt, under an adapter or the base. If an engine dies, its request goes to another
+        one.
 
         Raises:
-            EngineError: no engine can, after all of them have ended.
+            EngineError: no engine can serve a request; raised after all requests have ended.
         """
         where = None if adapter is None else adapter.absolute()
         found = await asyncio.gather(*(self._one(where, each) for each in requests), return_exceptions=True)
         return all_or_first_failure(found)
 
     async def forget(self, adapter: Path) -> None:
-        """No request will name this adapter any more."""
+        """Release an adapter that no request will use again."""
         await self._pool.take_back(adapter.absolute())
 
     async def _one(self, adapter: Path | None, request: GenerateRequest) -> GenerateResult:
@@ -122,7 +123,7 @@ class PooledEngines:
             return found
 
     async def _another(self, error: EngineDied) -> None:
-        """Return when an engine is there. Raises EngineError where none will come."""
+        """Wait for a live engine. Raises EngineError if none will come."""
         while not len(self._pool):
             if not self._may_come():
                 raise EngineError(

@@ -1,4 +1,4 @@
-"""The run configuration that a server starts from: what a run trains and generates with, without prompts and steps."""
+"""The configuration of a server: a run's settings for training and generation, without prompts and steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIXED: dict[str, Any] = {
     "data": {"prompts": ["(of clients)"]},
     "rollout": {"max_response_tokens": 1, "pause_mode": "in_place", "concurrency": 1_000_000},
 }
-"""What a server does not take from a run: clients bring the data, the loss and the steps; requests wait in engines."""
+"""Settings that a server fixes: clients provide the data, the loss and the steps; requests wait in engines."""
 _SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
     "train": (
         TrainConfig,
@@ -37,14 +37,14 @@ _SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
     "algorithm": (AlgorithmConfig, frozenset()),
     "checkpoint": (CheckpointConfig, frozenset()),
 }
-"""Sections of which it takes these settings alone. Names that no run has are left in, to be refused."""
+"""Sections of which only these settings are used. Unknown names are kept, so that validation rejects them."""
 MLP_GROUPS = ("mlp", "shared_experts", "experts")
 _DROPPED = ("adapters", "reward", "hooks", "critic", "teacher")
-"""Sections that say nothing to it."""
+"""Sections that a server ignores."""
 
 
 def _of_server(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's settings a server goes by."""
+    """The settings of a run that a server uses."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in _DROPPED:
@@ -61,10 +61,10 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     """The configuration of a server.
 
     Args:
-        values: what the file and the flags say.
+        values: settings of the file and the flags.
 
     Raises:
-        ConfigError: there are no adapters, engines share the trainer's GPUs, or a setting breaks a rule.
+        ConfigError: there are no adapters, engines share the trainer's GPUs, or a setting is invalid.
     """
     given = _of_server(values)
     lora = given.get("lora")
@@ -88,27 +88,27 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
             "lora.together", True,
             "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it",
         )  # fmt: skip
-    # An engine serves two versions more than a run may be behind.
+    # An engine serves two versions more than a run may lag behind.
     behind = {"max_staleness": max(config.serve.engine_adapters - 2, 0), "pause_mode": "in_place"}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=behind)})
 
 
 def base_names(path: Path, name: str | None) -> tuple[str, ...]:
-    """Under which clients may ask for the base: `serve.model_name`, and its directory as it was written and whole."""
+    """Names of the base for clients: `serve.model_name`, and its directory as written and absolute."""
     named = (name,) if name else ()
     return tuple(dict.fromkeys((*named, str(path), str(path.resolve()))))
 
 
 def adapted_parts(lora: LoraConfig) -> tuple[bool, bool]:
-    """Whether attention, and whether MLP layers, may have adapters; names of single layers may be of either."""
+    """Whether attention, and whether MLP layers, may have adapters; single layer names count for both."""
     targets = lora.targets
     named = any(target not in LORA_GROUPS for target in targets)
     return named or "attention" in targets, named or any(t in targets for t in LORA_GROUPS if t != "attention")
 
 
 def targets_of(lora: LoraConfig, ask: AdapterAsk) -> tuple[str, ...]:
-    """`lora.targets` without what a client does not want trained. Raises ConfigError for names of single layers, which
-    cannot be told apart so."""
+    """`lora.targets` without layers that a client excludes. Raises ConfigError for names of single layers, which cannot
+    be classified."""
     wanted = {"attention": ask.attention, **dict.fromkeys(MLP_GROUPS, ask.mlp)}
     if not (ask.attention and ask.mlp) and (named := [t for t in lora.targets if t not in LORA_GROUPS]):
         raise ConfigError("lora_config", "train_attn, train_mlp", f"this server adapts {', '.join(named)} by name",
@@ -117,6 +117,6 @@ def targets_of(lora: LoraConfig, ask: AdapterAsk) -> tuple[str, ...]:
 
 
 def adapter_config(config: RunConfig, ask: AdapterAsk) -> RunConfig:
-    """How a client's adapter is trained: as a run of it alone would be."""
+    """The configuration of a client's adapter, as for a run of it alone."""
     chosen = {"rank": ask.rank, "targets": targets_of(config.lora, ask), "init": None}
     return config.model_copy(update={"lora": config.lora.model_copy(update=chosen), "seed": ask.seed})

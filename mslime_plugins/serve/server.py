@@ -1,4 +1,4 @@
-"""The HTTP side: the SDK's paths, its key, and answers in its words. aiohttp, on loopback."""
+"""The HTTP server: paths, key and answers of the SDK; aiohttp, on loopback."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mslime_plugins.serve.states import TYPES, StoredState
 from mslime_plugins.serve.tinker_service import Service
 
 KEY_PREFIX = "tml-"
-"""What the SDK wants a key to begin with."""
+"""Prefix that the SDK requires of a key."""
 LARGEST_BODY = 256 << 20
 POLL_S = 20.0
-"""A poll for an answer is held so long; the SDK gives up after 45 s."""
+"""Seconds for which a poll for an answer is held; the SDK gives up after 45 s."""
 TIDY_S = 1.0
 _ROOT = "/api/v1"
 _log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 
 
 class Server:
-    """Answers clients.
+    """Server of the SDK's clients.
 
     Args:
-        key: what they must send.
+        key: the key that they must send.
     """
 
     def __init__(self, service: Service, key: str) -> None:
@@ -56,12 +56,12 @@ class Server:
         self._tidying: asyncio.Task[None] | None = None
 
     async def start(self, listening: socket.socket) -> None:
-        """Serve on a socket, and let go of silent clients."""
+        """Serve on a socket, and close sessions of silent clients."""
         self._listening = await serve(self.app(), listening, shutdown_timeout=1.0)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def stop(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         if self._tidying is not None:
             self._tidying.cancel()
         if self._listening is not None:
@@ -116,7 +116,7 @@ class Server:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Ask for the key, and turn mistakes into words; a mistake in a request that has a turn takes it."""
+        """Check the key, and convert errors into answers; an invalid request with a turn uses up its turn."""
         begin, path = time.monotonic(), request.path
         try:
             given = request.headers.get("X-API-Key", "")
@@ -137,7 +137,7 @@ class Server:
         return response
 
     async def _in_turn(self, request: web.Request, error: UserError) -> web.Response:
-        """A refusal: as the future that the request would have had, where later ones wait for its number."""
+        """Answer with an error; as a future if the request has a number for which later ones wait."""
         told = error if isinstance(error, ServeError) else ServeError(
             error.field, error.value, error.rule, error.way_out
         )  # fmt: skip
@@ -163,7 +163,7 @@ class Server:
         return _json(**DYNAMIC_CONFIG)
 
     async def _telemetry(self, request: web.Request) -> web.Response:
-        return _json(status="accepted")  # nobody reads it
+        return _json(status="accepted")  # no client reads it
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         served = self._service.served
@@ -235,7 +235,7 @@ class Server:
         taken, model_id = self._service.load_weights(bodies.read(bodies.LoadWeights, await request.read()))
         return _json(request_id=taken, model_id=model_id)
 
-    # -------------------------------------------------------------------------------------------------- what is saved
+    # ------------------------------------------------------------------------------------------------ saved states
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         saved = self._service.states.find(bodies.read(bodies.OfPath, await request.read()).tinker_path)
@@ -252,7 +252,7 @@ class Server:
         return _json(**self._described(request.match_info["model"]))
 
     def _described(self, model_id: str) -> dict[str, Any]:
-        """A TrainingRun, of a model that is there or was. Raises ServeError."""
+        """A TrainingRun for an existing or former model. Raises ServeError."""
         saved = self._service.states.of_model(model_id)
         model = next((m for m in self._service.sessions.models if m.model_id == model_id), None)
         if model is None and not saved:
@@ -324,14 +324,14 @@ def _refusal(error: ServeError) -> web.Response:
 
 
 def _turn_of(path: str, raw: bytes) -> tuple[str, int]:
-    """Of which model a request is, and its number; empty and 0 where it has none."""
+    """Model and number of a request; empty and 0 without."""
     try:
         if path == f"{_ROOT}/forward_backward":
             message = read_header(raw)
             return str(message.model_id), int(message.seq_id)
         body: Any = orjson.loads(raw)
         model_id, number = body.get("model_id"), body.get("seq_id")
-    except (ValueError, AttributeError):  # no JSON, or no object; a UserError of `read_header` is a ValueError
+    except (ValueError, AttributeError):  # not JSON, or not an object; a UserError of `read_header` is a ValueError
         return "", 0
     return (model_id, number) if isinstance(model_id, str) and isinstance(number, int) else ("", 0)
 

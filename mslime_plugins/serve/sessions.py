@@ -1,4 +1,4 @@
-"""Who is there: sessions of clients, the models that they train and the samplers that they draw from."""
+"""Sessions of clients, with their trained models and samplers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Model:
     """An adapter that a client trains.
 
     Attributes:
-        model_id: `SESSION:train:NUMBER`, which the SDK works out by itself.
-        base_model: as the client called it.
+        model_id: `SESSION:train:NUMBER`, which the SDK computes by itself.
+        base_model: name used by the client.
         turns: of its requests, whose numbers begin at 1.
-        trainer: of the adapter, once it is made.
-        gradients: there are some since its last step.
-        broken: why it can no longer be trained; empty while it can.
+        trainer: of the adapter, once created.
+        gradients: whether there are any since its last step.
+        broken: why it can no longer be trained; empty if it can.
     """
 
     model_id: str
@@ -56,11 +56,11 @@ class Model:
 
 @dataclass
 class Sampler:
-    """What a client draws from.
+    """A client's sampler.
 
     Attributes:
         adapter: its directory; None: the base alone.
-        path: its tinker path. own: it was saved for this sampler alone, and goes with its session.
+        path: its tinker path. own: whether it was saved for this sampler alone, and is deleted with its session.
     """
 
     sampler_id: str
@@ -73,7 +73,7 @@ class Sampler:
 
 @dataclass
 class ServeClient:
-    """A client. seen: when it last gave a sign of life, monotonic seconds."""
+    """A client. seen: time of its last sign of life, in monotonic seconds."""
 
     session_id: str
     user_metadata: dict[str, Any] | None
@@ -84,19 +84,19 @@ class ServeClient:
 
 
 class Sessions:
-    """All that are there."""
+    """All open sessions."""
 
     def __init__(self) -> None:
         self._all: dict[str, ServeClient] = {}
 
     def open(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> ServeClient:
-        """A new one."""
+        """Open a session."""
         session = ServeClient(uuid.uuid4().hex, user_metadata, display_name)
         self._all[session.session_id] = session
         return session
 
     def get(self, session_id: str) -> ServeClient:
-        """A session, which shows a sign of life by this. Raises ServeError."""
+        """A session; this counts as a sign of life. Raises ServeError."""
         if session_id not in self._all:
             raise ServeError(
                 "session_id", session_id, "no such session: it was finished, gave no sign of life for too long, or the "
@@ -107,7 +107,7 @@ class Sessions:
         return session
 
     def model(self, model_id: str) -> Model:
-        """A model of a session that is there. Raises ServeError."""
+        """A model of an open session. Raises ServeError."""
         session = self.get(model_id.partition(":")[0])
         if model_id not in session.models:
             raise ServeError("model_id", model_id, "no such model", "create it with create_lora_training_client", GONE)
@@ -116,7 +116,7 @@ class Sessions:
         return model
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """A sampler of a session that is there. Raises ServeError."""
+        """A sampler of an open session. Raises ServeError."""
         session = self.get(sampler_id.partition(":")[0])
         if sampler_id not in session.samplers:
             raise ServeError("sampling_session_id", sampler_id, "no such sampler", "create a sampling client", GONE)
@@ -124,19 +124,19 @@ class Sessions:
 
     @property
     def models(self) -> list[Model]:
-        """Of all sessions."""
+        """Models of all sessions."""
         return [model for session in self._all.values() for model in session.models.values()]
 
     def silent(self, longer_than_s: float) -> list[ServeClient]:
-        """Those without a sign of life for so long."""
+        """Sessions without a sign of life for this long."""
         now = time.monotonic()
         return [session for session in self._all.values() if now - session.seen > longer_than_s]
 
     def close(self, session_id: str) -> ServeClient | None:
-        """Forget a session; None where it is gone already."""
+        """Remove a session; None if it is already gone."""
         return self._all.pop(session_id, None)
 
     @property
     def all(self) -> list[ServeClient]:
-        """Oldest first."""
+        """All sessions, oldest first."""
         return list(self._all.values())

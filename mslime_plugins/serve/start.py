@@ -52,7 +52,7 @@ def serve(values: Mapping[str, Any]) -> int:
     """Serve until a signal ends it. Returns 0.
 
     Args:
-        values: what the file and the flags say.
+        values: settings of the file and the flags.
 
     Raises:
         UserError: a user's mistake, or a part that failed.
@@ -73,7 +73,7 @@ def serve(values: Mapping[str, Any]) -> int:
 
 
 def _key(given: SecretStr | None) -> str:
-    """What clients must send. Raises ConfigError for one that the SDK would not send."""
+    """The key for clients. Raises ConfigError for a key that the SDK would not send."""
     if given is None:
         return KEY_PREFIX + secrets.token_urlsafe(32)
     key = read_secret(given, "serve.key")
@@ -118,8 +118,8 @@ class Serving(Started):
         self._take_over(self._engines.attached, lambda _: None)
 
     def answer(self, listening: socket.socket, key: str) -> None:
-        """Serve until a signal comes, or a part fails for good. Raises Stopped, or the failure."""
-        self._stop.patient = True  # obeyed between two looks, not in the middle of an answer
+        """Serve until a signal arrives, or a part fails for good. Raises Stopped, or the failure."""
+        self._stop.patient = True  # handled between two checks, not during an answer
         asyncio.run(self._answer(listening, key))
 
     async def _answer(self, listening: socket.socket, key: str) -> None:
@@ -153,7 +153,7 @@ class Serving(Started):
             await side.close()
 
     async def _watch(self, fleet: Fleet, pool: EnginePool, service: Service) -> None:
-        """Wait for a signal or a failure; look after the engines. Raises."""
+        """Wait for a signal or a failure, and supervise the engines. Raises these."""
         looking = in_thread(fleet.tend)
         while True:
             await asyncio.sleep(LOOK_S)
@@ -164,13 +164,13 @@ class Serving(Started):
                 raise self._ranks.failure
             if looking.done():
                 if looking.result():
-                    with suppress(EngineError):  # who does not go on is dead, which the next look finds
+                    with suppress(EngineError):  # an engine that does not resume is dead, which the next check detects
                         await pool.join()
                     fleet.settled()
                 looking = in_thread(fleet.tend)
 
     def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
-        """Write where the server is and what opens it, for its user's eyes alone, and say so."""
+        """Write the server's address and key to a file readable only by its user, and log it."""
         record = self.config.run_dir / FILE_NAME
         url = network.write_address(record, listening, key, model=served.names[0])
         self.progress.note(f"serving {served.names[0]} at {url}; the key is in {record}")

@@ -1,7 +1,7 @@
-"""What clients saved, in files of the run: `tinker://MODEL/weights/NAME` and `tinker://MODEL/sampler_weights/NAME`.
+"""States saved by clients in files of the run: `tinker://MODEL/weights/NAME` and `tinker://MODEL/sampler_weights/NAME`.
 
-A path names a directory below `RUN/serve` and nothing else. Beside what the trainer writes lies `saved.json`, which
-says of which model and rank it is: a server that is started again serves what was saved before.
+A path always names a directory below `RUN/serve`. Beside the trainer's files, `saved.json` contains the model and rank,
+so a restarted server serves earlier states.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PATH = re.compile(rf"tinker://({_MODEL.pattern})/(weights|sampler_weights)/({_N
 
 @dataclass(frozen=True)
 class StoredState:
-    """One thing that a client saved.
+    """One saved state.
 
     Attributes:
-        path: its tinker path. ask: the adapter. base_model: as its client called it. at, expires: Unix seconds.
+        path: its tinker path. ask: the adapter. base_model: name used by its client. at, expires: Unix seconds.
     """
 
     path: str
@@ -51,7 +51,7 @@ class StoredState:
 
 
 class States:
-    """Everything that was saved under a directory.
+    """All states saved under a directory.
 
     Args:
         root: `RUN/serve`.
@@ -61,7 +61,7 @@ class States:
         self.root = root
 
     def directory(self, path: str) -> Path:
-        """Where a tinker path lies. Raises ServeError for one that is none, or would lead elsewhere."""
+        """The directory of a tinker path. Raises ServeError for an invalid path, or one outside the root."""
         found = _PATH.fullmatch(path)
         if found is None:
             raise ServeError("path", path, "is no path of this server: tinker://MODEL/weights/NAME or "
@@ -69,7 +69,7 @@ class States:
         return self._place(found[1], found[2], found[3])
 
     def new(self, model_id: str, kind: Kind, name: str, *, overwrite: bool = False) -> tuple[str, Path]:
-        """Path and directory of what is about to be saved. Raises ServeError for a bad name, or one that is taken."""
+        """Path and directory of a new state. Raises ServeError for an invalid or existing name."""
         if _NAME.fullmatch(name) is None:
             raise ServeError("path", name, "a name has letters, digits and . _ -, begins with a letter or a digit, "
                              "and has at most 200 of them", "choose another name")  # fmt: skip
@@ -83,14 +83,14 @@ class States:
         return f"tinker://{model_id}/{kind}/{name}", directory
 
     def keep(self, saved: StoredState) -> None:
-        """Say what a directory holds, which makes it one that can be loaded."""
+        """Record a directory's contents, which makes it loadable."""
         directory = self.directory(saved.path)
         part = directory / f".{SAVED}.part"
         part.write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
         part.rename(directory / SAVED)
 
     def find(self, path: str, kind: Kind | None = None) -> StoredState:
-        """What was saved there. Raises ServeError when there is nothing, or something of another kind."""
+        """The state saved there. Raises ServeError if there is none, or one of another kind."""
         file = self.directory(path) / SAVED
         if not file.is_file():
             raise ServeError("path", path, "nothing is saved there", "give a path that a save returned", UNKNOWN)
@@ -101,19 +101,19 @@ class States:
         return saved
 
     def of_model(self, model_id: str) -> list[StoredState]:
-        """Everything that a model saved, oldest first."""
+        """All states of a model, oldest first."""
         if _MODEL.fullmatch(model_id) is None:
             return []
         files = (self.root / model_id.replace(":", "-")).glob(f"*/*/{SAVED}")
         return sorted((_read(file) for file in files), key=lambda saved: saved.at)
 
     def remove(self, path: str) -> None:
-        """Delete what was saved. Raises ServeError where nothing is."""
+        """Delete a state. Raises ServeError if there is none."""
         self.find(path)
         shutil.rmtree(self.directory(path))
 
     def expired(self) -> Iterator[StoredState]:
-        """What its client wanted kept until now."""
+        """States whose time to live has passed."""
         now = time.time()
         for file in self.root.glob(f"*/*/*/{SAVED}"):
             saved = _read(file)

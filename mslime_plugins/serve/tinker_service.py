@@ -1,4 +1,4 @@
-"""What requests mean: sessions, adapters that are trained, samplers, and what is saved. Knows no HTTP."""
+"""Requests of the SDK, independent of HTTP: sessions, trained adapters, samplers and saved states."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 EXPIRED_S = 60.0
-"""What was saved for a time is looked for so often."""
+"""Seconds between two checks for expired states."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served.
+    """The served model.
 
     Attributes:
-        names: under which clients may ask for the base; the first is what they are told.
+        names: of the base for clients; the first is reported to them.
         tokenizer: its directory. architecture: of config.json.
         limits: token ids and positions. max_rank: `lora.rank`. attention, mlp: layers that may have adapters.
     """
@@ -57,12 +57,12 @@ class Served:
 
 
 class Service:
-    """Everything that clients can ask for.
+    """All operations for clients.
 
     Args:
-        ranks: that train clients' adapters.
-        root: where what is saved lies.
-        note: told of clients that come and go.
+        ranks: trainer ranks of clients' adapters.
+        root: directory of saved states.
+        note: called when clients connect or leave.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Service:
         self._ranks, self._engines, self._note = ranks, engines, note
         self.sessions, self.states = Sessions(), States(root)
         self.futures = Futures(self.settings.max_requests)
-        self._looked = 0.0  # when what was saved was last looked through
+        self._looked = 0.0  # time of the last check of saved states
 
     def describe(self) -> str:
-        """What is going on, in a line."""
+        """The current activity, as one line."""
         clients, adapters = len(self.sessions.all), len(self.sessions.models)
         return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} request(s) under way"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
     def open_session(self, body: bodies.CreateSession) -> ServeClient:
-        """A client has come."""
+        """Open a client's session."""
         session = self.sessions.open(body.user_metadata, body.display_name)
         named = f" ({body.display_name})" if body.display_name else ""
         self._note(f"client {session.session_id[:8]}{named} has come, tinker {body.sdk_version}")
         return session
 
     async def end_session(self, session_id: str, why: str) -> None:
-        """Forget a client: its requests, its adapters, and samplers that were saved for it alone."""
+        """Remove a client: its requests, its adapters, and samplers saved for it alone."""
         session = self.sessions.close(session_id)
         if session is None:
             return
@@ -106,7 +106,7 @@ class Service:
         self._note(f"client {session_id[:8]} is gone ({why}): {len(session.models)} adapter(s) freed")
 
     async def tidy(self) -> None:
-        """Let go of clients without a sign of life, of old answers, and of what was saved for a time."""
+        """Remove silent clients, old answers, and expired states."""
         for session in self.sessions.silent(self.settings.silence_s):
             await self.end_session(session.session_id, f"no sign of life for {self.settings.silence_s:g} s")
         self.futures.forget_fetched()
@@ -116,7 +116,7 @@ class Service:
                 await self.remove(saved.path)
 
     async def remove(self, path: str) -> None:
-        """Delete what was saved. Raises ServeError where nothing is."""
+        """Delete a state. Raises ServeError if there is none."""
         directory = self.states.directory(path)
         self.states.remove(path)
         await self._engines.forget(directory)
@@ -146,7 +146,7 @@ class Service:
     def _new_model(
         self, session_id: str, number: int, base_model: str, ask: AdapterAsk, user_metadata: dict[str, Any] | None
     ) -> tuple[Model, bool]:
-        """A model of a session, and whether it is new: a request that is sent again means the same one."""
+        """A model of a session, and whether it is new: a repeated request gets the same one."""
         session, model_id = self.sessions.get(session_id), f"{session_id}:train:{number}"
         if model_id in session.models:
             return session.models[model_id], False
@@ -182,7 +182,7 @@ class Service:
         return trainer
 
     def pass_over(self, request: PassRequest) -> str:
-        """A forward pass, or forward and backward; the id of the request."""
+        """Run a forward pass, or forward and backward; returns the id of the request."""
         model = self.sessions.model(request.model_id)
 
         async def work(trainer: AdapterTrainer) -> FutureResult:
@@ -193,7 +193,7 @@ class Service:
             try:
                 found = await _in_turn(trainer.forward_backward, request.data, request.loss)
             except TrainerError:
-                model.gradients = False  # those since the last step are dropped
+                model.gradients = False  # gradients since the last step are dropped
                 raise
             model.gradients = True
             return FutureResult(passed_bytes(found, request.notes), PROTOBUF)
@@ -201,7 +201,7 @@ class Service:
         return self._take(model, request.seq_id, work)
 
     def refused(self, model_id: str, number: int, error: ServeError) -> str:
-        """The id of a request of a model that is answered with words, in its turn: later ones wait for its number."""
+        """The id of a request of a model that fails, in its turn: later ones wait for its number."""
         model = self.sessions.model(model_id)
 
         async def work(trainer: AdapterTrainer) -> FutureResult:
@@ -210,7 +210,7 @@ class Service:
         return self._take(model, number, work)
 
     def optim_step(self, body: bodies.OptimStep) -> str:
-        """A step of the optimizer; the id of the request."""
+        """Run an optimizer step; returns the id of the request."""
         model = self.sessions.model(body.model_id)
 
         async def work(trainer: AdapterTrainer) -> FutureResult:
@@ -232,7 +232,7 @@ class Service:
         return self._take(model, body.seq_id, work)
 
     def save_weights(self, body: bodies.SaveWeights) -> str:
-        """Save factors and the optimizer's state; the id of the request."""
+        """Save factors and the optimizer's state; returns the id of the request."""
         model = self.sessions.model(body.model_id)
 
         async def work(trainer: AdapterTrainer) -> FutureResult:
@@ -246,7 +246,7 @@ class Service:
         return self._take(model, body.seq_id, work)
 
     def save_for_sampler(self, body: bodies.SaveForSampler) -> str:
-        """Write factors for engines: under a name, or for a sampler of their own; the id of the request."""
+        """Write factors for engines: under a name, or for one sampler alone; returns the id of the request."""
         model = self.sessions.model(body.model_id)
 
         async def work(trainer: AdapterTrainer) -> FutureResult:
@@ -268,7 +268,7 @@ class Service:
         return self._take(model, body.seq_id, work)
 
     def load_weights(self, body: bodies.LoadWeights) -> tuple[str, str]:
-        """Load into a model, or make one of what was saved: (id of the request, id of the model)."""
+        """Load a saved state into a model, or into a new one: (id of the request, id of the model)."""
         saved = self.states.find(body.path, "weights")
         self._check_adam(body.optimizer_config or {"type": "adamw"})
         if body.model_id is not None and body.seq_id is not None:
@@ -301,7 +301,7 @@ class Service:
         return FutureResult.of(type="load_weights", path=body.path, model_id=model.model_id)
 
     def _take(self, model: Model, number: int, work: Callable[[AdapterTrainer], Awaitable[FutureResult]]) -> str:
-        """A request of a model, in its turn."""
+        """Queue a request of a model for its turn."""
 
         async def made() -> FutureResult:
             if model.trainer is None:
@@ -313,7 +313,7 @@ class Service:
     # ----------------------------------------------------------------------------------------------------- samplers
 
     def create_sampler(self, body: bodies.CreateSamplingSession) -> Sampler:
-        """What a client draws from: the base, or what was saved for samplers."""
+        """Create a sampler of the base, or of a state saved for samplers."""
         self.sessions.get(body.session_id)
         if body.model_path is None:
             if body.base_model is None:
@@ -333,13 +333,13 @@ class Service:
         return session.samplers.setdefault(sampler_id, sampler)
 
     def sample(self, body: bodies.SampleBody) -> tuple[str, list[str]]:
-        """(id of the request, ids of the sequences that it will have)."""
+        """(id of the request, ids of its future sequences)."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ServeError("sampling_session_id", body.sampling_session_id, "is needed, with seq_id",
                              "create a sampling client")  # fmt: skip
         sampler = self.sessions.sampler(body.sampling_session_id)
         if sampler.path is not None:
-            self.states.find(sampler.path)  # it may have been deleted since
+            self.states.find(sampler.path)  # it may have been deleted meanwhile
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         requests = requests_of(body, request_id, self.served.limits)
 
@@ -382,14 +382,14 @@ class Service:
 
 
 async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """One call of the trainer, which takes its turn in a thread. It goes on when its client does not: others may be
-    served by it."""
+    """One call of the trainer, run in a thread in its turn. It continues if its client is gone, because it may serve
+    others too."""
     return await asyncio.shield(asyncio.wrap_future(in_thread(call, *args, **kwargs)))
 
 
 @contextmanager
 def _breaking(model: Model, what: str) -> Iterator[None]:
-    """A failure inside leaves the model in a state that nobody knows."""
+    """Mark the model as broken if an exception inside leaves its state undefined."""
     try:
         yield
     except (TrainerError, CheckpointError) as error:
@@ -398,5 +398,5 @@ def _breaking(model: Model, what: str) -> Iterator[None]:
 
 
 def _with_seed(ask: AdapterAsk, other: AdapterAsk) -> AdapterAsk:
-    """What an adapter is but for the seed that it began from, which is the other's."""
+    """The requested adapter with the other's initial seed."""
     return AdapterAsk(ask.rank, other.seed, ask.attention, ask.mlp)

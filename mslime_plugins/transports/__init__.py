@@ -1,4 +1,4 @@
-"""Transports over packages of others: Mooncake's transfer engine and checkpoint-engine."""
+"""Transports on other packages: Mooncake's transfer engine and checkpoint-engine."""
 
 from mslime.config.transports import Traits
 

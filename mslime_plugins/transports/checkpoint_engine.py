@@ -1,15 +1,15 @@
 """The transport `checkpoint_engine`: Moonshot's ParameterServer, one in each trainer rank, on its engine rank's GPU.
 
-For engines on the trainer's GPUs, over any number of machines. A sender keeps what it has filled in the host's memory.
-When all is filled, the ranks broadcast it to each other over the trainer's own process group, and each gives the
-engine's rank on its GPU a CUDA handle of what arrived, over ZeroMQ. No process group has an engine in it.
+For engines on the trainer's GPUs, on any number of hosts. A sender keeps its filled buckets in host memory. Once all
+are filled, the ranks broadcast them over the trainer's own process group. Each rank then passes the result to the
+engine process on the same GPU as a CUDA handle, over ZeroMQ. No process group contains an engine.
 
-To the ParameterServer a bucket is one tensor, whose name is what engines are told of it. So an engine loads buckets
-here as it does with every other transport, and no bucket is torn apart.
+For the ParameterServer a bucket is one tensor, whose name describes it to engines. So engines load buckets as with
+every other transport, and buckets are never split.
 
-The package (the extra `checkpoint-engine`) is imported when a rank meets the engines, and nowhere else. Of its private
-parts two are touched, which is why one version is asked for (`VERSION`): its sockets wait for ever (`PatientSocket`),
-and their names repeat in each new server.
+The package (the extra `checkpoint-engine`) is imported only when a rank connects with the engines. One version is
+required (`VERSION`), because two private parts are changed: its sockets wait without a deadline (`PatientSocket`), and
+their names repeat in each new server.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from mslime.weights.transport import CollectiveTransport, Link, all_done, ask_al
 from mslime.weights.weight_plan import Bucket
 
 VERSION = "0.4.2"
-"""Of the package `checkpoint-engine`."""
+"""Required version of the package `checkpoint-engine`."""
 CHECKPOINT = "mslime"
 POLL_MS = 100
 GRACE_S = 60.0
-"""How long a rank waits for its engine's rank when something has failed elsewhere: one that lives answers, and must
-hear then that the sync is over."""
+"""Seconds that a rank waits for its engine's rank after a failure elsewhere: a live engine rank answers, and must then
+get the end of the sync."""
 _FOR_ENGINES = (
     "install the extra `checkpoint-engine` for the engine too; or set weights.transport: disk with a weights.directory "
     "that all machines share, on one machine handles or shm"
 )
 _POLL_IN, _POLL_OUT = 1, 2
-"""ZeroMQ's numbers."""
+"""ZeroMQ's constants."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Arrived:
 
 @dataclass
 class Failures:
-    """What went wrong in one update, on any rank: the first words win.
+    """Errors of one update on any rank; the first report counts.
 
     Args:
-        store: that all ranks reach.
+        store: shared by all ranks.
         key: of this update.
-        ends: time (`time.monotonic`) after which nobody waits any more.
+        ends: time (`time.monotonic`) after which no rank waits.
     """
 
     store: TCPStore
@@ -75,15 +75,15 @@ class Failures:
     _noticed: float | None = None
 
     def report(self, words: str) -> None:
-        """Let every rank know."""
+        """Report an error to every rank."""
         self.store.compare_set(self.key, "", words)
 
     def words(self) -> str:
-        """Of the first failure that was reported; empty: there is none."""
+        """The first reported error; empty if there is none."""
         return self.store.get(self.key).decode(errors="replace") if self.store.check([self.key]) else ""
 
     def gives_up(self, whom: str) -> bool:
-        """Whether it is no use to wait any longer for `whom`."""
+        """Whether further waiting for `whom` is pointless."""
         now = time.monotonic()
         if self._noticed is None and self.store.check([self.key]):
             self._noticed = now
@@ -94,16 +94,16 @@ class Failures:
 
 @dataclass
 class PatientSocket:
-    """A ParameterServer's socket, at which nobody waits for ever.
+    """A ParameterServer's socket with a deadline.
 
-    The server's own `send` waits until an engine's rank has connected, and `recv` until it answers. From when that is
-    of no use, nothing is sent, and what is received says so: the server takes it for an engine's refusal, agrees with
+    The server's own `send` waits until an engine's rank has connected, and `recv` until it answers. Once waiting is
+    pointless, nothing is sent, and `recv` returns an error. The server treats it as an engine's refusal, agrees with
     all other ranks, and ends the update on all of them.
 
     Args:
         socket: ZeroMQ's, of the kind REQ.
         failures: of this update.
-        whom: it talks to, for messages.
+        whom: the peer's name, for messages.
     """
 
     socket: Any
@@ -112,12 +112,12 @@ class PatientSocket:
     given_up: bool = False
 
     def send_pyobj(self, said: object) -> None:
-        """Send, unless it was given up."""
+        """Send, unless waiting is pointless."""
         if self._can(_POLL_OUT):
             self.socket.send_pyobj(said)
 
     def recv(self) -> bytes:
-        """What the engine's rank answers: nothing where all is well."""
+        """The answer of the engine's rank: empty on success."""
         if not self._can(_POLL_IN):
             return f"{self.whom} does not answer".encode()
         answer: bytes = self.socket.recv()
@@ -126,7 +126,7 @@ class PatientSocket:
         return answer
 
     def close(self) -> None:
-        """Close it, also with words that nobody has fetched."""
+        """Close it, even with unread messages."""
         self.socket.close(linger=0)
 
     def _can(self, event: int) -> bool:
@@ -139,7 +139,7 @@ class PatientSocket:
 
 @dataclass
 class _Server:
-    """The ParameterServer of this rank, and what it shares with the others."""
+    """The ParameterServer of this rank, and its shared state."""
 
     made: Any
     store: TCPStore
@@ -148,7 +148,7 @@ class _Server:
 
 
 class CheckpointEngineTransport(CollectiveTransport):
-    """One trainer rank's part; on every rank, also on those that send nothing."""
+    """One trainer rank's part; exists on every rank, including those that send nothing."""
 
     def __init__(self, link: Link) -> None:
         self.link, self._engines = link, tuple[EngineInfo, ...]()
@@ -157,20 +157,20 @@ class CheckpointEngineTransport(CollectiveTransport):
         self._server: _Server | None = None
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Note who they are; `meet` meets them."""
+        """Store the engines; `meet` connects."""
         self._engines = tuple(engines)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Arrived:
-        """Keep a copy in the host's memory, until `deliver`."""
+        """Keep a copy in host memory, until `deliver`."""
         self._kept[wire.encode(wire.IpcBucket.of(bucket))] = flat.view(torch.uint8).to("cpu", copy=True)
         return Arrived()
 
     def disconnect(self) -> None:
-        """Leave; pinned memory goes back to torch, which gives it to the next server."""
+        """Disconnect; pinned memory returns to torch, which reuses it for the next server."""
         self._kept, self._server, self._store = {}, None, None
 
     def offer(self) -> str:
-        """See whether this rank can take part; of rank 0, where and by which number all meet."""
+        """Check whether this rank can take part; on rank 0, returns the rendezvous address and number."""
         engines, link = self._engines, self.link
         if any(engine.drafts for engine in engines):
             raise _unusable("an engine with a draft model asks for the handle twice, and there is one",
@@ -210,26 +210,27 @@ class CheckpointEngineTransport(CollectiveTransport):
                     rank=link.rank, world_size=link.ranks, auto_pg=False, gpu_count=own_gpus()[0],
                     master_addr=host, master_port=int(own),
                 )  # fmt: skip
-        except Exception as error:  # of a foreign package: it is raised on every rank
+        except Exception as error:  # of a third-party package: it is raised on every rank
             raise _failed("connect", link, f"its ParameterServer does not start: {error!r}") from error
-        made._zmq_addr_counter = int(first)  # else an engine's rank that waits for an older server hears this one
+        # otherwise an engine's rank that waits for an older server would receive from this one
+        made._zmq_addr_counter = int(first)
         server, bind = _Server(made, store), made._bind_zmq_socket
         made._bind_zmq_socket = lambda: _patient(bind(), server, link)
         self._store, self._server = store, server
 
     def load(self) -> None:
-        """Put what was kept where the ParameterServer takes it from: pinned memory, which stays for the next sync."""
+        """Copy the kept buckets to the ParameterServer's pinned memory, which is reused by the next sync."""
         assert self._server is not None, "not connected"
         kept, self._kept = self._kept, {}
         if not kept:
             return
         try:
             self._server.made.register_checkpoint(CHECKPOINT, named_tensors=kept, use_shared_memory_pool=True)
-        except Exception as error:  # of a foreign package: it is raised on every rank
+        except Exception as error:  # of a third-party package: it is raised on every rank
             raise _failed("send", self.link, f"weights cannot be pinned in the host's memory: {error!r}") from error
 
     def deliver(self, ends: float) -> None:
-        """Bring what all ranks have loaded to the engines, with all other ranks."""
+        """Send the buckets of all ranks to the engines, together with all other ranks."""
         assert self._server is not None, "not connected"
         server, made = self._server, self._server.made
         server.updates += 1
@@ -237,11 +238,11 @@ class CheckpointEngineTransport(CollectiveTransport):
         try:
             made.gather_metas(CHECKPOINT)
             made.update(CHECKPOINT, self._ask(failures))
-        except Exception as error:  # of a foreign package: it is raised on every rank
+        except Exception as error:  # of a third-party package: it is raised on every rank
             raise _failed("send", self.link, failures.words() or repr(error)) from error
         finally:
             if self._sends:
-                made.unregister_checkpoint(CHECKPOINT)  # its memory stays
+                made.unregister_checkpoint(CHECKPOINT)  # its memory is kept
         if words := failures.words():
             raise _failed("send", self.link, words)
 
@@ -250,7 +251,8 @@ class CheckpointEngineTransport(CollectiveTransport):
         return self.link.rank in self.link.senders
 
     def _ask(self, failures: Failures) -> Callable[[Sequence[tuple[str, str]]], None]:
-        """What a ParameterServer calls with (GPU, address of its rank's socket) of all ranks: rank 0 asks engines."""
+        """The callback of a ParameterServer, with (GPU, address of its rank's socket) of all ranks: rank 0 requests
+        engines."""
 
         def ask(addresses: Sequence[tuple[str, str]]) -> None:
             if self.link.rank:
@@ -269,22 +271,22 @@ class CheckpointEngineTransport(CollectiveTransport):
 
 
 def own_gpus() -> tuple[int, int]:
-    """How many GPUs this process sees, and which one it works on."""
+    """Number of GPUs visible to this process, and the index of its own."""
     count = torch.cuda.device_count()
     return count, torch.cuda.current_device() if count else 0
 
 
 def _patient(bound: tuple[Any, Any], server: _Server, link: Link) -> tuple[PatientSocket, Any]:
-    """In the place of what a ParameterServer has bound."""
+    """Wrap the socket that a ParameterServer has bound; keep its addresses."""
     socket, addresses = bound
     assert server.failures is not None
     return PatientSocket(socket, server.failures, f"the engine on the GPU of trainer rank {link.rank}"), addresses
 
 
 def _package() -> Any:
-    """The module with the ParameterServer. Raises WeightSyncError."""
+    """Import the module with the ParameterServer. Raises WeightSyncError."""
     way_out = f"install the extra on all machines of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
-    os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # it logs two lines for each bucket, on every rank
+    os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # it logs two lines per bucket on every rank
     try:
         package: Any = importlib.import_module("checkpoint_engine")
         if package.__version__ != VERSION:
@@ -296,9 +298,10 @@ def _package() -> Any:
 
 @contextmanager
 def _as_the_package_wants_it(link: Link) -> Generator[None]:
-    """RANK in the environment, where rank 0 is looked for; and no Mooncake, which it would start on every adapter.
+    """Set RANK in the environment, which the package reads, and disable Mooncake, which it would start on every
+    adapter.
 
-    How large its buckets may be it reads in each update: as large as ours, of which it holds three on a GPU.
+    It reads the limit of its buckets in each update: the size of ours, of which it holds three on a GPU.
     """
     os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(link.bucket_bytes / (1 << 30))
     rank, mooncake = os.environ.get("RANK"), sys.modules.get("mooncake.engine")
@@ -315,7 +318,7 @@ def _as_the_package_wants_it(link: Link) -> Generator[None]:
 
 
 def _outward(engines: Sequence[EngineInfo]) -> str:
-    """The address of this machine by which it reaches an engine elsewhere, where there is one."""
+    """The address of this host for engines on other hosts, if there are any."""
     addresses = [own_address(engine.url) for engine in engines]
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 

@@ -1,8 +1,8 @@
-"""The transport `mooncake`: a sender's buckets go one after the other through memory that engines read.
+"""The transport `mooncake`: a sender's buckets pass one by one through memory that engines read.
 
 The memory is the sender's own, on the device of its weights, and registered with Mooncake's transfer engine. A request
-names it, and the ranks of an engine read a part of the bucket each, over RDMA where there is an adapter. No process
-group is made, no rank of an engine waits for another engine, and one that is gone holds nobody up.
+names it, and each rank of an engine reads a part of the bucket, over RDMA if there is an adapter. There is no process
+group, engines do not wait for each other, and a dead engine delays no other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mslime.weights.transport import Link
 from mslime.weights.weight_plan import Bucket
 
 GREETING = 16
-"""Bytes that an engine reads before the first bucket, to show that it can."""
+"""Bytes that an engine reads before the first bucket, as a test."""
 
 
 class MooncakeTransport(FileTransport):
@@ -41,7 +41,7 @@ class MooncakeTransport(FileTransport):
         self._largest = 0
 
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
-        """Start this end; every engine is asked to read a few random bytes of it."""
+        """Start this end; every engine tests the connection by reading a few random bytes."""
         try:
             self._end = End(own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"]))
             said = secrets.token_bytes(GREETING)
@@ -60,11 +60,11 @@ class MooncakeTransport(FileTransport):
         )
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
-        """Note the largest of this sender's buckets: where its memory is to be, the first of them says."""
+        """Store the size of this sender's largest bucket; memory is allocated at the first bucket, on its device."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
-        """Copy `flat` into the memory; returns when that is done, also on a GPU. Raises WeightSyncError."""
+        """Copy `flat` into the memory; returns when the copy is complete, also on a GPU. Raises WeightSyncError."""
         size = max(self._largest, bucket.hf_bytes)
         if self._room.numel() < size or self._room.device != flat.device:
             self._unshare()
@@ -81,8 +81,8 @@ class MooncakeTransport(FileTransport):
         return self._place
 
     def disconnect(self) -> None:
-        """Share nothing any more, and close the port. Between syncs the memory stays registered: that costs less than
-        to register it anew."""
+        """Stop sharing memory, and close the port. Between syncs the memory stays registered, because a new
+        registration costs more."""
         self._unshare()
         self._end = None
 

@@ -1,10 +1,10 @@
 """Core attention for machines without Transformer Engine, plugged into megatron-core through the layer spec.
 
 Megatron-core's own non-TE attention refuses packed sequences (thd), context parallelism and multi-latent attention.
-This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
-context parallelism), so that no mask over the whole packed batch is ever built; short sequences of about the same
-length share a call. Causal attention only, with sliding windows and attention sinks; anything else is an assertion. To
-be imported after `backends.cpu.megatron_patches.install()`.
+This module supports all three with torch's scaled-dot-product attention. One call per sequence (per half sequence under
+context parallelism) avoids a mask over the whole packed batch; short sequences of similar length share a call. Causal
+attention only, with sliding windows and attention sinks; anything else fails an assertion. Import it after
+`backends.cpu.megatron_patches.install()`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 SHORT = 256
-"""Sequences of at most so many tokens share calls: what a call costs is more than what it computes for one of them."""
+"""Longest sequence that shares a call: for short sequences the overhead of a call exceeds its computation."""
 STEP = 16
-"""Lengths of sequences that share a call differ by less; the shorter ones are filled up."""
+"""Sequences that share a call differ in length by less than this; shorter ones are padded."""
 
 
 def causal_attention(
@@ -49,14 +49,14 @@ def causal_attention(
         scale: factor on the scores; default 1/sqrt(d).
         dropout: probability, applied to the attention weights.
         window: tokens before itself that a position sees; None: all.
-        sinks: [heads], scores of a further key that every position sees and whose value is zero
-            (https://arxiv.org/abs/2309.17453; learnt in GPT-OSS).
+        sinks: [heads], scores of an extra key with value zero that every position sees
+            (https://arxiv.org/abs/2309.17453; trained in GPT-OSS).
 
     Returns:
         [q, b, heads, dv], in the dtype of `query`.
     """
     if window is not None:
-        first = max(key.shape[0] - query.shape[0] - window, 0)  # what no row sees
+        first = max(key.shape[0] - query.shape[0] - window, 0)  # keys before it are visible to no row
         key, value = key[first:], value[first:]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
@@ -199,7 +199,7 @@ class CpuCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The sinks, shared out by heads; nothing else is a parameter."""
+        """The sinks, split by heads; there are no other parameters."""
         if self.softmax_offset is None:
             return {}
         return make_sharded_tensors_for_checkpoint(
@@ -219,9 +219,9 @@ def _attend_together(
     value: torch.Tensor,
     lengths: list[int],
 ) -> torch.Tensor:
-    """[t, 1, heads, dv]: short sequences [t, 1, heads or groups, d] as the rows of a few batches.
+    """Attention over short sequences [t, 1, heads or groups, d], batched as rows; returns [t, 1, heads, dv].
 
-    What lies behind a sequence's end sees and is seen by nobody that counts: attention is causal.
+    Padding rows behind a sequence's end do not affect its tokens, because attention is causal.
     """
     plan = _batches_of(tuple(lengths))
     sizes = [sequences * length for sequences, length in plan.shapes]
@@ -235,7 +235,7 @@ def _attend_together(
 
 @dataclass(frozen=True)
 class _Batches:
-    """How short sequences of t tokens lie in batches of r rows in all.
+    """Layout of short sequences of t tokens in batches of r rows in total.
 
     Attributes:
         shapes: (sequences, rows of each) of every batch.
@@ -255,7 +255,7 @@ def _batches_of(lengths: tuple[int, ...]) -> _Batches:
     shapes, rows, places, begin = [], [], torch.empty(int(sizes.sum()), dtype=torch.int64), 0
     for length in padded.unique().tolist():
         members = (padded == length).nonzero()[:, 0]
-        offset = torch.arange(length).clamp(max=sizes[members, None] - 1)  # what lies behind the end repeats the last
+        offset = torch.arange(length).clamp(max=sizes[members, None] - 1)  # rows behind the end repeat the last token
         token = starts[members, None] + offset
         places[token] = begin + torch.arange(len(members))[:, None] * length + offset
         shapes.append((len(members), length))
@@ -265,7 +265,7 @@ def _batches_of(lengths: tuple[int, ...]) -> _Batches:
 
 
 class _GatherRepeated(torch.autograd.Function):
-    """Rows of x [t, ...]; the gradient of a token is that of its place alone, what repeats it gets none."""
+    """Rows of x [t, ...], some repeated; a token's gradient comes from its own row only, not from repetitions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ class _GatherRepeated(torch.autograd.Function):
 
 
 class _GatherDistinct(torch.autograd.Function):
-    """The rows at distinct places, whose gradient is therefore a copy and no sum."""
+    """The rows at distinct places; the gradient is therefore a copy instead of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -353,7 +353,7 @@ class DuplicatedLinear(torch.nn.Module):
             prefix,
             {},
             sharded_offsets,
-            # Without it every rank would call itself the first replica.
+            # Without it every rank would declare itself the first replica.
             tp_group=groups.get("tp_group") or cast("Any", parallel_state.get_tensor_model_parallel_group()),
             dp_cp_group=groups.get("dp_cp_group"),
         )

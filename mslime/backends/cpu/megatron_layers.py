@@ -1,9 +1,8 @@
 """Layers of machines without Transformer Engine: routed experts with one activation for all of them, and an RMS norm.
 
-A small expert's two matrix products take less time than the dozen small operations around them, each of which also
-comes back in the backward pass. So the products are each expert's own, and what is done feature by feature between
-them is done once for the tokens of all experts. Every number is computed as before. To be imported after
-`backends.cpu.megatron_patches.install()`.
+A small expert's two matrix products take less time than the dozen small operations around them, forward and backward.
+So each expert computes its own products, and the elementwise operations between them run once for the tokens of all
+experts. Results do not change. Import it after `backends.cpu.megatron_patches.install()`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class CpuExperts(SequentialMLP):
-    """SequentialMLP, whose parameters, names and checkpoints it has."""
+    """SequentialMLP with a shared activation; parameters, names and checkpoints are unchanged."""
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -47,7 +46,7 @@ class CpuExperts(SequentialMLP):
         return products("linear_fc2", weighted), None
 
 
-# A zero-centred RMS norm for machines without Transformer Engine, which alone has one in megatron-core.
+# A zero-centred RMS norm for machines without Transformer Engine; megatron-core has none of its own.
 
 
 class ZeroCentredRMSNorm(torch.nn.Module):

@@ -1,8 +1,8 @@
-"""What lets megatron-core 0.16.1 run without CUDA: a list of named patches, each with its reason beside it.
+"""Patches that let megatron-core 0.16.1 run without CUDA, each named and with its reason beside it.
 
-`install()` must run before anything of `megatron.core` is imported; it does nothing when CUDA is available and refuses
-any other version. Megatron-core's modules get a stand-in for `torch` whose CUDA corners answer for the CPU; the real
-`torch` keeps its own (patching `torch.zeros` itself breaks `with torch.device("meta")`, and with it Hugging Face
+`install()` must run before anything of `megatron.core` is imported; it does nothing if CUDA is available and rejects
+any other version. Megatron-core's modules get a stand-in for `torch` whose CUDA functions act on the CPU; the real
+`torch` is unchanged (patching `torch.zeros` itself breaks `with torch.device("meta")`, and with it Hugging Face
 loading, because torch looks the factories up by identity). No numerics are changed anywhere.
 """
 
@@ -30,7 +30,7 @@ _installed: list[str] | None = None
 
 @dataclass
 class _Overrides:
-    """What the patches that run before the first import collect."""
+    """Overrides collected by the patches that run before the first import."""
 
     torch: dict[str, Any] = field(default_factory=dict)
     cuda: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ def _refuse_other_versions(version: str) -> None:
 
 
 class _ModuleProxy(types.ModuleType):
-    """A module that answers like `real` except for the given names."""
+    """A module that behaves like `real` except for the given names."""
 
     def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -118,7 +118,7 @@ class _ModuleProxy(types.ModuleType):
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Hands megatron.core's (and mbridge's) modules the stand-in for torch right after they have run."""
+    """Gives megatron.core's (and mbridge's) modules the stand-in for torch right after they have run."""
 
     def __init__(self, stand_in: types.ModuleType, modules: dict[str, Callable[[types.ModuleType], None]]) -> None:
         self.stand_in, self.modules = stand_in, modules

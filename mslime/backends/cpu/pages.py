@@ -1,7 +1,7 @@
-"""Pages of tensors on a CPU are given back to the system, and heap that nobody uses: what a GPU's memory saver and
-caching allocator do elsewhere.
+"""Return memory to the system on a CPU: pages of tensors, and unused heap.
 
-Addresses and views stay valid. What was in the pages is gone: they read as zeros, and are there again when touched.
+On a GPU, the memory saver and the caching allocator do this. Addresses and views stay valid. The pages' contents are
+lost: they read as zeros and are mapped again when touched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Give back the whole pages within the storage of each tensor; how many bytes those were.
+    """Return the whole pages within each tensor's storage to the system; returns their bytes.
 
     Raises:
         OSError: the system refuses.
@@ -36,5 +36,5 @@ def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def trim_heap() -> None:
-    """Give back what the C library keeps of freed memory."""
+    """Return free memory that the C library keeps."""
     ctypes.CDLL(None).malloc_trim(0)

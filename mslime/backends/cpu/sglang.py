@@ -1,10 +1,10 @@
-"""The CPU platform of SGLang: what lets the stock wheel serve on a machine without a GPU and without AMX.
+"""The CPU platform of SGLang: lets the stock wheel serve on a machine without a GPU and without AMX.
 
 SGLang imports CUDA-only packages at start and calls a few CUDA-only kernels. Each obstacle is one named entry here,
 with the reason beside it: a `Stub` (`stubs.py`) stands in for a package that is imported and never used on CPU, a
 `SglangPatch` changes one module right after SGLang has imported it. Importing this module is cheap (no torch, no
-sglang); `install` must run before sglang is imported, in every process of the server, which
-`sglang_site/sitecustomize.py` sees to.
+sglang); `install` must run before sglang is imported, in every process of the server; `sglang_site/sitecustomize.py`
+does this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SITE_DIR = Path(__file__).with_name("sglang_site")
 
 
 def check_version() -> None:
-    """Refuse any sglang but the pinned one: the patches below reach into its internals. Raises EngineError."""
+    """Reject any sglang version but the pinned one: the patches below reach into its internals. Raises EngineError."""
     found = installed_version("sglang")
     if found != SGLANG_VERSION:
         raise EngineError(
@@ -103,7 +103,7 @@ def _plain_rope(module: Any) -> None:
         device: str | None = None,
     ) -> Any:
         plain = rope_scaling is None or rope_scaling.get("rope_type", "default") == "default"
-        chosen = None if plain else device  # None leads to the generic rope, which runs anywhere
+        chosen = None if plain else device  # None selects the generic rope, which runs anywhere
         return original(
             head_size,
             rotary_dim,
@@ -317,7 +317,7 @@ class _PatchLoader(importlib.abc.Loader):
 
 
 class _PatchFinder(importlib.abc.MetaPathFinder):
-    """First on sys.meta_path: finds the patched modules as usual and wraps their loader."""
+    """First on sys.meta_path: finds the patched modules as usual and wraps their loaders."""
 
     def __init__(self, patches: Sequence[SglangPatch]) -> None:
         self.patches = {module: [p for p in patches if p.module == module] for module in {p.module for p in patches}}
@@ -340,10 +340,10 @@ def install(skip: Collection[str] = ()) -> None:
     """Make sglang importable and correct on CPU. Call before the first `import sglang`.
 
     Args:
-        skip: names of stubs and patches to leave out; only tests do that, to show that each is needed.
+        skip: names of stubs and patches to leave out; only for tests, which show that each is needed.
 
     Raises:
-        EngineError: another sglang than the pinned one is installed.
+        EngineError: the installed sglang is not the pinned version.
     """
     check_version()
     unknown = set(skip) - set(names())

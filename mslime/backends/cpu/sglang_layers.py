@@ -1,8 +1,8 @@
 """Layers of SGLang 0.5.23 on a CPU: FP8 and INT4, whose arithmetic is emulated; adapters; pairs of servers.
 
-SGLang's layers need kernels of a GPU, or of a CPU with AMX. Here the weights and their scales stay in memory as
-they were loaded, bit for bit, so that loading, weight syncs and their comparison are the real ones; each layer computes
-with what they stand for, in the dtype of its input. Activations are not quantised, which kernels on a GPU do.
+SGLang's layers need kernels of a GPU, or of a CPU with AMX. Here the weights and their scales stay in memory as they
+were loaded, bit for bit, so that loading, weight syncs and their comparison are real. Each layer computes with the
+dequantised weights, in the dtype of its input. Activations are not quantised, unlike in GPU kernels.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def emulated_fp8(module: Any) -> None:
 
 
 def _every_dtype(cls: type) -> list[Any]:
-    """Kernels want 16 bits; a product in plain torch takes float32 as well, which the CPU platform serves."""
+    """Kernels need 16 bits; plain torch products also take float32, which the CPU platform serves."""
     import torch
 
     return [torch.bfloat16, torch.half, torch.float32]
 
 
 def _remember_config(self: Any, quant_config: Any) -> None:
-    """In place of SGLang's, which looks for a kernel."""
+    """Replaces SGLang's method, which looks for a kernel."""
     self.quant_config, self.use_mxfp8 = quant_config, False
     self.weight_block_size = quant_config.weight_block_size
     self.block_quant = quant_config.weight_block_size is not None
@@ -56,7 +56,7 @@ def _apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def _through(w13: Any, w2: Any, layer: Any, sent: Any, runner_config: Any) -> Any:
-    """Tokens through experts of plain weights."""
+    """Pass tokens through experts with plain weights."""
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
@@ -66,7 +66,7 @@ def _through(w13: Any, w2: Any, layer: Any, sent: Any, runner_config: Any) -> An
 
 
 def dequantised(weight: Any, scales: Any, block: Any, dtype: Any) -> Any:
-    """What FP8 weights [..., out, in] stand for, by their scales [..., ceil(out / block), ceil(in / block)]."""
+    """Dequantise FP8 weights [..., out, in] by their scales [..., ceil(out / block), ceil(in / block)]."""
     rows, columns = weight.shape[-2:]
     wide = scales.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
     return (weight.float() * wide).to(dtype)
@@ -91,7 +91,7 @@ def _stay_packed(self: Any, layer: Any) -> None:
 
 
 def _remember_runner_config(self: Any, layer: Any, moe_runner_config: Any) -> None:
-    """In place of SGLang's, which looks for a kernel."""
+    """Replaces SGLang's method, which looks for a kernel."""
     self.moe_runner_config = moe_runner_config
 
 
@@ -103,10 +103,11 @@ def _apply_packed_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def unpacked(packed: Any, scales: Any, dtype: Any) -> Any:
-    """What INT4 weights stand for: [experts, out, in].
+    """Dequantise INT4 weights: [experts, out, in].
 
     Args:
-        packed: [experts, in / 8, out] int32, eight numbers of 4 bits in a word, the first in the lowest bits, plus 8.
+        packed: [experts, in / 8, out] int32, eight numbers of 4 bits in a word, each plus 8, the first in the lowest
+            bits.
         scales: [experts, in / group, out].
     """
     import torch
@@ -117,16 +118,16 @@ def unpacked(packed: Any, scales: Any, dtype: Any) -> Any:
     return (values.float() * scales.float().transpose(1, 2).repeat_interleave(group, 2)).to(dtype)
 
 
-# Adapters in SGLang 0.5.23 on a CPU: what its `torch_native` backend still lacks there. Patches of `cpu.sglang`.
+# Adapters in SGLang 0.5.23 on a CPU: features that its `torch_native` backend lacks there. Patches of `cpu.sglang`.
 
 
 def unpinned(module: Any) -> None:
-    """Let a module of SGLang make its small tensors in ordinary memory: pinned memory needs an accelerator."""
+    """Make a module of SGLang allocate its small tensors in ordinary memory: pinned memory needs an accelerator."""
     module.torch = _Unpinned(module.torch)
 
 
 class _Unpinned(ModuleType):
-    """torch, whose tensors are asked for in pinned memory and lie in ordinary memory."""
+    """torch, with requests for pinned memory served from ordinary memory."""
 
     def __init__(self, torch: ModuleType) -> None:
         super().__init__("torch")
@@ -137,21 +138,18 @@ class _Unpinned(ModuleType):
         return getattr(self._torch, name)
 
     def tensor(self, *args: Any, pin_memory: bool = False, **options: Any) -> Any:
-        """As torch's."""
         return self._torch.tensor(*args, **options)
 
     def zeros(self, *args: Any, pin_memory: bool = False, **options: Any) -> Any:
-        """As torch's."""
         return self._torch.zeros(*args, **options)
 
     def empty(self, *args: Any, pin_memory: bool = False, **options: Any) -> Any:
-        """As torch's."""
         return self._torch.empty(*args, **options)
 
 
 def merged_segments(module: Any) -> None:
-    """Let neighbouring requests of one adapter be one segment that is longer than each of them, as the CPU backend
-    makes them: a check that is for the grid of a GPU kernel ends the server there."""
+    """Allow a merged segment longer than each of its requests, which the CPU backend makes for neighbours of one
+    adapter: a check for the grid of a GPU kernel would end the server."""
     original = module._compute_token_lora_mapping
 
     def compute(
@@ -163,15 +161,15 @@ def merged_segments(module: Any) -> None:
 
 
 def expert_adapters(module: Any) -> None:
-    """Experts with adapters expert by expert: SGLang has them for GPU kernels alone."""
+    """Apply adapters of experts one expert at a time: SGLang supports them only in GPU kernels."""
     module.FusedMoEWithLoRA._forward_with_lora = _forward_with_lora
 
 
 def _forward_with_lora(self: Any, hidden_states: Any, topk_output: Any, lora_info: Any, **_: Any) -> Any:
-    """[tokens, hidden] -> the same: what each token's experts say of it, with the adapter of its request.
+    """[tokens, hidden] -> [tokens, hidden]: outputs of each token's experts, with the adapter of its request.
 
-    Factors lie as SGLang keeps them: gate and up of A one below the other, B of gate above B of up, alpha / rank in B;
-    where experts share the outer factors, A of gate and up and B of down, there is one of them for all.
+    Factors are in SGLang's layout: A of gate above A of up, B of gate above B of up, alpha / rank in B. If experts
+    share the outer factors (A of gate and up, B of down), there is one of each for all.
     """
     import torch
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -204,9 +202,9 @@ def _forward_with_lora(self: Any, hidden_states: Any, topk_output: Any, lora_inf
     return base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=output.to(x.dtype)))
 
 
-# Pairs of SGLang servers (0.5.23) on a CPU: what the half that prefills lacks there. A patch of `cpu.sglang`.
+# Pairs of SGLang servers (0.5.23) on a CPU: support that the prefill server lacks there. A patch of `cpu.sglang`.
 
 
 def plain_indices(module: Any) -> None:
-    """Let pages be named by ordinary memory: pinned memory, and an event of a stream, need an accelerator."""
+    """Keep page indices in ordinary memory: pinned memory, and a stream's event, need an accelerator."""
     module.MooncakeKVSender.supports_host_tensor_indices = False

@@ -1,6 +1,6 @@
-"""Stand-ins for packages that SGLang imports and never uses on a CPU; see `sglang.py` beside this file.
+"""Stand-ins for packages that SGLang imports and never uses on a CPU (`sglang.py` beside this file installs them).
 
-Each is found only where the real package is not installed.
+A stand-in is used only if the real package is not installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stub:
-    """A package that sglang imports and never uses on CPU; it is replaced only where it is not installed."""
+    """A package that sglang imports and never uses on CPU; replaced only if it is not installed."""
 
     name: str
     reason: str
@@ -26,7 +26,7 @@ class Stub:
 
 
 class _Missing:
-    """A name taken from an absent package: importable, loud when called."""
+    """A name of an absent package: it can be imported, and raises when called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,7 +50,7 @@ class _StubModule(ModuleType):
 
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last on sys.meta_path, so that it is asked only when the real package is not installed."""
+    """Last on sys.meta_path: used only if the real package is not installed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] != self.name:
             return None
-        # `importlib.util.find_spec` is how other libraries ask "is it installed?": they get an honest no.
+        # Other libraries use `importlib.util.find_spec` to test whether a package is installed: report it as absent.
         if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -88,7 +88,7 @@ def _stub_last(name: str) -> Callable[[], None]:
 class _TritonFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last on sys.meta_path: puts the mock in place when triton is first imported.
 
-    Not earlier, because sglang's stubs import torch, which processes that never touch triton need not pay for.
+    Not earlier, because sglang's stubs import torch; processes that never use triton avoid that cost.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -99,11 +99,11 @@ class _TritonFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _mock_triton()
 
     def exec_module(self, module: ModuleType) -> None:
-        """The mock is complete."""
+        """Nothing to run: the mock is complete."""
 
 
 def _mock_triton() -> ModuleType:
-    """The mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 asks for."""
+    """The mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 needs."""
     stubs = _load_sglang_platform_stubs()
     triton = stubs._make_mock("triton")
     triton.__version__ = "3.0.0"

@@ -1,12 +1,12 @@
 """Saving and resuming the trainer: weights, optimizer, schedule, random number generators and the caller's `extra`.
 
 Weights and optimizer go through megatron-core's distributed checkpoints (`torch_dist`, fully reshardable), so a
-checkpoint of one parallel layout resumes in any other. What makes it atomic is in `data.checkpoints`. Every stage ends
-with all ranks agreeing that it worked: a rank whose disk is full fails the save on every rank, with its reason, and
-none is left waiting in a collective.
+checkpoint of one parallel layout resumes in any other. `data.checkpoints` makes them atomic. At the end of every stage
+all ranks agree that it succeeded: a rank whose disk is full fails the save on every rank, with its reason, and no rank
+waits in a collective.
 
-Random number generators are restored rank by rank when the layout is the one that saved; under another layout there is
-no such correspondence, and they stay as the trainer seeded them from `seed`.
+Random number generators are restored rank by rank if the layout is unchanged. Under another layout ranks do not
+correspond, and generators stay as the trainer seeded them from `seed`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ from mslime.data.checkpoints import FileSum, Manifest, check_sums, read_manifest
 
 # The random number generators of one rank, as arrays: Python's, numpy's, torch's and megatron-core's.
 #
-# They are stored without pickle. Checkpoints of format 1 hold a pickle, which is read with torch's restricted
-# unpickler.
+# They are stored without pickle. Checkpoints of format 1 contain a pickle, which torch's restricted unpickler reads.
 
 _MEGATRON = "megatron/"
 _OLD_CLASSES = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]  # type: ignore[attr-defined]
 
 
 def save_generators(saving: Path) -> dict[str, FileSum]:
-    """Write this rank's generators into a checkpoint; returns the file's sum."""
+    """Write this rank's generators into a checkpoint; returns the file's checksum."""
     version, words, gauss = random.getstate()
     bits: dict[str, Any] = cast("dict[str, Any]", np.random.get_state(legacy=False))
     arrays: dict[str, Any] = {
@@ -129,7 +128,7 @@ def _name(suffix: str) -> str:
 
 T = TypeVar("T")
 
-# torch's CheckpointException does not derive from Exception. A dead rank shows as a RuntimeError of the collective.
+# torch's CheckpointException does not derive from Exception. A dead rank appears as a RuntimeError of the collective.
 FAILURES = (
     OSError,
     RuntimeError,
@@ -142,7 +141,7 @@ FAILURES = (
     CheckpointException,
 )
 HEADROOM = 1.05
-"""Free space asked for before writing, as a multiple of the tensors' bytes."""
+"""Required free space before writing, as a multiple of the tensors' bytes."""
 
 
 def save_checkpoint(
@@ -159,17 +158,17 @@ def save_checkpoint(
     """Write a complete checkpoint to `directory`, or nothing. A collective of all trainer ranks.
 
     Args:
-        directory: the checkpoint's own directory, on a file system that all ranks share; replaced when it exists.
+        directory: the checkpoint's own directory, on a file system that all ranks share; replaced if it exists.
         chunks: unwrapped model chunks, in virtual-stage order.
         layout: `ParallelLayout.describe()`.
         extra: JSON values, the same on every rank; comes back from `load_checkpoint`.
-        others: files that other processes have written into `checkpoints.saving_directory`, which they began; None
-            where nobody has begun it.
-        compare_ranks: look first whether all ranks' shares are every tensor exactly once. For that they send each other
-            names and places of all tensors; what was so in one checkpoint of a process is so in the next.
+        others: files that other processes have written into `checkpoints.saving_directory`, which they created; None if
+            it does not exist yet.
+        compare_ranks: check first that the ranks' shares cover every tensor exactly once, by exchanging names and
+            places of all tensors. One check per process suffices.
 
     Raises:
-        CheckpointError: on every rank, when it could not be written on one of them. Older checkpoints are untouched.
+        CheckpointError: on every rank, if one of them cannot write. Older checkpoints are untouched.
     """
     saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
     try:
@@ -196,10 +195,10 @@ def load_checkpoint(
     *,
     layout: str,
 ) -> dict[str, Any]:
-    """Restore what `save_checkpoint` wrote, under this or another layout; returns its `extra`. A collective.
+    """Restore a checkpoint of `save_checkpoint` in this or another layout; returns its `extra`. A collective.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint is damaged (naming the file) or is of another model.
+        CheckpointError: on every rank, if the checkpoint is damaged (naming the file) or is of another model.
     """
     fail = _cannot_read(directory)
     written = _together(lambda: read_manifest(directory, check_files=dist.get_rank() == 0), fail)
@@ -219,7 +218,7 @@ def load_checkpoint(
 
 
 def _check_share(directory: Path, written: Manifest) -> None:
-    """Compare this rank's share of the files with their checksums. The rollout service's file is its reader's to check.
+    """Compare this rank's share of the files with their checksums; the rollout service checks its own file.
 
     Raises:
         CheckpointError: naming the damaged file.
@@ -256,7 +255,7 @@ def _state(
 
 
 def _split(state: dict[str, Any], compare_ranks: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sharded tensors, and the rest that is the same on every rank."""
+    """Split off the sharded tensors from the rest, which is the same on every rank."""
     tensors, common = save_preprocess(state, validate_access_integrity=compare_ranks)
     return cast(dict[str, Any], tensors), common
 
@@ -270,7 +269,8 @@ def _load_state(
 
 
 def _save_tensors(tensors: dict[str, Any], saving: Path) -> dict[str, FileSum]:
-    """Write this rank's share; data-parallel replicas share the writing. Returns the sums of what this rank wrote."""
+    """Write this rank's share; data-parallel replicas share the writing. Returns checksums of the files of this
+    rank."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = InProcessSave()
     FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group)).save(tensors, saving)
@@ -278,7 +278,7 @@ def _save_tensors(tensors: dict[str, Any], saving: Path) -> dict[str, FileSum]:
 
 
 def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
-    """Raise CheckpointError, before anything large is written, when the disk is too small for all ranks' tensors."""
+    """Raise CheckpointError, before anything large is written, if the disk is too small for all ranks' tensors."""
     mine = sum(
         tensor.data.nbytes
         for tensor in nested_values(tensors)
@@ -303,7 +303,7 @@ def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any], s
 
 
 def _everyones(mine: dict[str, FileSum]) -> dict[str, FileSum]:
-    """The sums of all ranks' files. A collective."""
+    """Checksums of all ranks' files. A collective."""
     everyone: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {name: total for sums in everyone for name, total in sums.items()}
@@ -315,7 +315,7 @@ def _on_rank_0(work: Callable[[], object]) -> None:
 
 
 def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError]) -> T:
-    """Run `work` on every rank; when it fails on one, fail on all, with what `describe` made of its reason there."""
+    """Run `work` on every rank; if it fails on one, fail on all, with the error that `describe` makes of the reason."""
     result, mistake, cause = None, None, None
     try:
         result = work()
@@ -357,10 +357,10 @@ def _cannot_read(directory: Path) -> Callable[[str], CheckpointError]:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest directory above that exists."""
+    """The nearest existing parent directory."""
     return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
 def _device() -> torch.device:
-    """Where tensors of this process group's collectives live."""
+    """Device for tensors of this process group's collectives."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,6 +1,7 @@
-"""megatron-core's torch_dist files, written and read by this process: summed while they are written, and read without
-ever unpickling what is not a tensor or a class of the format. torch's own reader unpickles `.metadata` and stored
-objects as they come, so that a checkpoint from elsewhere could run code.
+"""Read and write megatron-core's torch_dist files in this process, with checksums and safe unpickling.
+
+Files are summed while they are written. When reading, only tensors and classes of the format are unpickled. torch's own
+reader unpickles `.metadata` and stored objects unchecked, so a foreign checkpoint could run code.
 """
 
 from __future__ import annotations
@@ -56,17 +57,18 @@ from mslime.data.checkpoints import FileSum, SummedFile
 SHARDING = {
     # Optimizer state is stored per parameter of the whole model, not per data-parallel piece of a buffer.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # The same keys whether one optimizer or two (dense and expert parameters) are chained.
+    # The keys are the same whether one optimizer or two (dense and expert parameters) are chained.
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
 
 
 class SummingFileSystem(FileSystem):
-    """torch's file system, which remembers the sums of the files written through it.
+    """torch's file system, which records checksums of the files written through it.
 
     Attributes:
-        sums: by name, of finished files. `.metadata` is renamed after it is written, and left to who completes.
+        sums: by name, of finished files. `.metadata` is renamed after it is written; the rank that completes the
+            checkpoint sums it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,7 @@ class SummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """Open a file; one that is written is summed."""
+        """Open a file; a file opened for writing is summed."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -87,14 +89,15 @@ class SummingFileSystem(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """Says what the disk said: torch reports a failed write as a broken archive, and drops the reason between ranks."""
+    """Raises the disk's own error: torch reports a failed write as a broken archive, and drops the reason between
+    ranks."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, thread_count=1, sync_files=True)
         self.fs = SummingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the plan. Raises OSError when the file system refused it."""
+        """Write this rank's part of the plan. Raises OSError if the file system refuses it."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as broken:
@@ -106,12 +109,12 @@ class _Writer(FileSystemWriter):
 class InProcessSave(TorchDistSaveShardedStrategy):
     """megatron-core's torch_dist format, written by this process.
 
-    Its own writer forks a writer per file and starts a manager process for their results: seconds for every save, and a
-    fork of a process that runs Ray's and CUDA's threads. torch's writer does it here, and tells every rank when one of
-    them failed, as long as it has one thread: what a further thread raises is lost with its part of the checkpoint.
+    megatron-core's writer forks a process per file and starts a manager process for their results. That takes seconds
+    per save and forks a process with Ray's and CUDA's threads. torch's writer runs here with one thread, and reports a
+    failed rank to all. With more threads, an error in a further thread would be lost, with its part of the checkpoint.
 
     Attributes:
-        sums: of the files that this rank wrote.
+        sums: checksums of the files that this rank wrote.
     """
 
     def __init__(self) -> None:
@@ -119,7 +122,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         self.sums: dict[str, FileSum] = {}
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's tensors. A collective; raises CheckpointException on every rank when one cannot write."""
+        """Write this rank's tensors. A collective; raises CheckpointException on every rank if one cannot write."""
         tensors = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
         writer = _Writer(checkpoint_dir)
         state_dict_saver.save(
@@ -132,10 +135,10 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
 
 class _SafeReader(CachedMetadataFileSystemReader):
-    """Reads `.metadata` through an unpickler that lets the classes of the format through, and nothing else."""
+    """Reads `.metadata` through an unpickler that allows only the classes of the format."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As torch's. Raises CheckpointError when the file names other code."""
+        """Read the metadata. Raises CheckpointError if the file names other code."""
         if self._cached_metadata is None:
             found: Metadata = load_metadata(Path(self.path) / METADATA)
             found.storage_meta = found.storage_meta or StorageMeta()
@@ -145,10 +148,10 @@ class _SafeReader(CachedMetadataFileSystemReader):
 
 
 class _SafePlanner(MCoreLoadPlanner):
-    """Loads stored objects as far as they are tensors and plain values.
+    """Loads stored objects if they consist of tensors and plain values.
 
     Args:
-        empty: keys of objects that are empty in this run. Transformer Engine unpickles what it finds in such a tensor.
+        empty: keys of objects that are empty in this run. Transformer Engine unpickles the contents of such a tensor.
     """
 
     def __init__(self, *args: Any, empty: set[str], **kwargs: Any) -> None:
@@ -156,17 +159,17 @@ class _SafePlanner(MCoreLoadPlanner):
         self._empty = empty
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take one object. Raises UnpicklingError when it names code, or would be unpickled later."""
+        """Load one object. Raises UnpicklingError if it names code, or would be unpickled later."""
         loaded: object = torch.load(value, weights_only=True)
         key = read_item.storage_index.fqn
         if key in self._empty and not _is_empty(loaded):
             raise UnpicklingError(f"{key} holds the state of another engine setting, which is empty in this run")
         value.seek(0)
-        super().load_bytes(read_item, value)  # unpickles anything; by now these bytes are known to be harmless
+        super().load_bytes(read_item, value)  # unpickles anything; these bytes are already checked
 
 
 class SafeLoad(TorchDistLoadShardedStrategy):
-    """megatron-core's reading of the torch_dist format, with the two safe parts above."""
+    """megatron-core's reader of the torch_dist format, with the safe reader and planner."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Fill the sharded tensors and objects. A collective; torch_dist's `load` with another reader and planner."""
@@ -190,7 +193,7 @@ class SafeLoad(TorchDistLoadShardedStrategy):
 
 
 def _empty(values: list[Any]) -> set[str]:
-    """Keys of objects that hold nothing."""
+    """Keys of objects without contents."""
     return {value.unique_key for value in values if isinstance(value, ShardedObject) and _is_empty(value.data)}
 
 
@@ -200,20 +203,19 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, torch.Tensor) and not value.numel())
 
 
-# What a rank's distributed optimizer puts into a checkpoint: its own part, out of the memory in which it lies.
+# A distributed optimizer's checkpoint state: each rank stores its own part from the memory where it lies.
 #
 # megatron-core's `fully_reshardable` state gathers a buffer's main weights and moments in the host memory of every
-# data-parallel rank, 12 bytes a parameter, when it saves, and asks for as much when it loads. Here each rank stores
-# the elements that it holds, as rectangles of the whole tensor under the same names: whoever reads them, in whatever
-# layout, finds the tensor that megatron-core would have stored; and reads into its own part alone what any of them
-# has stored.
+# data-parallel rank when it saves, 12 bytes a parameter, and needs as much when it loads. Here each rank stores its own
+# elements as rectangles of the whole tensor under the same names. Readers in any layout find the same tensors as
+# megatron-core would have stored, and a rank reads only its own part.
 
 UNSCALED = (torch.float32, torch.bfloat16, torch.int16)
-"""Dtypes of main weights and moments that are what they say; of the last, the 16 bits that a bfloat16 weight lacks."""
+"""Dtypes of main weights and moments stored without a scale; int16 holds the 16 bits that a bfloat16 weight lacks."""
 
 
 def keep_own_state(optimizer: DistributedOptimizer) -> None:
-    """Let this optimizer save and load its own part of its state."""
+    """Make this optimizer save and load only its own part of its state."""
     made: Any = optimizer
     made.sharded_param_state_fully_reshardable = MethodType(_own_state, optimizer)
     made.load_parameter_state_from_fully_reshardable = MethodType(_take_state, optimizer)
@@ -222,7 +224,7 @@ def keep_own_state(optimizer: DistributedOptimizer) -> None:
 def _own_state(
     optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, Any]:
-    """In the place of `DistributedOptimizer.sharded_param_state_fully_reshardable`: by the parameter's number."""
+    """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`; keyed by the parameter's number."""
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     entries = {entry.data: entry for entry in nested_values(sharded)}
     offloads = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
@@ -241,8 +243,8 @@ def _own_state(
 
 
 def _take_state(optimizer: Any, state_dict: Mapping[int, Any]) -> None:
-    """In the place of `DistributedOptimizer.load_parameter_state_from_fully_reshardable`: what was loaded lies in the
-    optimizer's own memory already. Copies go back there, and what is offloaded is handed on to the parts it is with."""
+    """Replaces `DistributedOptimizer.load_parameter_state_from_fully_reshardable`: loaded values already lie in the
+    optimizer's own memory. Copies are written back there, and offloaded state is passed to the parts that own it."""
     to_take, optimizer.being_loaded = optimizer.being_loaded, []
     with torch.no_grad():
         for param, tensors in to_take:
@@ -254,7 +256,7 @@ def _take_state(optimizer: Any, state_dict: Mapping[int, Any]) -> None:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Parameters of which this rank holds elements, and which of those of the flat parameter."""
+    """Parameters with elements on this rank, and the range of elements in the flat parameter."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -263,9 +265,9 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
 
 
 def _tensors(optimizer: Any, param: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Main weights and moments of a parameter, [elements held], and which of them are the optimizer's own memory.
+    """Main weights and moments of a parameter, [elements held], and names of those in the optimizer's own memory.
 
-    Copies in host memory stand for what Transformer Engine's optimizer keeps in 16 or 8 bits with a scale.
+    Copies in host memory replace state that Transformer Engine's optimizer keeps in 16 or 8 bits with a scale.
     """
     group, place = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][place]
@@ -279,10 +281,10 @@ def _tensors(optimizer: Any, param: torch.nn.Parameter) -> tuple[dict[str, torch
 def _parts(
     entry: Any, kind: str, param: torch.nn.Parameter, tensor: torch.Tensor, start: int, end: int
 ) -> Iterator[ShardedTensor]:
-    """Rectangles of the stored tensors that these elements of a parameter are, with their data.
+    """Rectangles of the stored tensors that contain these elements of a parameter, with their data.
 
     Args:
-        entry: what the model stores of the parameter.
+        entry: the model's checkpoint entry of the parameter.
         tensor: [end - start], of the elements from `start` to `end` of the flat parameter.
     """
     named = replace(entry, key=f"optimizer.state.{kind}.{entry.key}")
@@ -306,7 +308,7 @@ def _parts(
 
 
 def parts_of_entry(entry: object) -> list[ShardedTensor]:
-    """What a sharded state dict entry stores; a factory splits its tensor into views."""
+    """Tensors stored by a sharded state dict entry; a factory splits its tensor into views."""
     if isinstance(entry, ShardedTensorFactory):
         built: list[ShardedTensor] = []
         for part in _flat(entry.build()):
@@ -326,8 +328,8 @@ def _flat(built: object) -> list[object]:
 
 
 def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Corner and sizes of the fewest rectangles that are the elements from `start` to `end` of a tensor that lies row
-    by row; each is one run of them, and they follow each other."""
+    """Corner and sizes of the fewest rectangles that cover exactly the elements from `start` to `end` of a row-major
+    tensor; each is one consecutive run, in order."""
     if not shape:
         yield (), ()
         return
@@ -344,14 +346,14 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tup
         start = stop
 
 
-# Asks megatron-core, through a model without memory, how it stores each parameter of a model in a checkpoint.
+# Storage layout of each parameter in a checkpoint, obtained from megatron-core with a model without memory.
 #
-# The answer does not depend on the layout: megatron-core names stored tensors by global layers and experts, and every
-# layout writes boxes of the same tensors. One rank that holds the whole model therefore knows everything.
+# It does not depend on the parallel layout: megatron-core names stored tensors by global layers and experts, and every
+# layout writes boxes of the same tensors. So one rank with the whole model yields the complete answer.
 
 
 def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPlacement:
-    """How a checkpoint of this model is laid out: every parameter, multi-token prediction's included.
+    """Checkpoint layout of this model: every parameter, including those of multi-token prediction.
 
     Args:
         directory: of the Hugging Face checkpoint; only named, not read.

@@ -1,7 +1,7 @@
-"""Process groups and seeds of one trainer rank, and where the rank stands in them.
+"""Process groups and seeds of one trainer rank, and the rank's position in them.
 
-megatron-core keeps its groups as globals of the process; this module sets them up once and hands out names for what the
-trainer asks of them. Every group has a deadline: a rank that stays away fails the others instead of hanging them.
+megatron-core keeps its groups as process globals; this module sets them up once and wraps the operations that the
+trainer needs. Every group has a deadline: a missing rank fails the others instead of hanging them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def start_process_groups(
     """Join the trainer's processes and build megatron-core's groups; seed everything that draws random numbers.
 
     Args:
-        init_method: where the ranks meet, for example `tcp://host:port`.
+        init_method: address of the rendezvous, for example `tcp://host:port`.
 
     Raises:
-        TrainerError: the number of processes is not the layout's, or a rank did not come in time.
+        TrainerError: the number of processes differs from the layout's, or a rank did not connect in time.
     """
     layout = spec.layout
     if world_size != layout.world_size:
@@ -73,7 +73,7 @@ def make_model_parallel_groups(layout: ParallelLayout, **options: Any) -> None:
 
 
 def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> Store:
-    """The store through which the ranks find each other, once all have come."""
+    """The rendezvous store of the ranks, once all have connected."""
     try:
         return next(rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))[0]
     except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -92,7 +92,7 @@ def stop_process_groups() -> None:
 
 
 def _seed(seed: int) -> None:
-    """Stages draw different numbers, ranks of one stage the same, tensor-parallel regions as megatron-core defines."""
+    """Seed this rank: stages differ, ranks of one stage agree, tensor-parallel regions follow megatron-core."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)
@@ -102,14 +102,15 @@ def _seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Where this rank stands.
+    """This rank's parallel state.
 
     Attributes:
         rank, world_size: over all trainer ranks.
         tp_rank, tp_size: tensor parallel.
         is_last_stage: this rank computes the loss.
-        counts: exactly one rank of each (data-parallel, context-parallel) pair speaks for its tokens' statistics.
-        rows: how a micro-batch's rows are spread.
+        counts: whether this rank counts its tokens in statistics: exactly one rank of each (data-parallel,
+            context-parallel) pair does.
+        rows: distribution of a micro-batch's rows.
         tp_group, cp_group, dp_group, pp_group: its tensor, context, data and pipeline parallel groups.
     """
 
@@ -157,13 +158,13 @@ class ParallelState:
         )
 
     def sum_over_context_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums, in place, over the ranks that hold other rows of the same sequences."""
+        """Sum in place over the ranks that hold other rows of the same sequences."""
         if self.cp_group.size() > 1:
             dist.all_reduce(values, group=self.cp_group)
         return values
 
     def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` of the last pipeline stage, written into every stage's, in place."""
+        """Broadcast `tensor` from the last pipeline stage to every stage, in place."""
         if self.pp_group.size() > 1:
             dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=self.pp_group)
         return tensor
@@ -181,6 +182,6 @@ def tensor_shard(expert: bool) -> tuple[int, int]:
 
 
 def _one_group(group: object) -> dist.ProcessGroup:
-    """megatron-core's getters may return other things for layouts that are not used here."""
+    """Check that a getter returned one group: megatron-core's return other types for layouts that are not used here."""
     assert isinstance(group, dist.ProcessGroup), group
     return group

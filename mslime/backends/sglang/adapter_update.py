@@ -1,7 +1,7 @@
-"""One engine's part in a sync of adapters: room for the newest, and what still runs under an older one.
+"""One engine's part in a sync of adapters: load the newest one and phase out older ones.
 
-Nothing is paused. The newest adapter is loaded beside those that requests have, new requests get it from one moment on,
-and running ones keep theirs: they are interrupted, so that they go on under the new one, or end under their own.
+Nothing is paused. The newest adapter is loaded beside those in use, and new requests switch to it at one moment.
+Running requests keep theirs: they are interrupted and continue under the new one, or finish under their own.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.serving_adapters import AdapterVersion
 
 ABORT_EVERY_S, LOOK_EVERY_S = 0.25, 0.01
-"""A request can slip past an abort that reaches the engine before it does: it is told again."""
+"""A request can reach the engine after an abort sent for it, so the abort is repeated."""
 
 
 async def load(
     client: EngineClient, adapter: AdapterVersion, alive: int, others: Collection[AdapterVersion] = ()
 ) -> str:
-    """Let an engine have an adapter; its URL.
+    """Load an adapter into an engine; returns the engine's URL.
 
     Args:
-        alive: how many of this owner it serves at once, this one among them. Requests that have the oldest are
-            interrupted until there is room.
-        others: the newest of other owners, which an engine that joins gets as well: it may be asked for each.
+        alive: how many of this owner it serves at once, including this one. Requests with the oldest are interrupted
+            until a slot is free.
+        others: the newest of other owners, which a joining engine also loads, because it may get requests for each.
 
     Raises:
-        EngineError: it refuses, or holds on to its requests. EngineDied: it died meanwhile.
+        EngineError: it refuses, or its requests do not end. EngineDied: it died meanwhile.
     """
     if adapter in client.adapters.loaded:
         return client.url
@@ -44,7 +44,7 @@ async def load(
         for other in others:
             await client.load_adapter(other)
     await client.load_adapter(adapter)
-    if joins:  # it was paused when it was admitted
+    if joins:  # it was paused at its admission
         await client.resume()
         for other in others:
             client.adapters.switch(other)
@@ -52,17 +52,17 @@ async def load(
 
 
 async def interrupt_older(client: EngineClient, patience_s: float, owner: str = "") -> None:
-    """Let requests with an older adapter of this owner than its newest return what they have. One that does not within
-    `patience_s` ends under its own adapter."""
+    """Interrupt requests with an older adapter of this owner than its newest, so they return their tokens so far. A
+    request that does not return within `patience_s` ends under its own adapter."""
     requests = partial(client.adapters.requests_of_older, owner)
     if not owner and requests():
-        await client.abort()  # one call for all; the few that are newer go on like the others
+        await client.abort()  # one call for all; the few newer requests continue like the others
         await asyncio.sleep(LOOK_EVERY_S)
     await _stopped(client, requests, patience_s)
 
 
 async def _stopped(client: EngineClient, requests: Callable[[], list[str]], patience_s: float) -> bool:
-    """Whether none of these requests runs any more, within so many seconds. They are told now and then."""
+    """Whether none of these requests runs any more within so many seconds; aborts are repeated."""
     end = told = time.monotonic()
     end += patience_s
     while rids := requests():

@@ -1,12 +1,12 @@
 """A typed asynchronous client of one SGLang server (0.5.23) over HTTP.
 
 Every request to an engine goes through `EngineClient`: generation, abort, pause and resume, weight updates, versions.
-It parses, checks lengths and never repairs: an answer that does not add up is an `EngineError` that names the engine
-and its log. Every request has a deadline; only calls that may be repeated without harm are retried: when the connection
-failed, or the engine said that it is too busy (HTTP 429 and 503).
+It parses, checks lengths and never repairs: an inconsistent answer is an `EngineError` with the engine's name and log.
+Every request has a deadline. Only repeatable calls are retried: if the connection failed, or the engine was too busy
+(HTTP 429 and 503).
 
-Everything that an engine sends is foreign. It passes one border, `EngineClient.reading`, which turns whatever a reader
-raises about it into an EngineError; answers longer than they can be are not read to their end.
+Engine answers are untrusted. `EngineClient.reading` turns every exception of a parser into an EngineError; answers
+above a size limit are not read to their end.
 """
 
 from __future__ import annotations
@@ -52,48 +52,48 @@ T = TypeVar("T")
 R = TypeVar("R", bound=wire.Reply)
 CONNECT_S = 10.0
 KEEPALIVE_S = 2.0
-"""After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
-request sent into a connection that is just being closed fails as if the engine were dead."""
+"""Seconds after which an idle connection is closed. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
+request on a closing connection fails as if the engine were dead."""
 
 BUSY = (429, 503)
 LARGEST_ANSWER = 256 << 20
-"""Bytes that an answer may have where nothing more exact is known: sums of a large model's tensors are some 10 MiB."""
+"""Largest answer in bytes if no tighter limit is known: checksums of a large model's tensors are some 10 MiB."""
 
 
 class EngineDied(EngineError):
-    """The connection to an engine broke, or it missed a deadline: nothing more is to be expected of it."""
+    """The connection to an engine broke, or it missed a deadline; no further answer is expected."""
 
 
 class NoPlugIn(EngineError):
-    """The server was started without mslime's plug-in, which what it was asked needs."""
+    """The server was started without mslime's plug-in, which the request needs."""
 
 
 class EngineBusy(EngineError):
-    """The engine took no request for the moment (HTTP 429 or 503): the same one may be sent again later."""
+    """The engine temporarily rejects requests (HTTP 429 or 503): the same one may be sent again later."""
 
 
 def blocking(call: Coroutine[Any, Any, T]) -> T:
-    """The result of `call`, waited for: for callers without an event loop, or within somebody else's (a notebook's).
+    """Run `call` and return its result, for callers without an event loop or within a foreign one (a notebook's).
 
-    A signal interrupts the wait at once: nobody joins the thread, which ends with the call.
+    A signal interrupts the wait at once: the thread is not joined, and ends with the call.
     """
     return in_thread(asyncio.run, call).result()
 
 
 class EngineClient:
-    """Talks to one server. Belongs to one event loop; close it there.
+    """Client of one server. It belongs to one event loop; close it there.
 
     Args:
         url: `http://host:port`.
-        name: how the engine is called in samples, metrics and errors.
+        name: name of the engine in samples, metrics and errors.
         deadlines: seconds for generation and for control calls.
-        model: needed to read routes and to refuse token ids that the model does not have.
-        log_path: the server's log, named in errors; None for servers that somebody else started.
-        keys: what the server asks of its clients.
-        identity: the name under which it must serve its model, which the handshake compares; empty for any.
+        model: needed to read routes and to reject token ids outside the vocabulary.
+        log_path: the server's log, named in errors; None for servers not started by mslime.
+        keys: API keys for the server.
+        identity: the name under which it must serve its model, checked by the handshake; empty for any.
 
     Attributes:
-        adapters: that it has loaded.
+        adapters: loaded adapters.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EngineClient:
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """Clients of its servers one by one: itself, unless it is of a pair."""
+        """Clients of its servers: itself, or both servers of a pair."""
         return (self,)
 
     async def __aenter__(self) -> Self:
@@ -136,8 +136,8 @@ class EngineClient:
 
         Raises:
             EngineDied: the server died, or missed its deadline.
-            EngineBusy: it takes no request now.
-            EngineError: it refused, or answered something that cannot be.
+            EngineBusy: it takes no requests now.
+            EngineError: it refused, or sent an invalid answer.
         """
         self._check_ids(request)
         limit = answer_limit(request, self.model)
@@ -149,9 +149,9 @@ class EngineClient:
             return result if adapter is None else of_version(result, adapter.version)
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-        """[n] float32 log-probs of given tokens, see `generating.parse_scores`; tried again when the connection fails.
+        """[n] float32 log-probs of given tokens, see `generating.parse_scores`; retried if the connection fails.
 
-        Raises EngineError when the server dies, refuses, misses its deadline, or returns what does not add up.
+        Raises EngineError if the server dies, refuses, misses its deadline, or sends an inconsistent answer.
         """
         self._check_ids(request)
         answer = await self._retrying("POST", "/generate", request.payload(), self.deadlines.engine_request_s)
@@ -159,7 +159,7 @@ class EngineClient:
             return parse_scores(request, answer, None if self.model is None else self.model.vocab_size)
 
     async def probe(self, request: ProbeRequest) -> Probed:
-        """What the engine says of a fixed text; see `generating.parse_probe`.
+        """Log-probs, routes and continuation of a fixed text; see `generating.parse_probe`.
 
         Raises EngineDied and EngineError as `generate` does, within the deadline of a weight sync.
         """
@@ -183,28 +183,27 @@ class EngineClient:
             )
 
     async def abort(self, rid: str | None = None) -> None:
-        """Stop one request, or all of them; each returns what it has so far with finish `abort`."""
+        """Stop one request, or all of them; each returns its tokens so far with finish `abort`."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._control("/abort_request", body, retry=True)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating and hold new requests back until `resume`.
 
-        abort: running requests return what they have. retract: they go back to the queue, and the cache may be flushed.
-        in_place: they stay where they are and go on with the old cache.
+        abort: running requests return their tokens so far. retract: they go back to the queue, and the cache may be
+        flushed. in_place: they keep their state and continue with the old cache.
         """
         await self._control("/pause_generation", {"mode": mode}, retry=True)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._control("/continue_generation", {}, retry=True)
 
     async def flush_cache(self, patience_s: float = 5.0) -> None:
-        """Forget all cached prefixes. Raises EngineError when requests still hold the cache after `patience_s`.
+        """Drop all cached prefixes. Raises EngineError if requests still hold the cache after `patience_s`.
 
-        The engine refuses while a request is running, also one that is paused in place, and for a moment after the last
-        one has returned. Requests that wait in a paused engine are no obstacle (the server's own `timeout` parameter
-        would wait for them in vain).
+        The engine refuses while a request is running or paused in place, and for a moment after the last one. Requests
+        queued in a paused engine do not block it, but the server's own `timeout` parameter would wait for them in vain.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -227,34 +226,34 @@ class EngineClient:
         await self._control("/end_weight_update", {}, self.deadlines.weight_sync_s)
 
     async def join_group(self, host: str, port: int, rank: int, world_size: int, name: str, backend: str) -> None:
-        """Let the engine's ranks, numbered from `rank` on, join a process group whose store is at `host`."""
+        """Make the engine's ranks, numbered from `rank` on, join a process group whose store is at `host`."""
         body = {"master_address": host, "master_port": port, "rank_offset": rank, "world_size": world_size,
                 "group_name": name, "backend": backend}  # fmt: skip
         await self._once("/init_weights_update_group", body)
 
     async def receive_bucket(self, description: bytes) -> str:
-        """Let the engine take part in a broadcast (see `wire.update_request`).
+        """Make the engine receive a broadcast (see `wire.update_request`).
 
         Returns:
-            When it has loaded the bucket, what it says of that.
+            The engine's report, once it has loaded the bucket.
         """
         answer = await self._once("/update_weights_from_distributed", description)
         return str(answer.get("message"))
 
     async def leave_group(self, name: str) -> None:
-        """Let the engine's ranks leave a process group."""
+        """Make the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
     async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
-        """What the plug-in in this server replies.
+        """Send a request to the plug-in in this server and return its reply.
 
         Args:
-            reply: what the request is replied with.
+            reply: class of the reply.
             repeat: whether the request is sent again if the connection fails; a step of a weight update never is.
 
         Raises:
             NoPlugIn: the server has no plug-in.
-            EngineError: it could not do what it was asked. EngineDied: it died meanwhile.
+            EngineError: the request failed. EngineDied: it died meanwhile.
         """
         path, body, limit = "/weights_checker", {"action": wire.encode(request)}, self.deadlines.weight_sync_s
         try:
@@ -270,7 +269,7 @@ class EngineClient:
             return found
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Let the engine have an adapter beside those that it has, while its requests go on.
+        """Load a further adapter into the engine while its requests run.
 
         Raises:
             EngineError: it refuses, or cannot read it. EngineDied: it died meanwhile.
@@ -285,12 +284,12 @@ class EngineClient:
         await self._control("/unload_lora_adapter", {"lora_name": name}, self.deadlines.weight_sync_s)
 
     async def held_weights(self) -> Sequence[Mapping[str, str]] | None:
-        """What every rank holds of the tensors that it was sent, for `comparison`; None if the server lacks the
+        """Checksums of every rank for the tensors that were sent, for `comparison`; None if the server lacks the
         plug-in."""
         return await self._held(wire.HeldWeights())
 
     async def held_adapter(self, version: int, owner: str = "") -> Sequence[Mapping[str, str]] | None:
-        """What every rank holds of the tensors of the loaded adapter of a version; see `held_weights`."""
+        """Checksums of every rank for the tensors of the loaded adapter of a version; see `held_weights`."""
         adapter = self.adapters.of_version(version, owner)
         assert adapter is not None, f"{self.url} has no adapter of version {version}"
         return await self._held(wire.HeldAdapter(adapter.name))
@@ -302,10 +301,11 @@ class EngineClient:
             return None
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
-        """Let an engine on shared GPUs hold these, and give back the rest. Its weights are zeros when they come back.
+        """Make an engine on shared GPUs hold these parts and release the rest. Resumed weights are zeros.
 
         Raises:
-            EngineError: it refuses, for example since requests run; or it lacks the plug-in that can say what it holds.
+            EngineError: it refuses, for example because requests run; or it lacks the plug-in, which reports the held
+                parts.
         """
         limit, before = self.deadlines.weight_sync_s, await self.released_memory()
         if give := before.to_release(tags):
@@ -320,11 +320,11 @@ class EngineClient:
             raise self.error("memory", f"it is to hold {', '.join(tags) or 'nothing'}: {', '.join(give)}: {why}")
 
     async def released_memory(self) -> wire.Released:
-        """What an engine on shared GPUs has given back."""
+        """Parts that an engine on shared GPUs has released."""
         return await self.ask(wire.ReleasedMemory(), wire.Released, repeat=True)
 
     async def stamp(self, version: int) -> None:
-        """Let the weights count as `version`; running requests go on, and their spans show the change."""
+        """Set the version of the weights; running requests continue, and their spans show the change."""
         body = {"new_version": format_version(version), "abort_all_requests": False}
         await self._control("/update_weight_version", body, retry=True)
 
@@ -343,11 +343,11 @@ class EngineClient:
         return await self._readiness() == 200
 
     async def answers(self) -> bool:
-        """Whether somebody answers within 5 s, paused or not."""
+        """Whether a server answers within 5 s, paused or not."""
         return await self._readiness() is not None
 
     async def healthy(self, patience_s: float) -> bool:
-        """Whether its parts show a sign of life in that time; a paused one shows none."""
+        """Whether its parts show a sign of life in that time; a paused engine shows none."""
         return await self._status("/health", patience_s) == 200
 
     async def _readiness(self) -> int | None:
@@ -382,13 +382,13 @@ class EngineClient:
     # ------------------------------------------------------------------------------------------------- transport
 
     def error(self, what: str, rule: str, kind: type[EngineError] = EngineError) -> EngineError:
-        """An error that names this engine and says where to look."""
+        """An error with this engine's name and log."""
         where = f"read the engine's log {self.log_path}" if self.log_path else f"look at the server behind {self.url}"
         return kind(self.name, what, rule, where)
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """The border for foreign bytes: whatever is raised about an answer inside is an EngineError outside."""
+        """Context manager for untrusted answers: any exception inside becomes an EngineError."""
         try:
             yield
         except UserError:
@@ -416,7 +416,7 @@ class EngineClient:
         return answer
 
     async def _once(self, path: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
-        """A step of a weight update, which is never repeated: a peer waits for it in a collective."""
+        """Send a step of a weight update without retries: a peer waits for it in a collective."""
         limit = self.deadlines.weight_sync_s
         answer = await self._call("POST", path, body, limit, connect_s=limit)
         self._refuse(path, answer)
@@ -429,10 +429,10 @@ class EngineClient:
     async def _retrying(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, connection: bool = True
     ) -> dict[str, Any]:
-        """`_call`, again while the engine is too busy to take it.
+        """`_call`, retried while the engine is too busy.
 
         Args:
-            connection: also when the connection fails, three times in all; only for what may be repeated without harm.
+            connection: also retry failed connections, three attempts in total; only for repeatable calls.
         """
 
         def again(state: tenacity.RetryCallState) -> bool:
@@ -455,11 +455,11 @@ class EngineClient:
         limit: int = LARGEST_ANSWER,
         connect_s: float = CONNECT_S,
     ) -> dict[str, Any]:
-        """One HTTP exchange; `{}` for empty and plain-text answers. Raises EngineError for all that goes wrong.
+        """One HTTP exchange; `{}` for empty and plain-text answers. Raises EngineError for every failure.
 
         Args:
-            body: bytes are sent as they are.
-            limit: bytes that an answer may have.
+            body: bytes are sent unchanged.
+            limit: largest answer, in bytes.
             connect_s: seconds of `timeout_s` for the connection.
         """
         data = orjson.dumps(body) if isinstance(body, dict) else body
@@ -490,12 +490,12 @@ class EngineClient:
 
 
 def _with(adapter: AdapterVersion | None) -> dict[str, Any]:
-    """What a request for /generate says of its adapter."""
+    """Adapter fields of a /generate request."""
     return {} if adapter is None else {"lora_path": adapter.name}
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
-    """The body; None when it has more than `limit` bytes, of which no more are then read."""
+    """The body; None if it exceeds `limit` bytes, after which reading stops."""
     parts, length = list[bytes](), 0
     async for part in response.content.iter_any():
         length += len(part)
@@ -510,7 +510,7 @@ def _timeout(seconds: float, connect_s: float = CONNECT_S) -> aiohttp.ClientTime
 
 
 def _message(content: bytes) -> str:
-    """The human part of an error answer, whatever it is."""
+    """The readable part of an error answer in any format."""
     text = content.decode(errors="replace").strip()[:2000]
     try:
         answer = orjson.loads(content)

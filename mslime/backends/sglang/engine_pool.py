@@ -1,9 +1,8 @@
-"""Several engines as one: who gets a request, how many run at once, what happens when an engine dies, and the weight
-update of them all.
+"""Several engines as one: request routing, concurrency limits, dead engines, and the weight update of all.
 
-SGLang's own router drops `return_routed_experts`, so mslime balances over the servers itself: the least busy engine
-takes a new session, later requests of a session follow it (its prefix is cached there), and a dead engine fails its
-requests at once instead of letting them wait.
+SGLang's own router drops `return_routed_experts`, so mslime balances over the servers itself. The least busy engine
+takes a new session, and later requests of a session follow it, because its prefix is cached there. A dead engine fails
+its requests at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from mslime.data.probe import Probed
 T = TypeVar("T")
 MAX_SESSIONS = 65536
 INTERRUPT_S = 5.0
-"""For requests to return what they have; who does not goes on under its adapter."""
+"""Seconds for interrupted requests to return; later ones continue under their own adapter."""
 _CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
 _NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
@@ -44,12 +43,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UpdateMembers:
-    """Who takes part in a weight update.
+    """Engines that take part in a weight update.
 
     Attributes:
-        urls: of the engines that do.
-        gone: by name, what the engines died of that are dead.
-        adapters: versions of the owner's adapters that requests have, or that were loaded just now.
+        urls: of these engines.
+        gone: dead engines by name, with the cause.
+        adapters: versions of the owner's adapters that are in use by requests or were just loaded.
     """
 
     urls: tuple[str, ...]
@@ -62,8 +61,8 @@ class EnginePool:
 
     Args:
         clients: one per engine, with distinct names.
-        concurrency: requests in flight per engine; more wait here, in order.
-        silence_s: from `resume` to `pause`, an engine that shows no sign of life for so long is dead.
+        concurrency: requests in flight per engine; further requests wait here, in order.
+        silence_s: between `resume` and `pause`, an engine without a sign of life for this long is dead.
     """
 
     def __init__(self, clients: Sequence[EngineClient], concurrency: int, silence_s: float = math.inf) -> None:
@@ -75,10 +74,10 @@ class EnginePool:
         self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._paused: PauseMode = "retract"
-        self._newest: dict[str, AdapterVersion] = {}  # of each owner, for engines that join
+        self._newest: dict[str, AdapterVersion] = {}  # of each owner, for joining engines
 
     def __len__(self) -> int:
-        """Engines that are alive."""
+        """Number of live engines."""
         return sum(slot.error is None for slot in self._slots)
 
     @property
@@ -88,13 +87,12 @@ class EnginePool:
 
     @property
     def dead(self) -> dict[str, EngineError]:
-        """Dead engines by name, with what killed them."""
+        """Dead engines by name, with the cause."""
         return {slot.client.name: slot.error for slot in self._slots if slot.error is not None}
 
     @property
     def missing(self) -> dict[str, EngineError]:
-        """Dead engines by name that nobody takes the place of: one that was admitted under the name of a dead one
-        lives."""
+        """Dead engines by name without a replacement (a live engine admitted under the same name)."""
         return {name: error for name, error in self.dead.items() if name not in self._admitted}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -107,12 +105,12 @@ class EnginePool:
         return await self._one(request.session_id, lambda client: client.generate(request))
 
     async def generate_from(self, directory: Path | None, request: GenerateRequest, room: int) -> GenerateResult:
-        """`generate` with an adapter that an engine loads when it is first asked for it (`ServingAdapters.lent`). Of
-        engines that are equally busy, one that has it is preferred. A request that is cancelled is aborted.
+        """`generate` with an adapter that an engine loads at its first use (`ServingAdapters.lent`). Of equally busy
+        engines, one that has it is preferred. A cancelled request is aborted.
 
         Args:
             directory: of the adapter; None: the base alone.
-            room: adapters that an engine has at most.
+            room: most adapters of an engine.
         """
 
         async def one(client: EngineClient) -> GenerateResult:
@@ -127,7 +125,7 @@ class EnginePool:
         return await self._one(request.session_id, one, has_it)
 
     async def take_back(self, directory: Path) -> None:
-        """Let engines forget an adapter of `generate_from` once its last request has ended."""
+        """Make engines unload an adapter of `generate_from` after its last request."""
         live = [slot.client for slot in self._slots if slot.error is None]
         await asyncio.gather(*(client.adapters.take_back(directory) for client in live))
 
@@ -145,15 +143,15 @@ class EnginePool:
         await self.broadcast(one)
 
     def give_up(self, since: float) -> None:
-        """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead, and their
-        requests fail."""
+        """Declare engines dead that have requests and answered none since then (`time.monotonic`); their requests
+        fail."""
         for slot in self._slots:
             if slot.assigned and slot.served < since:
                 silent = time.monotonic() - since
                 slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
 
     def leave_out(self, urls: Collection[str], why: str) -> None:
-        """Take these engines for dead: they answer, and cannot be used."""
+        """Declare these engines dead: they answer, but cannot be used."""
         for slot in self._slots:
             if slot.client.url in urls:
                 slot.kill(slot.client.error("weight update", why, EngineDied))
@@ -165,7 +163,7 @@ class EnginePool:
         await self.broadcast(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """Let every engine go on. What those have answered that went on for a probe is good."""
+        """Resume every engine. Answers given during a probe are then valid."""
         await self.broadcast(lambda client: client.resume())
         for slot in self._slots:
             slot.proven.set()
@@ -173,22 +171,22 @@ class EnginePool:
             self._heartbeats.start()
 
     async def flush_cache(self) -> None:
-        """Forget cached prefixes everywhere; those that went on for a probe have done so before."""
+        """Drop cached prefixes on all engines; those that generated during a probe have already done so."""
         await self.broadcast(lambda client: client.flush_cache(), paused=True)
 
-    # -------------------------------------------------------------------------------------------- who belongs to it
+    # -------------------------------------------------------------------------------------------------- membership
     #
-    # Engines come and go at weight updates only: one that comes needs weights before it may have a request, and one
-    # that leaves must have none left.
+    # Engines come and go only at weight updates: a new one needs weights before its first request, and a leaving one
+    # must have no requests left.
 
     @property
     def stranded(self) -> bool:
-        """Whether nobody is left that lives, or was admitted."""
+        """Whether no engine is alive or admitted."""
         return not len(self) and not self._admitted
 
     async def admit(self, client: EngineClient) -> None:
-        """Let an engine take part from the next weight update on: a new one, or one under the name of an engine that
-        died. It must be paused and have no requests of others."""
+        """Admit an engine from the next weight update on: a new one, or one under the name of a dead one. It must be
+        paused and without requests of others."""
         await self._withdraw(client.name)
         self._admitted[client.name] = client
 
@@ -197,8 +195,8 @@ class EnginePool:
             await client.close()
 
     async def retire(self, name: str) -> None:
-        """Give an engine no requests any more, interrupt those that it has (they go on elsewhere, with their tokens),
-        and forget it at the next weight update."""
+        """Stop sending requests to an engine, interrupt its running ones (they continue elsewhere, with their tokens),
+        and remove it at the next weight update."""
         await self._withdraw(name)
         for slot in self._slots:
             if slot.client.name == name and not slot.leaving:
@@ -208,18 +206,18 @@ class EnginePool:
                         await self._unless_dead(slot, slot.client.abort())
 
     async def join(self) -> None:
-        """Let all engines generate, those that were admitted among them, where they need no weights for that. One that
-        refuses is taken for dead, unless all do. Raises like `broadcast`."""
+        """Make all engines generate, admitted ones included, if they need no weights first. An engine that refuses is
+        declared dead, unless all do. Raises like `broadcast`."""
         await self._change()
         await self.broadcast(lambda client: client.resume(), spare=True)
         if self._heartbeats is not None:
             self._heartbeats.start()
 
     async def _change(self, ready: bool = True) -> None:
-        """Take who was admitted, forget who leaves.
+        """Add admitted engines and remove leaving ones.
 
         Args:
-            ready: who was admitted may have requests at once.
+            ready: admitted engines may get requests at once.
         """
         admitted, self._admitted = self._admitted, {}
         slots: list[EngineSlot] = []
@@ -238,17 +236,17 @@ class EnginePool:
     #
     # pause -> begin_update -> the trainer sends -> [compare] -> end_update -> stamp -> [probe] -> flush_cache, resume
     #
-    # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
-    # before `end_update`, while the parameters lie as they were loaded. A probe is of the stamped version.
+    # A version is stamped last, so an engine with a partial update never reports the new one. The comparison comes
+    # before `end_update`, while the parameters are as loaded. A probe uses the stamped version.
 
     async def begin_update(self) -> UpdateMembers:
-        """Open a weight-update session on every engine that lives, the admitted ones among them.
+        """Open a weight-update session on every live engine, admitted ones included.
 
-        One that refuses this, or another step of the update, is taken for dead, unless all do.
+        An engine that refuses this or another step of the update is declared dead, unless all do.
 
         Raises:
             EngineError: all refuse.
-            EngineDied: all are gone: what the first one died of.
+            EngineDied: all are dead: the cause of the first.
         """
         await self._change()
 
@@ -259,19 +257,18 @@ class EnginePool:
         urls = await self.broadcast(begin, spare=True)
         return UpdateMembers(tuple(urls), {name: error.brief for name, error in self.dead.items()})
 
-    # -> load_adapter -> [compare] -> [probe] -> switch, where engines are given adapters alone, while they generate.
+    # -> load_adapter -> [compare] -> [probe] -> switch: for adapters alone, while engines generate.
 
     async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
-        """Let every engine that lives, the admitted ones among them, have an adapter beside those that its requests
-        have; `switch` makes it the one of new requests. An engine that fails keeps what it had, and is taken for dead,
-        unless all do.
+        """Load an adapter into every live engine, admitted ones included, beside those in use. `switch` gives it to new
+        requests. An engine that fails is declared dead, unless all do.
 
         Args:
             alive: versions of this owner's adapters that an engine serves at once.
 
         Raises:
             EngineError: all refuse.
-            EngineDied: all are gone: what the first one died of.
+            EngineDied: all are dead: the cause of the first.
         """
         await self._change(ready=False)
         others = [newest for owner, newest in self._newest.items() if owner != adapter.owner]
@@ -280,10 +277,10 @@ class EnginePool:
         return UpdateMembers(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
 
     async def switch(self, version: int, interrupt: bool, owner: str = "") -> None:
-        """Give new requests of an owner the adapter of a version that is loaded.
+        """Switch an owner's new requests to a loaded adapter version.
 
         Args:
-            interrupt: requests with an older one return what they have; else they end under it.
+            interrupt: requests with an older one return their tokens so far; else they end under it.
         """
         for slot in [slot for slot in self._slots if slot.error is None]:
             if (adapter := slot.client.adapters.of_version(version, owner)) is not None:
@@ -296,25 +293,24 @@ class EnginePool:
             await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S, owner))
 
     async def begin_again(self) -> UpdateMembers:
-        """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
-        The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
-        """
+        """`begin_update` after an aborted update: engines hold a mixture and receive all weights anew. The trainer must
+        first leave its groups with them, because until then they may wait for a bucket. Raises like `begin_update`."""
 
         async def end(slot: EngineSlot) -> None:
             try:
                 await self._unless_dead(slot, slot.client.end_weight_update())
-            except EngineDied as error:  # asked once more to begin, it would take a second deadline
+            except EngineDied as error:  # a further begin request would take a second deadline
                 slot.kill(error)
             except EngineError:
-                pass  # who refuses to begin is noticed next
+                pass  # the next step detects an engine that refuses to begin
 
         await self._disprove()
         await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
         return await self.begin_update()
 
     async def _disprove(self) -> None:
-        """Let engines that went on for a probe rest again, without the requests that they kept, which fail: what they
-        were answered may be of wrong weights."""
+        """Pause engines that generated during a probe again. Their requests fail, because the answers may come from
+        wrong weights."""
         unproven = [slot for slot in self._slots if slot.error is None and not slot.proven.is_set()]
         for slot in unproven:
             self._slots[self._slots.index(slot)] = EngineSlot(slot.client, self._concurrency, leaving=slot.leaving)
@@ -328,14 +324,14 @@ class EnginePool:
 
         Args:
             expected: of all tensors.
-            strict: an engine that cannot say what it holds is one that differs; else it is left alone.
-            adapter: version of the owner's adapter that these are the tensors of; None: they are weights.
+            strict: an engine that cannot report checksums counts as different; else it is skipped.
+            adapter: version of the owner's adapter with these tensors; None: they are weights.
 
         Returns:
             Number of tensors compared, over all engines.
 
         Raises:
-            WeightSyncError: naming the engine and the first tensor that differs, and other such engines.
+            WeightSyncError: names the engine and the first tensor that differs, and other such engines.
         """
         wrong: list[WeightSyncError] = []
 
@@ -352,7 +348,7 @@ class EnginePool:
                     if cannot and strict:
                         raise sync_error("check", client.url, f"{_CANNOT_SAY}: {cannot}", "set weights.verify: probe")
                     return compare(client.url, reported, expected) if reported is not None else 0
-                except WeightSyncError as error:  # not an engine's failure: the trainer may have sent something else
+                except WeightSyncError as error:  # not an engine's failure: the trainer may have sent wrong weights
                     wrong.append(error)
                 return 0
 
@@ -363,11 +359,11 @@ class EnginePool:
         return compared
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
-        """Let all engines, the admitted ones among them, hold these parts of their memory and no others. They must be
-        paused. One that refuses is taken for dead, unless all do.
+        """Make all engines, admitted ones included, hold exactly these parts of their memory. They must be paused. An
+        engine that refuses is declared dead, unless all do.
 
         Raises:
-            EngineError: all refuse; or all are gone: what the first one died of.
+            EngineError: all refuse; or all are dead: the cause of the first.
         """
         self._stop_heartbeats()
         for client in list(self._admitted.values()):
@@ -383,13 +379,13 @@ class EnginePool:
         await self.broadcast(lambda client: client.end_weight_update(), spare=True)
 
     async def stamp(self, version: int) -> None:
-        """Let every engine that gets requests report `version` for what it samples from now on."""
+        """Make every engine with requests report `version` for tokens sampled from now on."""
         await self.broadcast(lambda client: client.stamp(version), spare=True)
 
     async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
-        """What every engine says of a fixed text, by its URL. They are paused again afterwards, as they were; but one
-        that kept requests goes on with them, whose answers wait for `resume`, or are lost in `begin_again`. One that
-        refuses, or answers what cannot be, is taken for dead, unless all do."""
+        """Probe results of every engine for a fixed text, by its URL. Engines are paused again afterwards. An engine
+        that kept requests continues them, but their answers wait for `resume`, or are lost in `begin_again`. An engine
+        that refuses, or sends an invalid answer, is declared dead, unless all do."""
 
         async def one(client: EngineClient) -> tuple[str, Probed]:
             if client.adapters.of_version(request.version, request.adapter) is not None:  # it generates meanwhile
@@ -410,15 +406,15 @@ class EnginePool:
     async def broadcast(
         self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False, paused: bool = False
     ) -> list[T]:
-        """One call to every live engine at the same time; the answers of those that live on. Nobody is asked where the
-        only ones left are admitted ones.
+        """Call every live engine at the same time; returns the answers of engines still alive. No calls are made if
+        only admitted engines are left.
 
         Args:
-            spare: do without those that refuse, where others do not: they are taken for dead.
-            paused: not to those that went on for a probe.
+            spare: declare engines that refuse dead, unless all do.
+            paused: skip engines that generate during a probe.
 
         Raises:
-            EngineError: one refused, after all have answered; or all died, what the first one died of.
+            EngineError: one refused, after all have answered; or all died: the cause of the first.
         """
         if not len(self) and self._admitted:
             return []
@@ -444,7 +440,7 @@ class EnginePool:
             self._heartbeats.stop()
 
     def _live(self) -> list[EngineSlot]:
-        """The engines that are alive. Raises what the first one died of when there are none."""
+        """The live engines. If there are none, raises the cause of the first death."""
         live = [slot for slot in self._slots if slot.error is None]
         if not live:
             raise next(iter(self.dead.values()))
@@ -466,7 +462,7 @@ class EnginePool:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None or slot.leaving:
             live = self._live()
-            # One that leaves has no more requests, unless no other lives.
+            # A leaving engine gets no more requests, unless no other is alive.
             slot = min([s for s in live if not s.leaving] or live, key=lambda s: (s.assigned, not prefers(s.client)))
         if session_id:
             self._sessions[session_id] = slot
@@ -487,7 +483,7 @@ class EnginePool:
 
     @staticmethod
     async def _unless_dead(slot: EngineSlot, work: Awaitable[T]) -> T:
-        """The result of `work`, or the engine's death if that comes first."""
+        """The result of `work`, or the error of the engine's death if that comes first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, slot.death}, return_when=asyncio.FIRST_COMPLETED)
@@ -512,7 +508,7 @@ async def _or_abort(client: EngineClient, request: GenerateRequest) -> GenerateR
 
 
 def all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:
-    """The answers of calls that have all ended. Raises the first failure among them."""
+    """The answers of finished calls. Raises the first failure among them."""
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

@@ -1,18 +1,17 @@
-"""The bytes of an engine's answer as an object: JSON, but for its two large parts, which JSON never sees.
+"""Parse an engine's answer: JSON except for its two large parts, which bypass the JSON parser.
 
-Most bytes of an answer are the base64 of routes and the ids of sampling masks. They are cut out, a stand-in is parsed
-in their place, and they are put into the object afterwards: routes as a view of the bytes, masks as two arrays.
+Most bytes of an answer are the base64 of routes and the ids of sampling masks. They are cut out, placeholders are
+parsed in their place, and they are inserted afterwards: routes as a view of the bytes, masks as two arrays.
 
-The result is what plain JSON gives, whatever the bytes are:
+The result equals that of plain JSON for any bytes:
 
-- What is cut out is a whole value. Masks are compared with the grammar of a list of lists of integers, byte for byte.
-  Routes end at the next quote, since base64 has neither quotes nor backslashes; decoding refuses what is neither a tag
-  nor base64.
-- It stands where it is taken to stand. The key's own bytes prove nothing, since a longer key may end in them, or the
-  object may have another place for it. But the stand-in is a text that no engine knows: where parsing finds it as
-  `meta_info[key]`, the value that it replaced was there. (Within a text, the stand-in's first quote would end that
-  text, and the rest would be no JSON.)
-- Everything else is left to plain JSON: white space, small masks, negative numbers, bytes that are no answer.
+- A cut is always a whole value. Masks are compared with the grammar of a list of lists of integers, byte for byte.
+  Routes end at the next quote, since base64 has neither quotes nor backslashes; decoding rejects anything but a tag and
+  base64.
+- Its place is verified. The key's own bytes prove nothing: a longer key may end in them, or the object may have the key
+  elsewhere. But the placeholder is a text unknown to engines. If parsing finds it as `meta_info[key]`, the replaced
+  value was there. (Within a text, the placeholder's first quote would end that text, and the rest would not be JSON.)
+- Plain JSON handles everything else: white space, small masks, negative numbers, invalid answers.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _STAND_IN_BYTES = orjson.dumps(_STAND_IN)
 _ROUTES_START, _MASKS_START = f'"{ROUTES}":"'.encode(), f'"{MASKS}":[['.encode()
 
 SMALLEST_MASKS = 16384
-"""Bytes. Of less, JSON makes its objects sooner than NumPy begins."""
+"""Bytes. Below this, JSON creates its objects faster than NumPy starts."""
 
 _COMMA, _OPEN, _CLOSE, _ZERO = b",[]0"
 _DIGITS = 8
-"""Of the longest number that is read: the bytes of a machine word. Token ids have fewer."""
+"""Digits of the longest number that is parsed: the bytes of a machine word. Token ids have fewer."""
 _OTHER_BITS = (8 * (_DIGITS - np.arange(_DIGITS + 1))).astype(np.uint64)
 _LEAST = np.asarray([0, 0, *(10**k for k in range(1, _DIGITS))], np.uint32)
-"""By number of digits: a smaller number begins with a zero that JSON does not allow."""
+"""Smallest valid number by number of digits: a smaller one has a leading zero, which JSON forbids."""
 _BLOCK = 4096
 
 
@@ -60,7 +59,7 @@ class IntegerRows:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The bytes [start, end) of an answer, which are the `value` of a key, or a part of its text."""
+    """The bytes [start, end) of an answer: the `value` of a key, or a part of its text."""
 
     key: str
     start: int
@@ -69,9 +68,9 @@ class _Cut:
 
 
 def load_answer(content: bytes) -> dict[str, Any]:
-    """The JSON object of an answer, {} for an empty or plain-text one. Raises ValueError for what is not JSON.
+    """The JSON object of an answer, {} for an empty or plain-text one. Raises ValueError for invalid JSON.
 
-    In `meta_info`, routes are a view of `content` where they are a text, and large masks are IntegerRows.
+    In `meta_info`, routes are a view of `content` if they are a text, and large masks are IntegerRows.
     """
     if content.lstrip()[:1] != b"{":
         return {}
@@ -82,7 +81,7 @@ def load_answer(content: bytes) -> dict[str, Any]:
 
 
 def _loaded_without(content: bytes, cuts: list[_Cut]) -> dict[str, Any] | None:
-    """The object with the values that were cut out; None where one of them is not its key's."""
+    """The object with the cut values inserted; None if a value does not belong to its key."""
     edges = [0, *(edge for cut in cuts for edge in (cut.start, cut.end)), len(content)]
     try:
         answer = orjson.loads(_STAND_IN_BYTES.join(content[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)))
@@ -96,17 +95,17 @@ def _loaded_without(content: bytes, cuts: list[_Cut]) -> dict[str, Any] | None:
 
 
 def _cuts(content: bytes) -> list[_Cut]:
-    """What can be cut out, in the order of the bytes."""
+    """Possible cuts, in byte order."""
     routes = _routes(content)
     if routes is None:
         masks = _masks(content, 0, len(content))
-    else:  # they are long, and there are no masks within
+    else:  # they are long and contain no masks
         masks = _masks(content, 0, routes.start) or _masks(content, routes.end, len(content))
     return sorted((cut for cut in (routes, masks) if cut is not None), key=lambda cut: cut.start)
 
 
 def _routes(content: bytes) -> _Cut | None:
-    """The text of the routes, with its quotes."""
+    """The text of the routes, quotes included."""
     found = content.find(_ROUTES_START)
     start = found + len(_ROUTES_START)
     end = content.find(b'"', start) if found >= 0 else -1
@@ -114,12 +113,12 @@ def _routes(content: bytes) -> _Cut | None:
 
 
 def _masks(content: bytes, begin: int, end: int) -> _Cut | None:
-    """The sampling masks that stand in content[begin:end], if they are worth it."""
+    """The sampling masks in content[begin:end], if they are large enough."""
     found = content.find(_MASKS_START, begin, end)
     if found < 0:
         return None
     start = found + len(_MASKS_START) - 2
-    quote = content.find(b'"', start, end)  # of the next key; there is none within
+    quote = content.find(b'"', start, end)  # the next key's; masks contain none
     stop = content.rfind(b"]]", start, quote if quote >= 0 else end) + 2
     if stop - start < SMALLEST_MASKS or (rows := integer_rows(content, start, stop)) is None:
         return None
@@ -127,12 +126,12 @@ def _masks(content: bytes, begin: int, end: int) -> _Cut | None:
 
 
 def integer_rows(content: bytes, start: int, stop: int) -> IntegerRows | None:
-    """content[start:stop], JSON's `[[1,23],[],[4]]`, as arrays; at least 8 bytes stand before it.
+    """content[start:stop], JSON's `[[1,23],[],[4]]`, as arrays; at least 8 bytes precede it.
 
     Returns:
-        None for anything else, and for white space, no rows, signs and more than 8 digits, which JSON may allow.
+        None for any other text, including white space, no rows, signs and more than 8 digits.
     """
-    # From 8 bytes before on: a number is read as the word that ends with it.
+    # Starts 8 bytes earlier: a number is read as the word that ends with it.
     text = np.frombuffer(content, np.uint8, stop - start + _DIGITS, start - _DIGITS)
     digits = text - np.uint8(_ZERO)
     marks = (np.flatnonzero(digits[_DIGITS:] > 9) + _DIGITS).astype(np.int32)
@@ -142,7 +141,7 @@ def integer_rows(content: bytes, start: int, stop: int) -> IntegerRows | None:
         return None
     ends, lengths = marks[1:][between > 0], between[between > 0]
     values = np.empty(len(ends), np.uint32)
-    for at in range(0, len(ends), _BLOCK):  # arrays that stay in the processor's cache
+    for at in range(0, len(ends), _BLOCK):  # arrays that fit into the processor's cache
         block = slice(at, at + _BLOCK)
         values[block] = _numbers(digits, ends[block], lengths[block])
         if (values[block] < _LEAST[lengths[block]]).any():
@@ -151,13 +150,13 @@ def integer_rows(content: bytes, start: int, stop: int) -> IntegerRows | None:
 
 
 def _row_sizes(marks: NDArray[np.uint8], digits: NDArray[np.int32]) -> NDArray[np.int64] | None:
-    """How many integers each row has, or None where this is no list of lists of integers.
+    """Number of integers in each row, or None if this is not a list of lists of integers.
 
     Args:
-        marks: [n] the bytes that are no digits, in order.
-        digits: [n - 1] how many digits stand between a mark and the next.
+        marks: [n] the non-digit bytes, in order.
+        digits: [n - 1] number of digits between a mark and the next.
     """
-    # The outer brackets; then every row opens where the row before it closed, with a comma between.
+    # The outer brackets; then every row opens after the previous one closes, with a comma between.
     opens, closes = np.flatnonzero(marks == _OPEN)[1:], np.flatnonzero(marks == _CLOSE)[:-1]
     n, rows = len(marks), len(opens)
     framed = rows > 0 and len(closes) == rows and marks[0] == _OPEN and opens[0] == 1 and closes[-1] == n - 2
@@ -165,7 +164,7 @@ def _row_sizes(marks: NDArray[np.uint8], digits: NDArray[np.int32]) -> NDArray[n
         return None
     if np.count_nonzero(marks == _COMMA) != n - 2 * rows - 2:
         return None
-    # No digits at the outer brackets and between rows, some before every other mark; but a row may be empty.
+    # No digits at the outer brackets and between rows, some before every other mark; rows may be empty.
     outside = np.concatenate([[0, n - 2], closes[:-1], closes[:-1] + 1])
     empty = (closes == opens + 1) & (digits[opens] == 0)
     if digits[outside].any() or np.count_nonzero(digits == 0) != len(outside) + np.count_nonzero(empty):
@@ -174,11 +173,11 @@ def _row_sizes(marks: NDArray[np.uint8], digits: NDArray[np.int32]) -> NDArray[n
 
 
 def _numbers(digits: NDArray[np.uint8], ends: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.uint32]:
-    """The numbers of `lengths` digits that stand before `ends`. All digits of a number are added at once, in a word:
-    its bytes are digits, then pairs of digits, then fours (Langdale and Lemire, https://arxiv.org/abs/1902.08318)."""
+    """The numbers of `lengths` digits that end at `ends`. All digits of a number are combined at once in a word:
+    digits, then pairs, then fours (Langdale and Lemire, https://arxiv.org/abs/1902.08318)."""
     words = np.ndarray((len(digits) - _DIGITS + 1,), "<u8", digits, strides=(1,))
     other = _OTHER_BITS[lengths]
-    # What stands before the number is shifted out. Eight digits leave nothing to shift.
+    # Shift out the bytes before the number. Eight digits leave nothing to shift.
     word = (words[ends - _DIGITS] >> other) << other
     for bits, ten, kept in ((8, 10, 0x00FF00FF00FF00FF), (16, 100, 0x0000FFFF0000FFFF), (32, 10_000, 0xFFFFFFFF)):
         word = (word * np.uint64(ten) + (word >> np.uint64(bits))) & np.uint64(kept)

@@ -17,7 +17,8 @@ from mslime.config.resolved import ServedLora, ServerSpec
 from mslime.engine_plugin.wire import LOADER_VARIABLE, PATH_ENTRY
 
 CPU_MAX_TOTAL_TOKENS = 65536
-"""Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
+"""Tokens in a CPU server's cache unless configured: the server's default takes a share of the whole machine's
+memory."""
 
 # ServerArgs fields whose flag is not the field's name (sglang/srt/arg_groups/fields).
 _FLAG_NAMES = {
@@ -26,7 +27,7 @@ _FLAG_NAMES = {
     "ep_join_mode": "elastic-ep-join-mode",
     "ep_join_rank_offset": "elastic-ep-join-rank-offset",
 }
-# Fields with a --no-<flag>; every other boolean is a bare flag that is off when absent.
+# Fields with a --no-<flag>; every other boolean is a bare flag that is off if absent.
 _NEGATABLE = {
     "enable_tf32_matmul",
     "dcp_replicate_q_proj",
@@ -45,11 +46,11 @@ _NEGATABLE = {
 
 @dataclass(frozen=True)
 class Part:
-    """One machine of a server that spans several.
+    """One host's part of a server that spans several.
 
     Attributes:
-        rank: its number; part 0 answers over HTTP.
-        meeting: `host:port` at which part 0 waits for the others.
+        rank: its index; part 0 answers over HTTP.
+        meeting: `host:port` of the rendezvous at part 0.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class HalfOfPair:
     """One of the two servers of a pair.
 
     Attributes:
-        bootstrap_port: of the half that prefills, at which the other one meets it for each request.
+        bootstrap_port: of the prefill server, to which the other one connects for each request.
     """
 
     half: Half
@@ -72,16 +73,16 @@ def server_fields(
     spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False,
     part: Part | None = None, half: HalfOfPair | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """ServerArgs fields of server `index`; what the user passed through wins over our defaults.
+    """ServerArgs fields of server `index`; fields that the user passes through override our defaults.
 
     Args:
-        identity: name under which it serves its model, by which it is known from other servers.
-        routes: whether it is to return the experts that every token was routed to.
-        part: of a server that spans several machines.
+        identity: name under which it serves its model, which distinguishes it from other servers.
+        routes: whether it returns the experts of every token.
+        part: of a server that spans several hosts.
         half: of a pair.
 
     Raises:
-        CheckpointError: there is no config.json that can be read.
+        CheckpointError: config.json cannot be read.
     """
     engine, cpu = spec.settings, spec.device == "cpu"
     fields: dict[str, Any] = {
@@ -102,7 +103,7 @@ def server_fields(
         "log_level_http": "warning",
         "enable_return_routed_experts": routes,
         "sampling_mask_max_tokens": spec.mask_tokens,
-        "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
+        "sleep_on_idle": cpu,  # an idle scheduler otherwise occupies a whole core
         "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory_release`)
         "enable_weights_cpu_backup": spec.gives_back and spec.role == "teacher",
     }
@@ -116,8 +117,8 @@ def server_fields(
 
 
 def _half_fields(half: HalfOfPair, transfer: str | None) -> dict[str, Any]:
-    """What makes a server one of a pair. The one that decodes does not put requests back: their routes lie where their
-    cache lay, and would be lost with it. It fails them with HTTP 503 instead, and they are sent again."""
+    """Fields of a server in a pair. The decode server does not requeue requests: their routes are stored with their
+    cache and would be lost. It fails them with HTTP 503 instead, and they are sent again."""
     fields: dict[str, Any] = {"disaggregation_mode": half.half, "disaggregation_transfer_backend": transfer}
     if half.half == "prefill":
         return fields | {"disaggregation_bootstrap_port": half.bootstrap_port}
@@ -125,8 +126,8 @@ def _half_fields(half: HalfOfPair, transfer: str | None) -> dict[str, Any]:
 
 
 def _lora_fields(lora: ServedLora, cpu: bool) -> dict[str, Any]:
-    """What makes a server serve adapters. It keeps one more than are served: the newest is loaded before the oldest is
-    gone."""
+    """Fields of a server with adapters. It holds one more than it serves: the newest is loaded before the oldest is
+    removed."""
     return {
         "enable_lora": True,
         "lora_backend": "torch_native" if cpu else None,
@@ -165,35 +166,36 @@ def environment(
     Args:
         base: the environment to start from.
         ranks: tensor-parallel processes of the server.
-        gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
+        gpus: visible devices (CUDA_VISIBLE_DEVICES); None keeps those of `base`.
         recorded: it loads buckets of weights by recorded copies, not by the model's own loader.
-        masks: it is one of a pair, whose sampling masks go from one to the other.
+        masks: it is one of a pair, which transfers sampling masks between its servers.
     """
     env = dict(base)
-    env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
+    env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would time out
     env["TOKENIZERS_PARALLELISM"] = "false"
-    around = env.get("no_proxy") or env.get("NO_PROXY")  # SGLang asks itself by libraries that read the first first
+    # SGLang calls itself through libraries that read the lower-case name first
+    around = env.get("no_proxy") or env.get("NO_PROXY")
     env["no_proxy"] = env["NO_PROXY"] = ",".join(filter(None, [around, "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
-    # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
+    # mslime must be importable for the guard and the CPU platform, even if it is not installed.
     paths = [str(Path(__file__).resolve().parents[3]), str(PATH_ENTRY), env.get("PYTHONPATH")]
     env[LOADER_VARIABLE] = "recorded" if recorded else "model"
     if cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-        env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"  # it waits for an event of a GPU's stream
+        env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"  # it waits for an event of a GPU stream
         env["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS", "1")
         paths.insert(0, str(SITE_DIR))
-        if ranks > 1:  # one NUMA node has several ranks then, and sglang wants their cores spelt out
+        if ranks > 1:  # one NUMA node then has several ranks, and sglang needs their cores spelt out
             cores = sorted(os.sched_getaffinity(0))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(ranks))
     else:
-        # Expandable segments and the like, meant for the trainer, break the engine's memory saver.
+        # Options such as expandable segments, set for the trainer, break the engine's memory saver.
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
     if masks:
         env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all
+    if env.get("SGLANG_PLUGINS"):  # keep the user's plug-ins; without this variable SGLang loads all
         env["SGLANG_PLUGINS"] += ",mslime"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env

@@ -1,12 +1,12 @@
-"""Requests of an SGLang server (0.5.23) and their answers: generating, scoring given tokens, the text of a probe.
+"""Requests to an SGLang server (0.5.23) and their answers: generation, scores of given tokens, probes.
 
-Bytes of an engine are foreign: lengths, ids, log-probs, versions and routes are compared with what was asked, nothing
-is repaired. Whatever is wrong surfaces as one of `MALFORMED`, which the client turns into an EngineError.
+Engine answers are untrusted: lengths, ids, log-probs, versions and routes are checked against the request, and nothing
+is repaired. Every fault is raised as one of `MALFORMED`, which the client turns into an EngineError.
 
-Which log-prob is the behaviour policy's (read in sglang/srt/layers/sampler.py, kept by tests):
-`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k, top-p and min-p are
-not, so a restricted draw asks for the sampling mask, the ids that it kept, and uses `output_token_sampling_logprobs`,
-which is renormalised over them. Greedy requests (temperature 0) report log softmax(logits).
+Which log-prob is the behaviour policy's (read in sglang/srt/layers/sampler.py, kept by tests): `output_token_logprobs`
+is log softmax(logits / temperature). It includes the temperature but not top-k, top-p and min-p. So a restricted draw
+requests the sampling mask (the ids that it kept) and uses `output_token_sampling_logprobs`, which is renormalised over
+them. Greedy requests (temperature 0) report log softmax(logits).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from mslime.data.routes import Supports, narrowest_dtype
 from mslime.data.tokenizer import Tokenizer
 from mslime.engine_plugin.wire import NARROW
 
-# Scoring given tokens on an SGLang server (0.5.23): one prefill, nothing is generated.
+# Scoring given tokens on an SGLang server (0.5.23): one prefill, no generation.
 #
-# Which log-prob it is (read in sglang/srt/layers/logprob_processor.py and logits_processor.py, kept by tests): that of
-# each token of the prompt after those before it, log softmax(logits). The request's temperature does not enter, unlike
-# with generated tokens, and there is no setting that makes it.
+# Scores (read in sglang/srt/layers/logprob_processor.py and logits_processor.py, kept by tests) are log softmax(logits)
+# of each prompt token after those before it. Unlike for generated tokens, the request's temperature does not enter, and
+# no setting makes it.
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ScoreRequest:
     Attributes:
         rid: request id, unique among the requests in flight.
         input_ids: [n] token ids.
-        start: first token whose log-prob is wanted, at least 1. What comes before it may be found in the prefix cache.
-        session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
+        start: first token whose log-prob is returned, at least 1. Earlier tokens may come from the prefix cache.
+        session_id: requests of one session are sent to one engine (see `EnginePool`), which reuses its prefix cache.
     """
 
     rid: str
@@ -67,13 +67,13 @@ class ScoreRequest:
 
 
 def parse_scores(request: ScoreRequest, answer: dict[str, Any], vocab_size: int | None) -> NDArray[np.float32]:
-    """[n] float32: index t holds the log-prob of token t, 0 before `request.start`.
+    """[n] float32: index t is the log-prob of token t, 0 before `request.start`.
 
     Args:
-        vocab_size: of the served model, when it is known.
+        vocab_size: of the served model, if known.
 
     Raises:
-        AssertionError: the answer has not one finite log-prob for each token that was asked for.
+        AssertionError: the answer lacks a finite log-prob for a requested token.
     """
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] != "abort", f"aborted: {meta['finish_reason'].get('message')}"
@@ -89,7 +89,7 @@ def read_scores(
     asked, pairs = np.asarray(ids, np.int64)[start - 1 :], meta["input_token_logprobs"]
     assert len(pairs) == len(asked), f"{len(pairs) - 1} log-probs for {len(asked) - 1} tokens"
     found = np.asarray([pair[1] for pair in pairs], np.int64)
-    # The engine reports the last id of the vocabulary as 0 (it takes it for a placeholder of an image).
+    # The engine reports the last id of the vocabulary as 0 (it treats it as an image placeholder).
     last = vocab_size is None or asked == vocab_size - 1
     assert bool(((found == asked) | ((found == 0) & last)).all()), "log-probs of other tokens"
     assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, where no log-prob is possible"
@@ -101,8 +101,8 @@ def read_scores(
 Finish = Literal["stop", "length", "abort"]
 
 LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-4
-"""A sampled token's log-prob lies between these: the log of a rounded probability can exceed 0 by a few ulp, and a
-token with less than the lower one is never drawn."""
+"""Range of a sampled token's log-prob: the log of a rounded probability can exceed 0 by a few ulp, and a token below
+the lower bound is never drawn."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ class GenerateRequest:
         top_k: -1 for the whole vocabulary.
         min_p: least probability of a token, as a share of the likeliest one's.
         seed: honoured only by servers with `enable_deterministic_inference`.
-        ignore_eos: go on to `max_new_tokens` whatever is sampled.
+        ignore_eos: continue to `max_new_tokens` whatever is sampled.
         want_routes: return the experts of every position from `routes_start` on.
         routes_start: first position whose routes are returned, at most len(input_ids).
-        session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
-        cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
-        adapter: which of several adapters answers; empty in a run of one, or of none.
+        session_id: requests of one session are sent to one engine (see `EnginePool`), which reuses its prefix cache.
+        cache_key: only prefixes computed by requests with the same key are reused; empty for no key.
+        adapter: which of several adapters answers; empty in a run with one or none.
         masked: a restricted draw returns its sampling masks, and log-probs over them; else log-probs are always those
             of the whole vocabulary.
-        scored_from: first token of the prompt whose log-prob is wanted, at least 1; None: none is.
+        scored_from: first prompt token whose log-prob is returned, at least 1; None: no prompt log-probs.
     """
 
     rid: str
@@ -147,7 +147,7 @@ class GenerateRequest:
 
     @property
     def restricted(self) -> bool:
-        """Whether the draw is from less than the whole vocabulary, and its masks are wanted."""
+        """Whether the draw is from less than the whole vocabulary, with sampling masks requested."""
         return self.masked and self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def payload(self) -> dict[str, Any]:
@@ -187,28 +187,28 @@ class GenerateRequest:
         if self.scored_from is not None:
             body["logprob_start_len"] = self.scored_from - 1  # the engine's first entry has no log-prob
         if self.cache_key:
-            body["extra_key"] = self.cache_key  # SGLang's radix cache keeps what differs in it apart
+            body["extra_key"] = self.cache_key  # SGLang's radix cache separates requests by it
         return body
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """What came back for a request.
+    """A parsed answer to a request.
 
     Attributes:
-        output_ids: [n] int32 new tokens; fewer than asked for after an abort, none when it came before the first.
+        output_ids: [n] int32 new tokens; fewer than requested after an abort, none if it came before the first.
         log_probs: [n] float32, natural log of the probability each token was drawn with (see the module's text).
         finish: stop (end of sequence, stop id or stop string), length, or abort.
         versions: (weight version, start, end) spans over the n new tokens.
-        routes: [prompt + n - 1 - routes_start, layers, top-k] global expert ids, dense layers as zeros; None when
-            not asked for. After a pause in mode `retract` the engine prefills again, so that rows of tokens sampled
-            before the pause then describe the newest weights.
+        routes: [prompt + n - 1 - routes_start, layers, top-k] global expert ids, dense layers as zeros; None if not
+            requested. After a pause in mode `retract` the engine prefills again, so that rows of tokens sampled before
+            the pause then describe the newest weights.
         supports: n rows, none of them empty: the ids that each token was drawn from; None for an unrestricted draw.
         cached_tokens: prompt tokens found in the prefix cache.
         text: the new tokens as text.
         engine: name of the engine.
-        retractions: how often the request was pushed back to the queue while running.
-        scores: [prompt] float32 log-probs of the prompt's tokens, NaN before `scored_from`; None when not asked for.
+        retractions: how often the running request was put back into the queue.
+        scores: [prompt] float32 log-probs of the prompt's tokens, NaN before `scored_from`; None if not requested.
     """
 
     output_ids: NDArray[np.int32]
@@ -225,22 +225,22 @@ class GenerateResult:
 
 
 def format_version(version: int) -> str:
-    """A weight version as the engine stores it."""
+    """A weight version in the engine's format."""
     return str(version)
 
 
 def parse_version(text: str) -> int:
-    """A weight version as we count it; the engine calls weights it loaded itself `default`, which is version 0."""
+    """A weight version as a number; `default`, for weights that the engine loaded itself, is version 0."""
     return 0 if text == "default" else int(text)
 
 
 def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> NDArray[np.integer]:
     """Base64 of C-ordered ids -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
 
-    Raises ValueError for what is not base64, AssertionError for another number of entries or ids out of range.
+    Raises ValueError for invalid base64, AssertionError for another number of entries or ids out of range.
 
     Args:
-        encoded: base64 of int32, or of what its tag says (`wire.NARROW`).
+        encoded: base64 of int32, or of its tag's dtype (`wire.NARROW`).
     """
     dtype, text = _untagged(encoded)
     decoded = pybase64.b64decode(text, validate=True)
@@ -251,7 +251,7 @@ def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> ND
     )
     flat = np.frombuffer(decoded, dtype)
     if model.num_experts:
-        unsigned = flat.view(np.uint32) if dtype == np.int32 else flat  # a negative id is a very large one
+        unsigned = flat.view(np.uint32) if dtype == np.int32 else flat  # a negative id becomes a very large one
         known = not len(flat) or unsigned.max() < model.num_experts
         assert known, f"expert id {flat[unsigned.argmax()]} of {model.num_experts}"
         flat = flat.astype(narrowest_dtype(model.num_experts), copy=False)
@@ -259,7 +259,7 @@ def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> ND
 
 
 def _untagged(encoded: str | memoryview) -> tuple[np.dtype[np.integer], str | memoryview]:
-    """What a text of routes is base64 of, and the base64."""
+    """The dtype of a text of routes, and its base64."""
     for tag, dtype in NARROW.items():
         if encoded[: len(tag)] == (tag if isinstance(encoded, str) else tag.encode()):
             return np.dtype(dtype), encoded[len(tag) :]
@@ -267,8 +267,8 @@ def _untagged(encoded: str | memoryview) -> tuple[np.dtype[np.integer], str | me
 
 
 def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
-    """Bytes that an answer to `request` may have at most, generously counted."""
-    per_token = 1024 + 16 * (request.top_k if request.restricted else 0)  # of ids that tie with the last one, too
+    """Upper bound on the bytes of an answer to `request`."""
+    per_token = 1024 + 16 * (request.top_k if request.restricted else 0)  # including ids that tie with the last one
     routes = 0
     if request.want_routes and model is not None:
         rows = len(request.input_ids) + request.max_new_tokens
@@ -282,8 +282,8 @@ def parse_generation(
 ) -> GenerateResult:
     """One answer of /generate, checked against its request. Raises one of MALFORMED.
 
-    A request that is aborted while it waits in the engine's queue comes back without routes and supports, even when it
-    had run before; its tokens cannot be replayed then, and the result holds none of them.
+    A request aborted while it waits in the engine's queue returns without routes and supports, even if it ran before.
+    Its tokens cannot be replayed then, and the result contains none of them.
     """
     meta = answer["meta_info"]
     ids = _token_ids(answer["output_ids"], model)
@@ -325,12 +325,12 @@ def _scores(request: GenerateRequest, meta: Mapping[str, Any], model: ModelFacts
 
 
 def of_version(result: GenerateResult, version: int) -> GenerateResult:
-    """A result all of whose tokens are of one version, whatever the engine calls its weights: of its adapter's."""
+    """A result with one version for all tokens: that of its adapter, whatever version the engine reports."""
     return replace(result, versions=((version, 0, n),) if (n := len(result.output_ids)) else ())
 
 
 def _integers(values: Sequence[Any]) -> NDArray[np.int64]:
-    """[n] of a JSON list of integers; text, fractions and booleans are none."""
+    """[n] of a JSON list of integers; text, fractions and booleans are rejected."""
     found = np.asarray(values) if len(values) else np.empty(0, np.int64)
     assert found.dtype.kind == "i" and found.ndim == 1, f"{str(values)[:100]} where integers were expected"
     return found.astype(np.int64)
@@ -358,7 +358,7 @@ def _log_probs(meta: Mapping[str, Any], ids: NDArray[np.int32], restricted: bool
 
 
 def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[int, int, int], ...]:
-    """(weight version, start, end) over [0, n), which they must cover one after the other."""
+    """(weight version, start, end) over [0, n); the spans must cover it in order."""
     found = tuple((parse_version(s["version"]), s["start"], s["end"]) for s in spans)
     edges = [0, *(end for _, _, end in found)]
     touching = [start for _, start, _ in found] == edges[:-1] and edges[-1] == n and edges == sorted(edges)
@@ -367,7 +367,7 @@ def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[in
 
 
 def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts | None) -> Supports:
-    """The ids that each token was drawn from: distinct ones of the vocabulary, with the token itself among them."""
+    """The ids that each token was drawn from: distinct, inside the vocabulary, and including the token itself."""
     masks = meta.get(MASKS)
     assert masks is not None, "the engine returned no sampling mask, the ids that top-k, top-p and min-p left"
     assert len(masks) == len(ids), f"{len(masks)} sampling masks for {len(ids)} tokens"
@@ -387,17 +387,17 @@ def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts
 
 
 def nothing(request: GenerateRequest, engine: str, meta: Mapping[str, Any]) -> GenerateResult:
-    """The result of a request that was aborted before it produced anything that can be used."""
+    """The result of a request aborted before it produced usable output."""
     retractions = int(meta.get("num_retractions") or 0)
     supports = Supports.empty() if request.restricted else None
     ids, log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
     return GenerateResult(ids, log_probs, "abort", (), None, supports, 0, "", engine, retractions)
 
 
-# Asking an SGLang server (0.5.23) for a fixed text: its log-probs and routes, and what follows it.
+# A fixed text at an SGLang server (0.5.23): its log-probs and routes, and its continuation.
 #
-# The text is computed in one prefill, the tokens after it one by one. Some models do the two by different weights:
-# DeepSeek's attention reads the projections themselves in a prefill, and what it derived from them in a decoding step.
+# One prefill computes the text; the tokens after it follow one by one. Some models use different weights for the two:
+# DeepSeek's attention uses the projections themselves in a prefill, and weights derived from them in a decoding step.
 
 
 @dataclass(frozen=True)
@@ -407,9 +407,9 @@ class ProbeRequest:
     Attributes:
         rid: request id, unique among the requests in flight.
         input_ids: [T] token ids, at least 2.
-        version: of the weights that must answer.
+        version: required weight version.
         want_routes: return the experts of every token but the last.
-        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
+        adapter: which of several adapters answers; empty in a run with one or none.
     """
 
     rid: str
@@ -420,7 +420,7 @@ class ProbeRequest:
 
     @property
     def generation(self) -> GenerateRequest:
-        """The continuation. Its cache key keeps it apart from what other weights, and other requests, computed."""
+        """The continuation request. Its cache key separates it from other weights and other requests."""
         return GenerateRequest(
             self.rid, self.input_ids, NEW_TOKENS, temperature=0.0, ignore_eos=True, want_routes=self.want_routes,
             cache_key=self.rid,
@@ -434,10 +434,10 @@ class ProbeRequest:
 def parse_probe(
     request: ProbeRequest, answer: dict[str, Any], engine: str, model: ModelFacts, adapter: bool = False
 ) -> Probed:
-    """What a probe found. Raises one of MALFORMED, also for an answer of another weight version.
+    """Parse a probe's answer. Raises one of MALFORMED, also for another weight version.
 
     Args:
-        adapter: it was answered with the adapter of its version, of which the engine says nothing.
+        adapter: it was answered with the adapter of its version, which the engine does not report.
     """
     text = parse_scores(ScoreRequest(request.rid, request.input_ids), answer, model.vocab_size)
     return probed(request, text, parse_generation(request.generation, answer, engine, model), model, adapter)
@@ -446,11 +446,11 @@ def parse_probe(
 def probed(
     request: ProbeRequest, text: NDArray[np.float32], new: GenerateResult, model: ModelFacts, adapter: bool = False
 ) -> Probed:
-    """What `parse_probe` returns and raises.
+    """Combine log-probs and continuation; returns and raises like `parse_probe`.
 
     Args:
         text: [T] log-probs of the text.
-        new: what was added to it.
+        new: its continuation.
     """
     assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
     versions = {version for version, _, _ in new.versions}
@@ -463,21 +463,20 @@ def probed(
     )
 
 
-# Which tokens end a response at an SGLang server, and where one ended although the server says that it was aborted.
+# Ends of responses at an SGLang server, including those that it reports as aborted.
 #
-# SGLang tests for an abort before it tests for an end (`Req.update_finish_state`, 0.5.23): when the token sampled
-# last ends the response and an abort came in the same step, the answer says `abort`. And it looks for stop texts in
-# the tokens of one request only, so one that begins before an abort and ends after it goes unseen. Continued, such a
-# response would grow beyond its end.
+# SGLang tests for an abort before an end (`Req.update_finish_state`, 0.5.23): if the last sampled token ends the
+# response and an abort comes in the same step, the answer reports `abort`. It also searches stop texts only in the
+# tokens of one request, so it misses one that spans an abort. If continued, such a response would grow beyond its end.
 
 _STOP_TEXTS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-"""Added tokens that end a response wherever a tokenizer has them (`attach_additional_stop_token_ids`)."""
+"""Added tokens that end a response if a tokenizer has them (`attach_additional_stop_token_ids`)."""
 
 
 def end_ids(checkpoint: Path | str, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end a response without being asked for: of config.json, generation_config.json and the tokenizer.
+    """Ids that end a response without being requested: those of config.json, generation_config.json and the tokenizer.
 
-    Raises DataError when one of the files cannot be read.
+    Raises DataError if one of the files cannot be read.
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -491,22 +490,22 @@ def end_ids(checkpoint: Path | str, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class Endings:
-    """Ends of responses that were interrupted.
+    """Detects the ends of interrupted responses.
 
     Args:
         ids: tokens that end a response.
-        texts: that end a response, their last token included.
+        texts: stop texts that end a response, their last token included.
     """
 
     def __init__(self, ids: Collection[int], texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._ids, self._texts, self._tokenizer = frozenset(ids), tuple(texts), tokenizer
-        self._reach = max((len(text.encode()) for text in texts), default=0)  # tokens: each has a byte at least
+        self._reach = max((len(text.encode()) for text in texts), default=0)  # in tokens: each has a byte at least
 
     def settled(self, before: NDArray[np.int32], result: GenerateResult) -> GenerateResult:
-        """The answer as it would be if the response before it and its tokens were of one request.
+        """The answer as if the earlier response and its tokens belonged to one request.
 
         Args:
-            before: [m] tokens that the response has already.
+            before: [m] earlier tokens of the response.
         """
         n = len(result.output_ids)
         if n == 0:
@@ -519,7 +518,7 @@ class Endings:
         return result
 
     def _straddling(self, before: NDArray[np.int32], added: Sequence[int]) -> int | None:
-        """How many of the new tokens complete a stop text that begins in the old ones; None when there is none."""
+        """How many of the new tokens complete a stop text that begins in the old ones; None if there is none."""
         tail = before[-self._reach :].tolist() if self._reach else []
         if not tail:
             return None
@@ -534,7 +533,7 @@ class Endings:
 
 
 def head(result: GenerateResult, n: int) -> GenerateResult:
-    """The first `n` tokens of an answer, as one that ended with them; n >= 1."""
+    """The first `n` tokens of an answer, as if it had ended with them; n >= 1."""
     cut = len(result.output_ids) - n
     return dataclasses.replace(
         result,

@@ -1,10 +1,9 @@
-"""Runs a command and ends it, with every process it started, as soon as whoever asked for it is gone.
+"""Run a command and end it, with every process it started, as soon as its owner has ended.
 
 `python -m mslime.backends.sglang.guard FD TMP -- COMMAND...`: FD is the read end of a pipe whose write end the owner
-keeps. The kernel closes that end however the owner ends (exit, crash, SIGKILL), which no handler in it could promise.
-The guard is a subreaper, so processes that outlive their parent become its children and are found. It exits with the
-command's status. TMP, the command's own TMPDIR, goes with it, and so does the shared memory that its processes leave in
-/dev/shm. Standard library only.
+keeps. The kernel closes that end however the owner ends (exit, crash, SIGKILL); a handler could not guarantee that. The
+guard is a subreaper, so processes that outlive their parent become its children. It exits with the command's status. It
+removes TMP, the command's own TMPDIR, and shared memory that its processes leave in /dev/shm. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_SECONDS = 3.0
-"""For the command to end by itself, and again for the helpers that clean up after it."""
+"""Seconds for the command to end by itself, and again for its cleanup helpers."""
 LOOK_SECONDS = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,7 +33,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with_guard(guard: int) -> None:
-    """In the command's process: killed when the guard itself is killed, and ended by Ctrl-C's signal as usual."""
+    """In the command's process: die with the guard, and end on Ctrl-C's signal as usual."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
@@ -42,7 +41,7 @@ def _die_with_guard(guard: int) -> None:
 
 
 def _stat(pid: int) -> list[int]:
-    """Parent and process group of a process; empty when it has ended."""
+    """Parent and process group of a process; empty if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -66,7 +65,7 @@ def descendants(root: int) -> list[int]:
 
 
 def process_group(leader: int) -> list[int]:
-    """Process ids of the group that `leader` made, itself left out."""
+    """Process ids of the group that `leader` made, without `leader` itself."""
     return [pid for pid, (_, group) in _everyone().items() if group == leader and pid != leader]
 
 
@@ -80,7 +79,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_but_cleaners(pids: Sequence[int]) -> None:
-    """SIGKILL all but Python's helpers that unlink semaphores as soon as those who use them are gone."""
+    """SIGKILL all but Python's helpers, which unlink semaphores once their users have ended."""
     kill_all(pid for pid in pids if not _cleans_up(pid))
 
 
@@ -94,11 +93,11 @@ def _cleans_up(pid: int) -> bool:
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Files in /dev/shm that these processes have mapped: their semaphores and shared blocks.
 
-    Compared by inode: glibc makes a semaphore under another name first, which is the one that is seen as mapped.
+    Compared by inode: glibc creates a semaphore under another name first, and that name appears in the mappings.
     """
     mapped: set[int] = set()
     for pid in pids:
-        with suppress(OSError):  # ended meanwhile, or somebody else's
+        with suppress(OSError):  # it ended meanwhile, or belongs to another user
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     found: set[Path] = set()
@@ -110,7 +109,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def remove_unused(files: Iterable[Path]) -> None:
-    """Remove those of the files in /dev/shm that nobody maps any more."""
+    """Remove files of this list in /dev/shm that no process maps any more."""
     left = {path for path in files if path.exists()}
     for path in left - shared_memory_of(_everyone() if left else ()):
         path.unlink(missing_ok=True)
@@ -124,7 +123,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _reap() -> None:
-    """Take the status of orphans that became our children, so that they are gone from /proc."""
+    """Reap orphans that became our children, so they disappear from /proc."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -135,11 +134,11 @@ def _reap() -> None:
 
 
 def _end(child: subprocess.Popen[bytes], files: set[Path]) -> int:
-    """Ask the command to end, then kill everything that is left; its cleaning helpers last. Returns its wait status."""
+    """Ask the command to end, then kill all remaining processes, cleanup helpers last. Returns its wait status."""
     files |= shared_memory_of(descendants(os.getpid()))
     if child.poll() is None:
-        # What Ctrl-C does: the server ends at once, where after SIGTERM it would wait for requests in flight. A second
-        # one is for connections that are still open.
+        # Like Ctrl-C: the server ends at once, while after SIGTERM it would wait for requests in flight. A second one
+        # is for connections that are still open.
         for share in (0.3, 0.7):
             child.send_signal(signal.SIGINT)
             wait_for(lambda: child.poll() is not None, GRACE_SECONDS * share)
@@ -153,12 +152,12 @@ def _end(child: subprocess.Popen[bytes], files: set[Path]) -> int:
 
 
 def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
-    """Run the command until it ends, the owner does, or a signal asks for it; return its wait status."""
+    """Run the command until it or the owner ends or a signal arrives; return its wait status."""
     asked = {"to end": False}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.update({"to end": True}))
     guard = os.getpid()
-    # The guard has no threads, which is what makes preexec_fn safe.
+    # The guard has no threads, so preexec_fn is safe.
     child = subprocess.Popen(
         command,
         env={**os.environ, "TMPDIR": tmp},
@@ -169,16 +168,16 @@ def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
     look_at = time.monotonic()
     while child.poll() is None and not asked["to end"]:
         readable, _, _ = select.select([owner], [], [], 0.2)
-        if readable:  # nobody writes to the pipe: readable means closed
+        if readable:  # the pipe is never written: readable means closed
             break
-        if time.monotonic() > look_at:  # for the case that its processes are killed before we can look
+        if time.monotonic() > look_at:  # in case its processes are killed before we can look
             files |= shared_memory_of(descendants(guard))
             look_at = time.monotonic() + LOOK_SECONDS
     return _end(child, files)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Guard a command; return its exit status (128 + signal when it was killed)."""
+    """Guard a command; return its exit status (128 + signal if it was killed)."""
     assert argv[2] == "--", "usage: guard FD TMP -- COMMAND..."
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:

@@ -1,8 +1,8 @@
-"""What an engine must be able to do, asked of it before a run depends on it.
+"""Checks of an engine's features before a run depends on them.
 
 Two kinds of checks: the routes and request fields that the server declares (its OpenAPI schema), and small real
-requests whose answers must have the right shape. The first thing missing ends the handshake with an EngineError that
-carries the feature's name; a run never discovers it an hour later as wrong data.
+requests whose answers must have the right shape. The first missing feature ends the handshake with an EngineError that
+names it, so a run does not fail later on wrong data.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PROBE_TOKENS = 2
 
 @dataclass(frozen=True)
 class Needs:
-    """What this run will ask of its engines.
+    """Features that a run needs from its engines.
 
     Attributes:
         routes: routed experts (`train.replay: r3`).
-        architectures: of the trained checkpoint's config.json; empty when unknown.
+        architectures: of the trained checkpoint's config.json; empty if unknown.
         dtype: in which weights will be sent, as torch names it; empty for any.
-        checkpoint_dtype: what the checkpoint's config.json names, which the server's `auto` goes by.
-        lora: adapters that they serve, each read from a directory; None: none.
-        memory: that they give their memory back (`cluster.placement: colocated`).
+        checkpoint_dtype: dtype in the checkpoint's config.json, which the server uses for `auto`.
+        lora: adapters served from directories; None: none.
+        memory: that they release their memory (`cluster.placement: colocated`).
         truncation: top_p, top_k and min_p of draws whose sampling masks are trained; empty for unrestricted ones.
     """
 
@@ -55,7 +55,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Declared:
-    """A feature that shows in the server's schema: a POST route, and fields or choices of its body."""
+    """A feature declared in the server's schema: a POST route, and fields or choices of its body."""
 
     feature: str
     route: str
@@ -71,7 +71,7 @@ DECLARED: tuple[Declared, ...] = (
     Declared("abort", "/abort_request", ("rid", "abort_all")),
     Declared("pause modes", "/pause_generation", ("mode",), get_args(PauseMode)),
     Declared("resume", "/continue_generation"),
-    # Not tried: the end of a session processes the weights once more, and spoils quantised ones that were not loaded.
+    # Not tested: the end of a session processes the weights again, and corrupts quantised ones that were not loaded.
     Declared("weight-update sessions", "/begin_weight_update"),
     Declared("weight-update sessions", "/end_weight_update"),
     Declared("weight groups", "/init_weights_update_group", ("master_address", "rank_offset", "group_name")),
@@ -82,14 +82,14 @@ DECLARED: tuple[Declared, ...] = (
 
 
 async def handshake(client: EngineClient, needs: Needs) -> int:
-    """Check one engine, which must be idle. Raises EngineError naming the first feature that is missing.
+    """Check one engine, which must be idle. Raises EngineError naming the first missing feature.
 
     Args:
-        client: must know its model when `needs.routes` is set.
-        needs: what the run depends on.
+        client: must know its model if `needs.routes` is set.
+        needs: features that the run needs.
 
     Returns:
-        The input that it refuses: of so many tokens, or more.
+        The smallest number of input tokens that it rejects.
     """
     with client.reading("handshake"):
         return await _handshake(client, needs)
@@ -110,10 +110,10 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
 
 
 async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
-    """What a server says of itself, before anything is generated; see `handshake`.
+    """Check a server's own description, before it generates anything; see `handshake`.
 
     Args:
-        role: what it must be of a pair; `null`: it is none.
+        role: its role in a pair; `null`: it is not in one.
     """
     if client.identity and (found := (await client.model_info()).get("served_model_name")) != client.identity:
         raise client.error(
@@ -132,8 +132,8 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
         _check_declared(client, declared, schema)
     model = await client.model_info()
     if (found := model.get("disaggregation_mode") or "null") != role:
-        # A request that names no pair is refused (managers/scheduler.py), or with the transfer backend `fake` waits
-        # until the time of a probe is up: so the role is read before anything is generated.
+        # A request without a pair is refused (managers/scheduler.py), or with the transfer backend `fake` waits until
+        # the probe's deadline. So the role is read before anything is generated.
         raise _missing(
             client, "prefill and decode in one server" if role == "null" else f"{role} for the other half of a pair",
             f"it is one half of a pair: start it without --disaggregation-mode {found}" if role == "null" else
@@ -145,7 +145,7 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
     await client.version()
     if needs.routes and not info.get("enable_return_routed_experts"):
         raise _missing(client, "routed experts", "it was started without --enable-return-routed-experts")
-    # A min-p draw from a seed, which such a server gives every request, kills it (layers/sampler.py).
+    # A min-p draw with a seed, which such a server sets for every request, crashes it (layers/sampler.py).
     if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
         raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
     if needs.lora is not None and (lacks := _lacks_adapters(needs.lora, info)):
@@ -157,12 +157,12 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
 
 
 async def handshake_all(clients: Sequence[EngineClient], needs: Needs) -> int:
-    """`handshake` with every engine at once; the input that one of them refuses: of so many tokens, or more."""
+    """`handshake` with every engine at once; the smallest number of input tokens that one of them rejects."""
     return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
 
 
 def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
-    """What a server was started without that these adapters need; empty when nothing."""
+    """Missing server options for these adapters; empty if none."""
     if not info.get("enable_lora"):
         return "it was started without --enable-lora"
     if (info.get("max_lora_rank") or 0) < lora.rank:
@@ -178,7 +178,7 @@ def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
 
 
 def _served_dtype(setting: str, checkpoint: str | None) -> str:
-    """What SGLang 0.5.23 makes of its `dtype` (model_config.py: `_get_and_verify_dtype`)."""
+    """Effective dtype of SGLang 0.5.23 for its `dtype` setting (model_config.py: `_get_and_verify_dtype`)."""
     if setting == "auto":
         return "float16" if checkpoint in (None, "float32") else checkpoint
     return {"half": "float16", "float": "float32"}.get(setting, setting)
@@ -203,7 +203,7 @@ def _check_declared(client: EngineClient, declared: Declared, schema: Mapping[st
 
 
 def _body_schema(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Properties of an operation's JSON body; empty when it has none."""
+    """Properties of an operation's JSON body; empty if it has none."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     reference = content.get("$ref")
     if reference is not None:
@@ -212,10 +212,9 @@ def _body_schema(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Map
 
 
 async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClient], Awaitable[str]]) -> None:
-    """Run one real request; `probe` returns what is wrong, or an empty string.
+    """Run one real request; `probe` returns the fault, or an empty string.
 
-    An idle engine that does not answer it in the time in which it must show a sign of life hangs: a response would have
-    `engine_request_s`.
+    An idle engine that does not answer within the silence deadline hangs; a run's responses have `engine_request_s`.
     """
     silence_s = client.deadlines.engine_silence_s
     try:
@@ -230,7 +229,7 @@ async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClie
 
 
 async def _generate(client: EngineClient, **options: Any) -> GenerateResult:
-    rid = f"handshake-{client.name}-{secrets.token_hex(8)}"  # a request of a killed run may still be there
+    rid = f"handshake-{client.name}-{secrets.token_hex(8)}"  # a killed run's request may still be there
     request = GenerateRequest(rid, PROBE_PROMPT, PROBE_TOKENS, ignore_eos=True, **options)
     return await client.generate(request)
 
@@ -251,7 +250,7 @@ async def _probe_routes(client: EngineClient) -> str:
 
 
 async def _probe_supports(client: EngineClient, truncation: Mapping[str, Any]) -> str:
-    """A draw as the run will make them: the answer is checked when it is read."""
+    """A draw with the run's truncation; the parser checks the answer."""
     result = await _generate(client, **truncation)
     complete = len(result.output_ids) == PROBE_TOKENS and result.supports is not None
     return "" if complete else f"{PROBE_TOKENS} tokens came back as {result.output_ids} with {result.supports}"
@@ -272,10 +271,10 @@ async def _probe_pause_modes(client: EngineClient) -> str:
     return "" if await client.ready() else "it did not go on after the pause"
 
 
-# A server that holds a teacher, met before a run depends on it: does it speak the student's tokens, and score them?
+# Checks of a teacher's server before a run depends on it: it must have the student's tokens, and score them.
 #
-# A token id beyond a model's vocabulary kills an SGLang server, so how many ids the teacher embeds must be known, and
-# log-probs of other words would train silently on nonsense, so its tokenizer must be the student's.
+# A token id beyond a model's vocabulary crashes an SGLang server, so the number of the teacher's embedding rows must be
+# known. Its tokenizer must be the student's, because log-probs of other tokens would silently train on nonsense.
 
 _PROBE = (1, 2, 3, 4)
 
@@ -286,14 +285,14 @@ async def meet_teachers(clients: Sequence[EngineClient], tokenizer: Tokenizer, v
 
 
 async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
-    """Check one server, and tell its client how many ids it embeds.
+    """Check one server, and set the number of its embedding rows in its client.
 
     Args:
         tokenizer, vocab_size: of the student; rows of its embedding.
-        longest: tokens of a sequence that is sure to be scored.
+        longest: tokens of a sequence that the teacher must be able to score.
 
     Raises:
-        EngineError: the server is not there, is of other words or too few, is too short, or does not score.
+        EngineError: the server is unreachable, has other or too few tokens, too short a context, or no scores.
     """
     with client.reading("handshake"):
         await _meet(client, tokenizer, vocab_size, longest)
@@ -310,7 +309,7 @@ async def _meet(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, lon
             "serve a teacher of the student's family",
         )
     await _compare_tokenizers(client, tokenizer)
-    # Where its checkpoint is out of sight, it embeds at least the tokens of its tokenizer, which is ours.
+    # If its checkpoint is not readable here, it embeds at least its tokenizer's tokens, which are the student's.
     rows = rows or tokenizer.vocab_size
     client.model = ModelFacts(
         vocab_size=rows, max_positions=longest, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
@@ -329,7 +328,7 @@ async def _meet(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, lon
 
 
 def embedding_rows(checkpoint: Path) -> int | None:
-    """Token ids that a checkpoint's model embeds; None when its config.json cannot be read on this machine."""
+    """Embedding rows of a checkpoint's model; None if its config.json cannot be read on this machine."""
     try:
         config = read_hf_config(checkpoint)
     except CheckpointError:

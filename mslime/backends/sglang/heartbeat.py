@@ -1,10 +1,9 @@
-"""Heartbeats of engines: one that hangs is dead after `deadlines.engine_silence_s`, not when its last request is due.
+"""Heartbeats of engines: a hanging engine is dead after `deadlines.engine_silence_s`, before its requests time out.
 
-An engine shows that it lives by answering requests. One that has answered none for a while is asked (`GET /health`, for
-which SGLang 0.5.23 waits for any sign of its scheduler and detokenizer, and generates a token where they have nothing
-to do). Paused engines are not asked: they would not answer. A question without an answer is left open, since SGLang
-aborts what nobody waits for any more, and takes its scheduler's word of that for a sign of life: an engine whose
-detokenizer hangs would seem to live.
+Answers to requests are signs of life. After a while without any, this sends `GET /health`; SGLang 0.5.23 then waits for
+output of its scheduler and detokenizer, and generates a token if they are idle. Paused engines would not answer and are
+skipped. An unanswered heartbeat stays open: SGLang aborts closed ones and counts the scheduler's abort message as a
+sign of life, so an engine with a hanging detokenizer would seem alive.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.slots import EngineSlot
 
 MISSED = 3
-"""Heartbeats in a row. One alone may be lost when this machine was asleep."""
+"""Missed heartbeats in a row until an engine is dead. One alone may be lost if this machine was suspended."""
 
 
 class Heartbeats:
-    """Asks engines while they are expected to generate. Belongs to one event loop.
+    """Sends heartbeats to engines while they generate. Belongs to one event loop.
 
     Args:
         silence_s: seconds after which a silent engine is dead.
-        engines: those that are watched, asked for again at each beat.
+        engines: returns the watched engines, called at each beat.
     """
 
     def __init__(self, silence_s: float, engines: Callable[[], Iterable[EngineSlot]]) -> None:
@@ -35,7 +34,7 @@ class Heartbeats:
         self._asked: dict[EngineSlot, set[asyncio.Task[bool]]] = {}
 
     def start(self) -> None:
-        """Engines generate from now on."""
+        """Start heartbeats: engines generate from now on."""
         now = time.monotonic()
         for engine in self._engines():
             engine.answered, engine.missed = now, 0
@@ -43,7 +42,7 @@ class Heartbeats:
             self._watching = asyncio.create_task(self._watch(), name="heartbeats of engines")
 
     def stop(self) -> None:
-        """Engines are paused, or left."""
+        """Stop heartbeats: engines are paused, or left."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -77,7 +76,7 @@ class Heartbeats:
 
 
 async def _one_is_answered(asked: set[asyncio.Task[bool]], seconds: float) -> bool:
-    """Whether one of these shows a sign of life in that time; those that show none are taken out."""
+    """Whether one of these heartbeats is answered in that time; finished ones without an answer are removed."""
     ends = time.monotonic() + seconds
     while asked and (left := ends - time.monotonic()) > 0:
         done, _ = await asyncio.wait(asked, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
-"""What `python -m sglang.launch_server` does, with what its command line cannot say.
+"""`python -m sglang.launch_server`, with settings that its command line lacks.
 
-The server's key comes from the environment and leaves it at once: neither the command line, nor the log, nor what the
-server starts shows it. Its processes (on GPUs they are spawned, so each imports this module first; on a CPU forked) die
-with the server, however it ends, also while they still import. And the store through which its ranks meet listens on
-the server's own address.
+The server's key comes from the environment and is removed from it at once, so the command line, the log and child
+processes do not expose it. Its processes (on GPUs they are spawned, so each imports this module first; on a CPU forked)
+die with the server, however it ends, even during imports. The rendezvous store of its ranks listens on the server's own
+address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class HiddenKey(str):
-    """A key whose `repr` does not tell it: SGLang prints its settings, keys included, into its log."""
+    """A key with a masked `repr`: SGLang logs its settings, keys included."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def die_with_the_server() -> None:
-    """In a process of the server: killed when its parent ends; ends now when the server has ended already."""
+    """In a process of the server: die with its parent, or end now if the server has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     server = os.environ.get(_SERVER_PID)
     if server is not None and int(server) not in ancestors(os.getpid()):
@@ -55,7 +55,7 @@ def die_with_the_server() -> None:
 
 
 def listen_on_own_address() -> None:
-    """Let torch's rendezvous listen on the address that it was given; by itself it listens on all of them."""
+    """Make torch's rendezvous listen on its given address; by default it listens on all of them."""
     from torch._C._distributed_c10d import TCPStore
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of that name hides it
@@ -78,11 +78,11 @@ def listen_on_own_address() -> None:
 
 
 def fork_children() -> None:
-    """Let schedulers and the detokenizer begin as copies of this process, which has imported what they need.
+    """Start schedulers and the detokenizer as forks of this process, with their imports done.
 
-    SGLang spawns them, because CUDA does not survive a fork: each imports torch and SGLang once more, which was two
-    thirds of the CPU time of a start, and half of the memory. Where this process has a second thread by then, whose
-    locks nobody would give back in a copy, they are spawned as ever.
+    SGLang spawns them, because CUDA does not survive a fork. Each then imports torch and SGLang again: two thirds of a
+    start's CPU time, and half of its memory. If this process has a second thread, whose locks would stay locked in a
+    fork, they are spawned as usual.
     """
     listen_on_own_address()
     register_after_fork(die_with_the_server, lambda die: die())
@@ -95,7 +95,7 @@ def fork_children() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until the end. Settings as for `sglang.launch_server`; keys from the environment."""
+    """Run the server until it ends. Settings as for `sglang.launch_server`; keys from the environment."""
     os.environ[_SERVER_PID] = str(os.getpid())
     key, admin_key = os.environ.pop(KEY_VARIABLE, ""), os.environ.pop(ADMIN_KEY_VARIABLE, "")
     from sglang.launch_server import run_server
@@ -105,8 +105,8 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     settings = prepare_server_args(argv)
-    fields: Any = settings  # SGLang makes them when it is imported
-    if fields.device == "cpu" and fields.dp_size == 1:  # else a controller starts the schedulers, from threads
+    fields: Any = settings  # SGLang defines them at import
+    if fields.device == "cpu" and fields.dp_size == 1:  # else a controller starts the schedulers from threads
         fork_children()
     settings.api_key = HiddenKey(key) if key else None
     settings.admin_api_key = HiddenKey(admin_key) if admin_key else None
@@ -120,6 +120,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-elif __name__ == "__mp_main__":  # a scheduler or detokenizer of the server, before it imports anything large
+elif __name__ == "__mp_main__":  # a scheduler or detokenizer of the server, before its large imports
     die_with_the_server()
     listen_on_own_address()

@@ -1,9 +1,8 @@
 """Two SGLang servers (0.5.23) as one engine: one prefills, the other decodes (`sglang.pairs`).
 
-Both get the same request, with a number under which they meet; SGLang moves the cache and the first token. The answer
-of the one that decodes has all tokens, with their log-probs and supports. What is about the prompt is in the other's:
-its log-probs, and its routes, which SGLang does not carry over. All else that an engine is told, weights and pauses
-above all, both are told.
+Both get the same request with a shared rendezvous number; SGLang transfers the cache and the first token. The decode
+server's answer has all tokens, with their log-probs and supports. The prefill server's answer has the prompt's
+log-probs and routes, which SGLang does not transfer. All other calls, weights and pauses above all, go to both.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ABORTED = "Aborted by AbortReq"
-"""What a half says (HTTP 500) of a request that was aborted while its cache was on the way."""
+"""Error text (HTTP 500) of a server for a request aborted during the cache transfer."""
 _LOST = re.compile(r"(transfer|bootstrap|handshake) failed for request")
-"""What it says of a request that the other half could not do its part of."""
+"""Error text of a server for a request that failed on the other server."""
 
 
 def client_of(
     address: EngineAddress, deadlines: DeadlineConfig | None = None, model: ModelFacts | None = None
 ) -> EngineClient:
-    """A client of an engine: of one server, or of a pair."""
+    """A client of an engine: one server, or a pair."""
     kind = EngineClient if address.prefill is None else PairClient
     client = kind(
         address.url, address.name, deadlines, model, address.log_path, address.keys, address.identity
@@ -61,10 +60,10 @@ def client_of(
 
 
 class PairClient(EngineClient):
-    """Talks to both servers of a pair. Its URL, name and log are those of the one that decodes; see `client_of`."""
+    """Client of both servers of a pair. Its URL, name and log are the decode server's; see `client_of`."""
 
     def prefills(self, address: EngineAddress) -> None:
-        """Tell it where the other half is."""
+        """Set the address of the prefill server."""
         assert address.prefill is not None and address.prefill.bootstrap_port, "one server is no pair"
         self._prefill = client_of(address.prefill, self.deadlines, self.model)
         self._decode = client_of(replace(address, prefill=None), self.deadlines, self.model)
@@ -74,7 +73,7 @@ class PairClient(EngineClient):
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """The one that prefills, and the one that decodes."""
+        """The prefill server and the decode server."""
         return self._prefill, self._decode
 
     async def close(self) -> None:
@@ -82,7 +81,6 @@ class PairClient(EngineClient):
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `EngineClient`."""
         self._check_ids(request)
         try:
             first, rest = await self._both_halves(request, self.deadlines.engine_request_s)
@@ -96,11 +94,10 @@ class PairClient(EngineClient):
             return self._joined(request, first, rest)
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-        """Not asked of a pair: teachers are none."""
+        """Not supported: teachers are never pairs."""
         raise self.error("score", "a pair of servers generates")
 
     async def probe(self, request: ProbeRequest) -> Probed:
-        """See `EngineClient`."""
         assert self.model is not None, "a probe is of a client that knows the model"
         self._check_ids(request.generation)
         limit_s = self.deadlines.weight_sync_s
@@ -110,7 +107,7 @@ class PairClient(EngineClient):
             return probed(request, text, self._joined(request.generation, first, rest), self.model)
 
     async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
-        """What both reply: the sums of both, else what the one that decodes replies. See `EngineClient`."""
+        """Request both servers: returns checksums of both, else the decode server's reply. See `EngineClient`."""
         first, rest = await _together(*(server.ask(request, reply, repeat=repeat) for server in self.servers))
         if isinstance(first, wire.Sums) and isinstance(rest, wire.Sums):
             return cast("R", wire.Sums((*first.ranks, *rest.ranks)))
@@ -122,7 +119,7 @@ class PairClient(EngineClient):
         """The two answers to a request.
 
         Args:
-            of_prompt: more that the half which prefills is asked.
+            of_prompt: additional fields for the prefill server.
         """
         meeting, limit = self._meeting | {"bootstrap_room": secrets.randbits(62)}, answer_limit(request, self.model)
         bodies = request.payload() | (of_prompt or {}) | meeting, _after_prompt(request).payload() | meeting
@@ -134,14 +131,13 @@ class PairClient(EngineClient):
         )
 
     def _joined(self, request: GenerateRequest, first: dict[str, Any], rest: dict[str, Any]) -> GenerateResult:
-        """One result of two answers. Raises one of MALFORMED.
+        """Merge two answers into one result. Raises one of MALFORMED.
 
-        A request that was aborted before it was decoded, or before the other half could tell the prompt's routes, has
-        no tokens that could be used.
+        A request aborted before it was decoded, or before the prompt's routes arrived, has no usable tokens.
         """
         prompt = parse_generation(request, first, self.name, self.model)
         after = _after_prompt(request)
-        if len(rest["output_ids"]) == 1:  # the first token ended it: nothing was decoded, and none are returned
+        if len(rest["output_ids"]) == 1:  # the first token ended it: nothing was decoded or returned
             after = replace(after, want_routes=False)
         result = parse_generation(after, rest, self.name, self.model)
         if not len(result.output_ids):
@@ -169,8 +165,8 @@ class PairClient(EngineClient):
         limit: int = LARGEST_ANSWER,
         connect_s: float = CONNECT_S,
     ) -> dict[str, Any]:
-        """What both are told at the same time; questions go to the one that decodes. Raises what the first failure
-        does."""
+        """Send control calls to both servers at the same time, and queries to the decode server. Raises the first
+        failure."""
         if method == "GET" or path == "/tokenize":
             return await self._decode._call(method, path, body, timeout_s, limit, connect_s)
         answers = await _together(
@@ -184,12 +180,12 @@ class PairClient(EngineClient):
 
 
 def _after_prompt(request: GenerateRequest) -> GenerateRequest:
-    """As the half that decodes is asked: of the prompt's tokens it has no routes."""
+    """The request for the decode server, which has no routes of the prompt's tokens."""
     return replace(request, routes_start=len(request.input_ids)) if request.want_routes else request
 
 
 async def _together(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> tuple[T, T]:
-    """The results of both; when one fails the other is given up, as its half waits for the one that failed."""
+    """The results of both; if one fails, the other is cancelled, because its server waits for the failed one."""
     tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
         await asyncio.gather(*tasks)

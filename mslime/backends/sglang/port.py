@@ -1,8 +1,8 @@
-"""SGLang servers as a trainer rank sees them: what receives its weights. Blocking calls, and futures of calls.
+"""SGLang servers as receivers of a trainer rank's weights: blocking calls, and futures of calls.
 
-A rank's own work is synchronous, and SGLang answers a request about weights only when they have arrived, which takes a
-broadcast by the rank that waits for the answer. So requests run on an event loop in a thread, by the one client that
-everything else here uses, over connections that are kept.
+A rank's own work is synchronous, and SGLang answers a weight request only after the weights have arrived, through a
+broadcast of the waiting rank. So requests run on an event loop in a thread, with the usual client and persistent
+connections.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ USE_PLUG_IN = (
 _PHASES: dict[type[wire.Request | wire.OwnRequest], str] = {
     wire.TakeIpc: "send", wire.ForgetDirectory: "disconnect", wire.LeaveGroup: "disconnect",
 }  # fmt: skip
-"""Of requests that do not come before the first bucket."""
+"""Phase names of requests sent after the first bucket."""
 _log = logging.getLogger(__name__)
 
 
 class SGLangPort:
-    """Engines that receive weights: `weights.transport.EnginePort`. For one rank; any of its threads may call.
+    """Engines that receive weights: `weights.transport.EnginePort`. For one rank; all of its threads may call it.
 
     Args:
-        deadlines: `weight_sync_s` is that of each call about weights, `engine_control_s` that of `describe`.
+        deadlines: `weight_sync_s` for each call about weights, `engine_control_s` for `describe`.
 
     Attributes:
-        heard: (URL, how the engine reported to have loaded a bucket), each once.
+        heard: (URL, the engine's report on loading a bucket), each once.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
@@ -55,7 +55,7 @@ class SGLangPort:
         """Ask a running server for the number of processes that receive weights.
 
         Raises:
-            WeightSyncError: it cannot be reached, or it runs pipeline- or data-parallel replicas, whose ranks SGLang
+            WeightSyncError: it cannot be reached, or it has pipeline- or data-parallel replicas, whose ranks SGLang
                 0.5.23 does not count in a weight-update group.
         """
         client = self._client(engine)
@@ -78,7 +78,7 @@ class SGLangPort:
     def ask(
         self, engine: EngineInfo, request: wire.Request | wire.OwnRequest, hint: str = ""
     ) -> Future[wire.Answer | wire.Loaded]:
-        """See `EnginePort`. Raises WeightSyncError with the plug-in's own words if it cannot do what it is asked."""
+        """See `EnginePort`. Raises WeightSyncError with the plug-in's message if the request fails."""
 
         async def asked() -> wire.Answer | wire.Loaded:
             client = self._client(engine.endpoint)
@@ -104,7 +104,7 @@ class SGLangPort:
         return self._submit(asked(), _PHASES.get(type(request), "connect"), engine.url)
 
     def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
-        """See `EnginePort`. How it was loaded is logged once for each engine and answer."""
+        """See `EnginePort`. Each new report of an engine's loading is logged once."""
 
         async def loaded() -> wire.Loaded:
             client = self._client(engine.endpoint)
@@ -123,7 +123,7 @@ class SGLangPort:
         return self._submit(loaded(), "send", engine.url)
 
     def _note(self, engine: EngineInfo, said: str) -> None:
-        """Log how an engine loaded, once for each engine and report."""
+        """Log an engine's loading report, once for each engine and report."""
         if (engine.url, said) not in self.heard:
             self.heard.add((engine.url, said))
             _log.info(
@@ -139,7 +139,7 @@ class SGLangPort:
 
         async def close_all() -> None:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()  # of an engine that no longer answers
+                task.cancel()  # an engine that no longer answers
             for client in clients.values():
                 await client.close()
 
@@ -165,7 +165,7 @@ class SGLangPort:
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # A daemon: an abandoned wait must not keep the process from ending.
+            # Daemon thread: an abandoned wait must not keep the process from ending.
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="weight requests").start()
         return self._loop
 
@@ -175,35 +175,33 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-# What an engine's ranks hold of each tensor that they were sent, compared with what the trainer sent. Pure; asks
-# nobody.
+# Comparison of the engine ranks' tensors with the trainer's, by checksums. Pure functions, no requests.
 #
-# An engine shares a tensor out among its ranks, whole, in parts or several times, and only it knows how. Each rank
-# gives two sums: of what it holds, and of the places in the tensor that this is of. Ranks of the same places must
-# have the same sum; those of different places must together have the sums of the whole, of which none is missing
-# then.
+# An engine distributes a tensor over its ranks: whole, in parts or several times, and only it knows how. Each rank
+# reports two sums: of its elements, and of their places in the tensor. Ranks with the same places must have the same
+# sum; different places must add up to the sums of the whole tensor, so none is missing.
 
 Sums = Mapping[str, str]
-"""Sum and places (`wire.format_sum`) of tensors, by Hugging Face name."""
+"""Checksum and places (`wire.format_sum`) of tensors, by Hugging Face name."""
 
 _HALF, _WHOLE = 1 << 63, 1 << 64
 
 
 def why_not(reported: Sequence[Sums]) -> str:
-    """Why ranks cannot say what they hold of some tensors, or of all; empty where they have told everything."""
+    """Why ranks cannot report checksums of some or all tensors; empty if all are reported."""
     return next((why for rank in reported if (why := rank.get(CANNOT))), "")
 
 
 def compare(where: str, reported: Sequence[Sums], expected: Sums) -> int:
-    """Compare what one engine's ranks hold with what is expected of the whole tensors; the number of tensors.
+    """Compare one engine's checksums with those of the whole tensors; returns the number of tensors.
 
     Args:
         where: the engine, for the message.
-        reported: by rank of the engine. If a rank cannot report everything (`why_not`), tensors of which it reports
-            nothing are left out.
+        reported: by rank of the engine. If a rank cannot report everything (`why_not`), tensors without a report are
+            skipped.
 
     Raises:
-        WeightSyncError: a tensor differs, or is not all there.
+        WeightSyncError: a tensor differs, or is incomplete.
     """
     parts = [rank for rank in reported if CANNOT in rank]
     told = {name: want for name, want in expected.items() if all(name in part for part in parts)}
@@ -220,7 +218,7 @@ def compare(where: str, reported: Sequence[Sums], expected: Sums) -> int:
 
 
 def _fault(name: str, ranks: Sequence[Sums], want: str) -> str:
-    """What is wrong with a tensor; empty when nothing is."""
+    """The fault of a tensor; empty if there is none."""
     by_places = dict[int, tuple[int, int]]()
     for number, rank in enumerate(ranks):
         said = rank.get(name, "")
@@ -238,5 +236,5 @@ def _fault(name: str, ranks: Sequence[Sums], want: str) -> str:
 
 
 def _added(numbers: Iterable[int]) -> int:
-    """Modulo 2^64, as int64 has it."""
+    """Sum modulo 2^64, as int64."""
     return (sum(numbers) + _HALF) % _WHOLE - _HALF

@@ -1,7 +1,7 @@
 """An SGLang server as a supervised child process: started, waited for, watched, and ended without leftovers.
 
-The server runs under `guard`, in a session of its own: signals of our terminal do not reach it, and it ends when this
-process does, whatever ends this process. All that is asked of the engine here is whether it is ready.
+The server runs under `guard`, in its own session: signals of our terminal do not reach it, and it ends with this
+process, however that ends. This module only queries whether the engine is ready.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ READY_ANSWER_S = 5.0
 ASK_OTHERS_S = 2.0
 PORT_ATTEMPTS = 5
 _PORT_TAKEN = re.compile(r"address already in use|port is already in use| at \d+ is not available", re.IGNORECASE)
-"""What SGLang logs when one of its ports is somebody else's. It lives on after that and never serves."""
+"""SGLang's log message if one of its ports is taken. The process stays alive after that and never serves."""
 
-# Lines of a starting server's log (0.5.23), in their order, and what it does from then on.
+# Log lines of a starting server (0.5.23), in order, and the phase that begins with each.
 _PHASES = (
     ("", "starting"),
     ("server_args=", "starting its processes"),
@@ -48,15 +48,15 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine is.
+    """Address and credentials of an engine.
 
     Attributes:
         name: in samples and messages.
         log_path: its log, if we own it.
-        keys: what it asks of a client.
-        identity: the name that it serves its model under, a random one if we launched it; empty for others.
-        bootstrap_port: where a server that only prefills is met by the one that decodes.
-        prefill: of a pair, the half that prefills; this is the one that decodes then. None: it does both.
+        keys: API keys for its clients.
+        identity: the name under which it serves its model, random if mslime launched it; empty for others.
+        bootstrap_port: port of a prefill server for the decode server's connections.
+        prefill: the prefill server of a pair, in which this is the decode server. None: it does both.
     """
 
     name: str
@@ -69,17 +69,17 @@ class EngineAddress:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What a client of its HTTP interface needs."""
+        """Address for a client of its HTTP interface."""
         return Endpoint(self.url, self.keys)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Of all its servers, each of which takes weights."""
+        """Addresses of all its servers, each of which receives weights."""
         return (self.endpoint,) if self.prefill is None else (self.endpoint, self.prefill.endpoint)
 
 
 def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KEYS) -> EngineAddress:
-    """The address of a server that somebody else runs. Raises EngineError when the URL is not one."""
+    """The address of an externally started server. Raises EngineError if the URL is invalid."""
     if not url.startswith(("http://", "https://")):
         field = "teacher.urls" if role == "teacher" else "sglang.urls"
         raise EngineError(field, url, "is not the URL of a server", "write http://host:port")
@@ -87,26 +87,26 @@ def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KE
 
 
 class OtherMachine(Protocol):
-    """Another machine of a server that spans several. Calls may cross the network."""
+    """Another host of a server that spans several. Calls may cross the network."""
 
     def launch(self, meeting: str) -> None:
         """Start its part of the server, whose part 0 waits at `host:port`. Raises EngineError."""
         ...
 
     def check(self) -> None:
-        """Raise EngineError when its part has ended."""
+        """Raise EngineError if its part has ended."""
         ...
 
     def stop(self) -> None:
-        """End its part, if it is there. Safe to call twice."""
+        """End its part, if there is one. Safe to call twice."""
         ...
 
 
 class ServerPart:
-    """The part of a server on another machine than its first. It answers nobody; an `OtherMachine` is its remote end.
+    """The part of a server on a host other than its first. It serves no requests; an `OtherMachine` is its remote end.
 
     Args:
-        rank: number of the machine among the server's, from 1 on. The others are as for `ServerProcess`.
+        rank: index of the host in the server, from 1 on. Other arguments are as for `ServerProcess`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ServerPart:
         self._process: SupervisedProcess | None = None
 
     def launch(self, meeting: str) -> None:
-        """Start it, in the place of one that was started before."""
+        """Start it, replacing an earlier one."""
         self.stop()
         fields = server_fields(
             self._spec, self._index, self._host, free_port(self._host), None, self._routes, Part(self._rank, meeting)
@@ -128,7 +128,7 @@ class ServerPart:
         self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
 
     def check(self) -> None:
-        """Raise EngineError with the end of the log when it has ended."""
+        """Raise EngineError with the end of the log if it has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise self._process.died()
 
@@ -139,19 +139,19 @@ class ServerPart:
 
 
 class ServerProcess:
-    """One SGLang server of a run; where it spans several machines, its first part, which has the others in its hands.
+    """One SGLang server of a run; if it spans several hosts, its first part, which controls the others.
 
     Args:
-        spec: how servers of its role are started; this one is called `<role><index>`.
-        index: which of them this is.
+        spec: settings of servers of its role; this one is named `<role><index>`.
+        index: its number among them.
         log_dir: `<name>.log` is written there.
-        host: address to listen on; loopback unless engines and rollout live on different machines.
-        gpus: devices for this server; None takes what this process may see.
-        port: fixed port; None picks a free one, and another one should somebody be quicker.
-        keys: what it asks of its clients; default: a new random key.
-        routes: whether it can return the experts that tokens were routed to.
-        others: its other machines, in order.
-        half: which of a pair it is; None: it prefills and decodes.
+        host: address to listen on; loopback unless engines and rollouts are on different hosts.
+        gpus: devices for this server; None takes the devices visible to this process.
+        port: fixed port; None picks a free one, and another if it is taken meanwhile.
+        keys: API keys for its clients; default: a new random key.
+        routes: whether it can return the experts of tokens.
+        others: its parts on other hosts, in order.
+        half: its role in a pair; None: it prefills and decodes.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class ServerProcess:
         """Launch the server and wait until it serves.
 
         Raises:
-            EngineError: it died (with the end of its log), missed `deadlines.engine_start_s`, or its port is taken.
+            EngineError: it died (message with the end of its log), missed `deadlines.engine_start_s`, or its port is
+                taken.
         """
         if self.cpu:
             check_version()
@@ -205,7 +206,7 @@ class ServerProcess:
         raise self._port_taken(port)
 
     def phase(self) -> str:
-        """What a starting server is doing and for how long, for example `loading weights, 20 s`."""
+        """Phase of a starting server and its duration, for example `loading weights, 20 s`."""
         log = self._process.log_text() if self._process is not None else ""
         doing = next(words for sign, words in reversed(_PHASES) if sign in log)
         return f"{doing}, {time.monotonic() - self._started:.0f} s"
@@ -221,7 +222,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
-        """Raise EngineError with the end of the log when the server has ended."""
+        """Raise EngineError with the end of the log if the server has ended."""
         assert self._process is not None, "the server was not started"
         if self._process.poll() is not None:
             raise self._process.died()
@@ -250,14 +251,14 @@ class ServerProcess:
         return self._process
 
     def _wait_ready(self, process: SupervisedProcess, address: EngineAddress) -> bool:
-        """True once the server is ready, False when its port is somebody else's.
+        """True once the server is ready, False if another process has its port.
 
         Raises:
             EngineError: it died, or missed the deadline of the whole start (and was stopped).
         """
         limit = self.spec.start_s
         while True:
-            running, log = process.poll() is None, process.log_text()  # in this order: a dead one writes no more
+            running, log = process.poll() is None, process.log_text()  # in this order: a dead process writes no more
             if _PORT_TAKEN.search(log):
                 return False
             if not running:
@@ -279,7 +280,7 @@ class ServerProcess:
             time.sleep(0.2)
 
     def _check_others(self) -> None:
-        """Raise EngineError, with everything stopped, when a part elsewhere has ended; asked now and then."""
+        """Raise EngineError, with everything stopped, if a part on another host has ended; checked periodically."""
         if time.monotonic() - self._asked_others < ASK_OTHERS_S:
             return
         self._asked_others = time.monotonic()
@@ -301,7 +302,7 @@ class ServerProcess:
 
 
 def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """Of a server's process, from this one's."""
+    """Environment of a server's process, derived from this one's."""
     env = environment(
         os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
         masks=spec.settings.pairs is not None and spec.mask_tokens is not None,
@@ -310,9 +311,9 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
 
 
 async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
-    """Whether somebody serves there (503 while it warms up), and the name under which it serves its model; None when it
-    does not let us in."""
-    asked = DeadlineConfig(engine_control_s=READY_ANSWER_S)  # whoever has our port may not answer at all
+    """Whether a server answers there (503 during warm-up), and the name under which it serves its model; None if it
+    denies access."""
+    asked = DeadlineConfig(engine_control_s=READY_ANSWER_S)  # another process with our port may not answer at all
     async with EngineClient(address.url, address.name, asked, keys=address.keys) as client:
         if not await client.ready():
             return False, None

@@ -1,11 +1,11 @@
-"""Adapters that one engine has loaded: which is the newest, and which requests each has.
+"""Loaded adapters of one engine: the newest of each owner, and the requests of each.
 
-Every version of the adapters has a name of its own at the engine. A request has one adapter from its first token to its
-last, so its tokens are of that version: SGLang's own spans name the version of the weights alone, which never change.
-An adapter is unloaded when it is not the newest and its last request has ended.
+Every adapter version has its own name at the engine. A request has one adapter from its first token to its last, so its
+tokens are of that version; SGLang's own spans show only the version of the weights, which never changes. An older
+adapter is unloaded after its last request.
 
-Where a run trains several adapters, each is an owner of versions, and has a newest one of its own. Where requests name
-directories (`mslime serve`), each is an owner of one version, which is loaded when it is first asked for.
+If a run trains several adapters, each is an owner of versions, with its own newest one. If requests name directories
+(`mslime serve`), each directory is an owner of one version, loaded at its first use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class AdapterVersion:
     """One version of the adapters.
 
     Attributes:
-        name: under which engines have it, unique among runs.
+        name: at engines, unique among runs.
         version: of the weights.
-        directory: that engines read it from.
-        owner: which of a run's several adapters it is a version of; empty in a run of one.
+        directory: from which engines read it.
+        owner: its adapter in a run of several; empty in a run of one.
     """
 
     name: str
@@ -44,10 +44,10 @@ class ServingAdapters:
     """The adapters of one engine. Belongs to one event loop.
 
     Args:
-        unload: lets the engine forget the adapter of a name.
+        unload: makes the engine unload the adapter of a name.
 
     Attributes:
-        newest: that new requests have, by owner. Those of an owner without one have the base alone.
+        newest: adapters of new requests, by owner. Requests of an owner without one use the base alone.
     """
 
     def __init__(self, unload: Callable[[str], Awaitable[None]]) -> None:
@@ -59,49 +59,49 @@ class ServingAdapters:
 
     @property
     def loaded(self) -> tuple[AdapterVersion, ...]:
-        """From the oldest to the newest."""
+        """Loaded adapters, from the oldest to the newest."""
         return tuple(self._loaded)
 
     def loaded_of(self, owner: str) -> tuple[AdapterVersion, ...]:
-        """Those of one owner, from the oldest to the newest."""
+        """Loaded adapters of one owner, from the oldest to the newest."""
         return tuple(adapter for adapter in self._loaded if adapter.owner == owner)
 
     def requests_of_older(self, owner: str = "") -> list[str]:
-        """Ids of requests that have another adapter of this owner than its newest, of the oldest first."""
+        """Ids of requests with another adapter of this owner than its newest, those of the oldest adapter first."""
         newest = self.newest.get(owner)
         return [rid for adapter in self.loaded_of(owner) if adapter != newest for rid in self._loaded[adapter]]
 
     def requests_by(self, owner: str) -> list[str]:
-        """Ids of all requests that have an adapter of this owner."""
+        """Ids of all requests with an adapter of this owner."""
         return [rid for adapter in self.loaded_of(owner) for rid in self._loaded[adapter]]
 
     def requests_of(self, adapter: AdapterVersion) -> list[str]:
-        """Ids of requests that have this one."""
+        """Ids of requests with this adapter."""
         return list(self._loaded.get(adapter, ()))
 
     def add(self, adapter: AdapterVersion) -> None:
-        """The engine has loaded it."""
+        """Record that the engine has loaded it."""
         self._loaded[adapter] = set()
 
     def switch(self, adapter: AdapterVersion) -> None:
-        """Give it to new requests of its owner; those that nobody uses any more are unloaded."""
+        """Give it to new requests of its owner, and unload unused older ones."""
         assert adapter in self._loaded, f"{adapter.name} is not loaded"
         self.newest[adapter.owner] = adapter
         for other in self.loaded_of(adapter.owner):
             self._forget_unused(other)
 
     def drop(self, adapter: AdapterVersion) -> None:
-        """It was loaded in vain: no request had it."""
+        """Unload an adapter that was loaded without ever being used."""
         if adapter in self._loaded:
             self._forget_unused(adapter)
 
     def of_version(self, version: int, owner: str = "") -> AdapterVersion | None:
-        """The loaded one of a version."""
+        """The loaded adapter of a version."""
         return next((adapter for adapter in self.loaded_of(owner) if adapter.version == version), None)
 
     @contextmanager
     def used(self, rid: str, owner: str = "") -> Iterator[AdapterVersion | None]:
-        """A request is at the engine inside; with the adapter that is its owner's newest now."""
+        """Register a request at the engine inside, with its owner's newest adapter."""
         adapter = self.newest.get(owner)
         if adapter is None:
             assert not owner, f"request {rid} came before an adapter of {owner}"
@@ -118,13 +118,12 @@ class ServingAdapters:
     async def lent(
         self, directory: Path, rid: str, room: int, load: Callable[[AdapterVersion], Awaitable[None]]
     ) -> AsyncIterator[str]:
-        """A request may use the adapter that lies in a directory inside, under this owner: it is loaded where it is
-        not, and stays.
+        """Lend the adapter in a directory to a request inside, under this owner: it is loaded if necessary, and stays.
 
         Args:
-            room: adapters that the engine has at most. The one used longest ago of those that no request has is
-                unloaded for another; where requests have all of them, this waits.
-            load: lets the engine have it, and calls `add`.
+            room: most adapters of the engine. The least recently used adapter without requests is unloaded for another;
+                if all are in use, this waits.
+            load: loads it into the engine, and calls `add`.
 
         Raises:
             EngineError: it cannot be loaded.
@@ -135,12 +134,12 @@ class ServingAdapters:
                 await self._lending.wait()
             if owner not in self.newest:
                 await self.settled()
-                # Never the same name twice: a load that was cancelled may have left one at the engine.
+                # Never reuse a name: a cancelled load may have left an adapter at the engine.
                 adapter = AdapterVersion(f"lent-{secrets.token_hex(12)}", 0, directory, owner)
                 await load(adapter)
                 self.newest[owner] = adapter
             adapter = self.newest[owner]
-            requests = self._loaded[adapter] = self._loaded.pop(adapter)  # from here on the one used last
+            requests = self._loaded[adapter] = self._loaded.pop(adapter)  # from here on the most recently used
             requests.add(rid)
         try:
             yield owner
@@ -163,7 +162,7 @@ class ServingAdapters:
         return str(directory) in self.newest
 
     async def take_back(self, directory: Path) -> None:
-        """Unload the adapter of a directory, where it is loaded, once its last request has ended."""
+        """Unload the adapter of a directory, if loaded, after its last request."""
         owner = str(directory)
         async with self._lending:
             while (adapter := self.newest.get(owner)) is not None and self._loaded[adapter]:
@@ -178,7 +177,7 @@ class ServingAdapters:
         self._forget_unused(adapter)
 
     async def settled(self) -> None:
-        """Return when what is being unloaded is gone."""
+        """Return when all pending unloads are done."""
         while self._unloading:
             await asyncio.gather(*self._unloading)
 
@@ -193,5 +192,5 @@ class ServingAdapters:
     async def _unload_one(self, adapter: AdapterVersion) -> None:
         try:
             await self._unload(adapter.name)
-        except EngineError as error:  # it takes memory, and nothing else: SGLang unloads the oldest by itself
+        except EngineError as error:  # it only uses memory: SGLang unloads the oldest by itself
             _log.warning("%s is not unloaded: %s", adapter.name, error.brief)

@@ -1,4 +1,4 @@
-"""One engine of a pool, with its share of the work."""
+"""One engine of a pool, with its share of the requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mslime.config.errors import EngineError
 
 
 class EngineSlot:
-    """One engine with its share of the work.
+    """One engine with its share of the requests.
 
     Args:
-        concurrency: requests in flight; more wait, in order.
+        concurrency: requests in flight; further ones wait, in order.
         ready: whether it may have requests at once.
 
     Attributes:
@@ -44,13 +44,13 @@ class EngineSlot:
 
     @property
     def death(self) -> asyncio.Future[None]:
-        """Done when the engine is dead. One for all requests: a task for each would cost as much as they do."""
+        """Done when the engine is dead. Shared by all requests: a task for each would cost as much as the requests."""
         if self._death is None:
             self._death = asyncio.get_running_loop().create_future()
         return self._death
 
     def kill(self, error: EngineError) -> None:
-        """It is dead; the first reason stays."""
+        """Mark it as dead; the first reason is kept."""
         if self.error is None:
             self.error = error
             self.death.set_result(None)

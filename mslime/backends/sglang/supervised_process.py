@@ -1,8 +1,7 @@
-"""A command under guard: its log, its death, its end, and what it must not leave behind.
+"""A command under guard: its log, its death, its end, and cleanup after it.
 
-The guard (see `guard`) ends the command when this process ends. This module sees to the other case, that the guard
-itself is killed: a thread waits for its end, kills what is left of its process group, and removes the shared memory
-that was seen to be theirs.
+The guard (see `guard`) ends the command when this process ends. This module handles a killed guard: a thread waits for
+its end, kills the rest of its process group, and removes their recorded shared memory.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from mslime.backends.sglang.guard import (
 from mslime.config.errors import EngineError
 
 TAIL_LINES = 30
-_NOISE = "Ignore import error when loading"  # SGLang's, of every model file whose packages are missing
+_NOISE = "Ignore import error when loading"  # SGLang logs it for every model file with missing packages
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The end of a log, without empty lines and those about model files that could not be imported."""
+    """The end of a log, without empty lines and import errors of model files."""
     if not path.exists():
         return "(no log was written)"
     with path.open("rb") as file:
@@ -78,8 +77,8 @@ class SupervisedProcess:
         threading.Thread(target=self._clean_up_after_guard, daemon=True, name=f"{name}-guard").start()
 
     def _clean_up_after_guard(self) -> None:
-        """When the guard has ended: normally nothing is left to do; if it was killed, everything."""
-        with suppress(ChildProcessError):  # not reaped here, so that the group is still its own
+        """After the guard has ended: do nothing in the normal case; if it was killed, clean up everything."""
+        with suppress(ChildProcessError):  # not reaped here, so the group id stays its own
             os.waitid(os.P_PID, self._guard.pid, os.WEXITED | os.WNOWAIT)
         left = process_group(self._guard.pid)
         if left:
@@ -91,7 +90,7 @@ class SupervisedProcess:
         self._ended.set()
 
     def remember_shared_memory(self) -> None:
-        """Note which files in /dev/shm belong to the command now; they are removed should its guard be killed."""
+        """Record which files in /dev/shm belong to the command now; they are removed if its guard is killed."""
         self._shared_memory |= shared_memory_of(descendants(self.pid))
 
     @property
@@ -104,13 +103,13 @@ class SupervisedProcess:
         return self._guard.poll()
 
     def log_text(self) -> str:
-        """What this process has written so far."""
+        """Output of this process so far."""
         with self.log_path.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
     def died(self) -> EngineError:
-        """The error for a process that ended although it is needed."""
+        """The error for a process that ended while still needed."""
         return EngineError(
             self.name,
             f"exit status {self.poll()}",

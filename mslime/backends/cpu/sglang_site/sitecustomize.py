@@ -1,7 +1,8 @@
-"""Python runs this at start in every process that has this directory on PYTHONPATH: the SGLang server and its children.
+"""Install the CPU platform at Python's start, in every process with this directory on PYTHONPATH (an SGLang server and
+its children).
 
 It does nothing unless the server was launched for CPU. A failure ends the process: Python would otherwise print one
-line about sitecustomize and go on without the patches.
+line about sitecustomize and continue without the patches.
 """
 
 import os

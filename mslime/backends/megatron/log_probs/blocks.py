@@ -1,14 +1,14 @@
-"""Log-probs and entropy from hidden states: logits are made for a block of the vocabulary at a time, in both passes.
+"""Log-probs and entropy from hidden states, with logits made for one block of the vocabulary at a time in both passes.
 
-A softmax over blocks is that over tensor-parallel ranks again: sums of a block, moved to a common maximum and added.
-In the backward pass a row's softmax is known, so that a block alone gives its part of the gradients: the rows of the
-weight that are its own, in one product over all tokens as without blocks, and a share of the hidden states'.
+A softmax over blocks works like one over tensor-parallel ranks: sums of each block are moved to a common maximum and
+added. In the backward pass a row's softmax is known, so each block yields its part of the gradients alone: its own rows
+of the weight, in one product over all tokens, and a summand of the hidden states' gradient.
 
-With a limit of L bytes, memory that grows with the tokens n and not with the vocabulary is all there is:
+With a limit of L bytes, memory grows with the tokens n and not with the vocabulary:
 
-- one block of logits, at most L bytes, over which its gradient is written; the block that the forward pass made last
-  waits for the backward pass, which therefore makes all blocks but one again: (blocks - 1) / blocks of a product more;
-- of a token: what `vocab_parallel` says, 4 bytes for each id of a support, and the gradient of the hidden states, in
+- one block of logits, at most L bytes, overwritten by its gradient. The forward pass keeps its last block for the
+  backward pass, which recomputes all others: (blocks - 1) / blocks of an additional product;
+- per token: the memory of `vocab_parallel`, 4 bytes for each id of a support, and the gradient of the hidden states, in
   float32 while it is summed.
 """
 
@@ -33,8 +33,8 @@ from mslime.backends.megatron.log_probs.vocab_parallel import (
 from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
 
 COLUMNS = 128
-"""Blocks are a multiple of so many columns wide, and so many at least: rows of logits then begin where matrix products
-and loads of 16 bytes like them to."""
+"""Block widths are multiples of this many columns: rows of logits are then aligned for matrix products and 16-byte
+loads."""
 
 
 def hidden_log_probs(
@@ -52,20 +52,20 @@ def hidden_log_probs(
     support: LabelSupport | None = None,
     way: Way = "auto",
 ) -> LogProbs:
-    """`vocab_parallel_log_probs(hidden @ weight.T, labels, ...)`, whose logits never are in memory as a whole.
+    """`vocab_parallel_log_probs(hidden @ weight.T, labels, ...)` without the whole logits in memory.
 
-    The gradient of `hidden` is that of this rank's part of the vocabulary: its sum over `tp_group` is the caller's, as
-    it is where a product with `weight` is made without this function.
+    The gradient of `hidden` is that of this rank's part of the vocabulary: the caller sums it over `tp_group`, as after
+    an ordinary product with `weight`.
 
     Args:
         hidden: [n, H], any float dtype, the same on every rank of `tp_group`.
         weight: [V_local, H] of the same dtype, this rank's rows; row r gives the logit of id `vocab_start + r`.
-        labels, vocab_start, vocab_size, temperature, with_entropy, chunk, support, way: as of
+        labels, vocab_start, vocab_size, temperature, with_entropy, chunk, support, way: as in
             `vocab_parallel_log_probs`.
-        most_bytes: of a block of logits; but a block has `COLUMNS` columns at least.
+        most_bytes: limit of a block of logits; a block has at least `COLUMNS` columns.
 
     Raises:
-        AssertionError: as of `vocab_parallel_log_probs`.
+        AssertionError: as in `vocab_parallel_log_probs`.
     """
     assert hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
     assert labels.shape == hidden.shape[:1] and hidden.dtype == weight.dtype, (labels.shape, hidden.dtype, weight.dtype)
@@ -81,7 +81,7 @@ def hidden_log_probs(
 
 
 def block_columns(columns: int, column_bytes: int, most_bytes: int) -> int:
-    """How many columns blocks of at most `most_bytes` have, all alike but for the last; a multiple of `COLUMNS`."""
+    """Columns of a block of at most `most_bytes`, a multiple of `COLUMNS`; all blocks but the last have this width."""
     widest = max(most_bytes // max(column_bytes, 1) // COLUMNS, 1) * COLUMNS
     blocks = -(-columns // widest)
     return min(widest, -(-columns // max(blocks, 1) // COLUMNS) * COLUMNS) or COLUMNS
@@ -89,7 +89,7 @@ def block_columns(columns: int, column_bytes: int, most_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the two passes do beside tensors: over which columns, in blocks of which width, what is asked of them."""
+    """Non-tensor arguments of the two passes: columns, block width, requested outputs."""
 
     shard: Shard
     width: int
@@ -104,7 +104,7 @@ class _Asked:
 
 
 class _BlockedLogProbs(torch.autograd.Function):
-    """`vocab_parallel._VocabParallelLogProbs`, the product with the output weights included."""
+    """`vocab_parallel._VocabParallelLogProbs`, including the product with the output weights."""
 
     @staticmethod
     def forward(
@@ -115,8 +115,8 @@ class _BlockedLogProbs(torch.autograd.Function):
         sums = ShardSums(largest, *hidden.new_zeros((3, hidden.shape[0]), dtype=torch.float32))
         x = None if support is None else torch.full(support.ids.shape, -torch.inf, device=hidden.device)
         logits = None
-        for rows, block in reversed(list(asked.blocks())):  # the first one, which is of full width, is left for later
-            logits = None  # before the next one is made
+        for rows, block in reversed(list(asked.blocks())):  # last is block 0, of full width: backward reuses it
+            logits = None  # free it before the next one is made
             logits = hidden @ weight[rows].t()
             column, ours = block.local(labels)
             part = dense_way(shard).row_sums(logits, column, block, with_entropy=asked.with_entropy)
@@ -137,7 +137,7 @@ class _BlockedLogProbs(torch.autograd.Function):
         """The gradient of a block's logits (`_VocabParallelLogProbs.backward`), and through its product."""
         hidden, weight, labels, top, log_total, entropy, x = ctx.saved_tensors
         asked: _Asked = ctx.asked
-        logits, ctx.last_logits = ctx.last_logits, None  # a second backward pass makes it again
+        logits, ctx.last_logits = ctx.last_logits, None  # a second backward pass recomputes it
         upstream, softmax = Gradients(*grads), Softmax(top, log_total, entropy)
         if upstream.log_probs is None and upstream.entropy is None:
             return (None,) * 4
@@ -167,7 +167,7 @@ class _BlockedLogProbs(torch.autograd.Function):
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [n, H] float32 += a @ b, which are of the model's dtype."""
+    """out [n, H] float32 += a @ b, both in the model's dtype."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     else:
@@ -175,10 +175,10 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _is_whole(weight: Tensor) -> None:
-    """Tell megatron-core that the weight's gradient is what is returned.
+    """Mark the returned gradient as the weight's whole gradient for megatron-core.
 
-    With `gradient_accumulation_fusion` its own linear layer, which makes smaller micro-batches' logits, adds to the
-    gradient buffer itself and marks the weight; the wrapper then takes what is returned for a dummy.
+    With `gradient_accumulation_fusion` its own linear layer, which makes the logits of smaller micro-batches, adds to
+    the gradient buffer itself and marks the weight; the wrapper then treats the returned gradient as a dummy.
     """
     if "grad_added_to_main_grad" in vars(weight):
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]

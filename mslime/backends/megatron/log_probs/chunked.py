@@ -21,7 +21,7 @@ def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool
 
     Args:
         logits: [n, V_local], any float dtype.
-        column: [n] int64, column of the label, any valid one where the label is another rank's.
+        column: [n] int64, column of the label, any valid one if the label is another rank's.
         shard: which columns count, and the temperature.
         with_entropy: also sum d exp(d).
     """
@@ -56,7 +56,7 @@ def write_gradient(
     Args:
         out: receives the gradient, in the dtype of the logits.
         logits: as in the forward pass.
-        column: [n] int64, column of the label, -1 where the label is another rank's.
+        column: [n] int64, column of the label, -1 if the label is another rank's.
         softmax: of the rows, over all ranks.
         upstream: gradients of the loss.
         shard: which columns count, and the temperature.
@@ -90,7 +90,7 @@ def _chunk_gradient(
 
 
 def _chunks(logits: Tensor, shard: Shard) -> Iterator[slice]:
-    """Rows of each block: at most `shard.chunk`; none where this rank holds padding only."""
+    """Rows of each block: at most `shard.chunk`; none if this rank holds only padding."""
     if not shard.columns:
         return
     step, n = shard.chunk, logits.shape[0]
@@ -101,6 +101,6 @@ def _chunks(logits: Tensor, shard: Shard) -> Iterator[slice]:
 
 
 def _distances(logits: Tensor, top: Tensor, shard: Shard) -> Tensor:
-    """[chunk, columns] float32, (logit - top) / temperature, in memory of its own."""
+    """[chunk, columns] float32, (logit - top) / temperature, in newly allocated memory."""
     d = logits.to(torch.float32, copy=True).sub_(top[:, None])
     return d if shard.temperature == 1 else d.div_(shard.temperature)

@@ -1,15 +1,14 @@
 """Row sums of a softmax and its gradient as two Triton kernels: each reads the logits once, in any float dtype.
 
-Sums are float32 in registers, rescaled when a larger logit comes (the online softmax of Milakov and Gimelshein, 2018,
-arXiv:1805.02867), so nothing of the logits' size is written but the gradient. Exponents are of base 2, which is what
-the hardware has: one multiplication by log2(e) / temperature serves both.
+Sums are float32 in registers, rescaled when a larger logit appears (the online softmax of Milakov and Gimelshein, 2018,
+arXiv:1805.02867), so only the gradient is as large as the logits. Exponents are of base 2, as in hardware: one
+multiplication by log2(e) / temperature serves both.
 
 The forward kernel has one program per row, the backward kernel one per row and block of columns. Importing this module
 imports triton; only `log_probs` does so, for logits on CUDA (or on a CPU under TRITON_INTERPRET=1, for tests).
 """
 
-# Triton's types do not tell that kernels are launched by subscript, and types are checked where it is not installed.
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton's types do not show that kernels are launched by subscript, and types are also checked without Triton.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.log_probs.vocab_shard import Gradients, Shard, ShardSums, Softmax
 
-BLOCK = 4096  # columns a program has in registers: 16 a thread
+BLOCK = 4096  # columns in a program's registers: 16 a thread
 WARPS = 8
 LOG2_E = math.log2(math.e)
 
@@ -53,7 +52,7 @@ def write_gradient(
     n, width = logits.shape
     if not n or not width:
         return
-    absent = softmax.top  # a pointer that the kernel does not follow
+    absent = softmax.top  # a pointer that the kernel does not dereference
     _write_gradient[(n, triton.cdiv(width, BLOCK))](
         out, logits, column, softmax.top, softmax.log_total,
         absent if softmax.entropy is None else softmax.entropy,
@@ -65,14 +64,14 @@ def write_gradient(
     )  # fmt: skip
 
 
-# Triton reads the annotations of a kernel as its own: only compile-time constants have one.
+# Triton interprets annotations of a kernel: only compile-time constants have one.
 
 
 @triton.jit
 def _absorb(logit, top, total, moment, scale, WITH_ENTROPY: tl.constexpr):
     """The running top, total and moment (in bits) of a row after another block of it."""
     new_top = tl.maximum(top, tl.max(logit, axis=0))
-    # While all logits are -inf there is no distance from the top; from 0, all are -inf.
+    # If all logits are -inf there is no distance from the top; from 0, all are -inf.
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     shift = (top - origin) * scale
     factor = tl.exp2(shift)

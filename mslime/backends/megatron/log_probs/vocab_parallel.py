@@ -1,16 +1,16 @@
 """Log-probabilities and entropy of vocabulary-parallel logits, without a float32 copy of the logits.
 
-Every tensor-parallel rank holds some columns of the vocabulary; what comes back is the same on all of them. Two ways
-compute it, with the same result: on a CPU the softmax is computed chunk by chunk over the tokens
-(`chunked`), on CUDA in one pass over the logits (`fused`). Both recompute it in the backward pass.
-Beyond the gradient of the logits, which autograd must return, that leaves
+Every tensor-parallel rank holds some columns of the vocabulary; the returned values are the same on all of them. Two
+implementations give the same result: on a CPU chunk by chunk over the tokens (`chunked`), on CUDA in one pass over the
+logits (`fused`). Both recompute the softmax in the backward pass. Besides the gradient of the logits, which autograd
+must return, they need
 
 - kept for the backward pass: 8 bytes a token, 12 with the entropy;
-- while it runs: at most 64 bytes a token, and on the chunked way two float32 blocks of [chunk, V_local] (of 512 KiB
-  at most on a CPU, or a row).
+- while it runs: at most 64 bytes a token, and for `chunked` two float32 blocks of [chunk, V_local] (at most 512 KiB on
+  a CPU, or one row).
 
-Two small collectives per call, of [n] and [3, n] float32. On CUDA nothing waits for the device, so a CUDA graph may
-capture it.
+Two small collectives per call, of [n] and [3, n] float32. On CUDA the host never waits for the device, so a CUDA graph
+can capture it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Way = Literal["auto", "chunked", "fused"]
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What the policy says about the labels.
+    """Log-probs of the labels under the policy.
 
     Attributes:
         log_probs: [n] float32, log pi(label | context) at the given temperature.
-        entropy: [n] float32, in nats, None when not asked for.
+        entropy: [n] float32, in nats, None if not requested.
     """
 
     log_probs: Tensor
@@ -62,27 +62,27 @@ def vocab_parallel_log_probs(
 ) -> LogProbs:
     """Log-probabilities (and entropy) of `labels` under softmax(logits / temperature).
 
-    Gradients reach `logits` as if the loss were computed once: the upstream gradient must be the same on every rank
-    of `tp_group`, as it is for any loss made from the returned values. The entropy has a gradient as well, which costs
+    Gradients reach `logits` as if the loss were computed once: the upstream gradient must be the same on every rank of
+    `tp_group`, as it is for any loss made from the returned values. The entropy has a gradient as well, which costs
     nothing when no loss uses it.
 
     Args:
         logits: [n, V_local], any float dtype; this rank's vocabulary columns, ids `vocab_start + column`.
         labels: [n] int64, ids over the whole vocabulary.
-        tp_group: ranks that share the vocabulary; None when this rank holds all of it.
+        tp_group: ranks that share the vocabulary; None if this rank holds all of it.
         vocab_start: id of the first local column.
         vocab_size: true size of the vocabulary; columns with larger ids are padding, outside the softmax.
         temperature: the temperature that the tokens were sampled with.
         with_entropy: also return the entropy.
-        chunk: most tokens whose softmax is in memory at once, on the chunked way.
-        support: the ids that each label was drawn from; the softmax of such a row runs over them alone.
-        reuse_logits: write the gradient over the logits in the backward pass, which spares [n, V_local] elements.
-            For callers that do not read the logits afterwards; autograd refuses when another operation needs them.
-        way: "auto" is fused on CUDA with Triton, otherwise chunked; the others are for tests and measurements.
+        chunk: most tokens whose softmax is in memory at once, for `chunked`.
+        support: the ids that each label was drawn from; the softmax of such a row is over these ids only.
+        reuse_logits: write the gradient over the logits in the backward pass, which saves [n, V_local] elements. For
+            callers that do not read the logits afterwards; autograd raises if another operation needs them.
+        way: "auto" is `fused` on CUDA with Triton, else `chunked`; other values are for tests and benchmarks.
 
     Raises:
-        AssertionError: shapes disagree, a label is outside the vocabulary, or outside its support. On CUDA the two
-            checks of labels are made by the device, which reports them at its next synchronisation.
+        AssertionError: shapes disagree, a label is outside the vocabulary, or outside its support. On CUDA the device
+            checks the labels and reports errors at its next synchronisation.
     """
     assert logits.ndim == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert temperature > 0 and chunk > 0, (temperature, chunk)
@@ -97,7 +97,8 @@ def vocab_parallel_log_probs(
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """On a CPU a message with the numbers; on CUDA an assertion in the stream, because reading them would wait."""
+    """Check labels: on a CPU with a message; on CUDA with an assertion in the stream, because reading values would
+    wait."""
     if labels.is_cuda:
         inside = ((labels >= 0) & (labels < vocab_size)).all()
         message = f"a label is outside the vocabulary, which has {vocab_size} ids"
@@ -115,7 +116,7 @@ def is_fused(way: Way, logits: Tensor) -> bool:
 
 @cache
 def _triton_is_installed() -> bool:
-    """Asked on CUDA only; says once what a machine without Triton misses."""
+    """Whether Triton is installed; on CUDA only. Logs a missing Triton once."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         _log.warning("triton is not installed: log-probs are computed chunk by chunk, slower and with more memory")
@@ -123,7 +124,7 @@ def _triton_is_installed() -> bool:
 
 
 def dense_way(shard: Shard) -> Any:
-    """The module that reads whole rows: `row_sums` and `write_gradient`, the same signatures in both."""
+    """The module that reads whole rows; both have `row_sums` and `write_gradient` with the same signatures."""
     if not shard.fused:
         return chunked
     from mslime.backends.megatron.log_probs import fused  # imports triton
@@ -132,7 +133,7 @@ def dense_way(shard: Shard) -> Any:
 
 
 def softmax_of(sums: ShardSums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
-    """Log-probs [n] and the softmax's description, from this rank's sums; the two collectives are here."""
+    """Log-probs [n] and the softmax's description, from this rank's sums. Runs the two collectives."""
     group, top = shard.group, sums.top
     if group is not None and group.size() > 1:
         top = sums.top.clone()
@@ -149,8 +150,7 @@ def softmax_of(sums: ShardSums, ours: Tensor, shard: Shard, *, with_entropy: boo
 class _VocabParallelLogProbs(torch.autograd.Function):
     """With x = logits / T, m = max x, Z = sum exp(x - m): log p[j] = x[j] - m - log Z, H = log Z - sum p (x - m).
 
-    Distances from the maximum, never x itself, enter the sums: float32 then has its full precision however large the
-    logits are.
+    The sums use distances from the maximum, never x itself: float32 then keeps full precision for logits of any size.
     """
 
     @staticmethod
@@ -194,5 +194,5 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             dense_way(shard).write_gradient(out, logits, column, softmax.only(dense), upstream.only(dense), shard)
             sparse.add_to(out, shard)
         if ctx.reuse_logits:
-            torch.autograd.graph.increment_version(logits)  # a kernel's writes do not count themselves
+            torch.autograd.graph.increment_version(logits)  # a kernel's writes do not increment the version
         return (out,) + (None,) * 5

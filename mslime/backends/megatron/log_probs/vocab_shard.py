@@ -1,4 +1,4 @@
-"""What the ways of computing log-probs share: a rank's part of the vocabulary, the numbers of a row, supports."""
+"""Types shared by `chunked` and `fused`: a rank's part of the vocabulary, sums of a row, supports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# exp(-1e4) is 0 in float32. Distances of minus infinity (padding, masked logits) are raised to it where they are
-# factors, because 0 * -inf is not a number.
+# exp(-1e4) is 0 in float32. Distances of minus infinity (padding, masked logits) are raised to it before a
+# multiplication, because 0 * -inf is NaN.
 FAR = -1e4
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the vocabulary: real columns [0, columns), ids from `start` on, and how to work on it."""
+    """This rank's part of the vocabulary: real columns [0, columns), ids from `start` on, and computation options."""
 
     start: int
     columns: int
@@ -25,25 +25,25 @@ class Shard:
     fused: bool
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each id (0 where it is another rank's) and whether it is ours."""
+        """Column of each id (0 if it is another rank's) and whether it is ours."""
         column = ids - self.start
         ours = (column >= 0) & (column < self.columns)
         return column.masked_fill_(~ours, 0), ours
 
     def part(self, first: int, last: int) -> Shard:
-        """The shard of its own columns [first, last)."""
+        """The shard of columns [first, last) of this one."""
         return replace(self, start=self.start + first, columns=last - first)
 
 
 @dataclass
 class ShardSums:
-    """Of one rank's columns of each row; [n] float32 each.
+    """Sums over one rank's columns of each row; [n] float32 each.
 
     Attributes:
         top: largest logit, before the temperature; -inf without columns.
         total: sum of exp(d), with d = (logit - top) / temperature.
-        moment: sum of d exp(d); zeros when no entropy is asked for.
-        label: the label's logit; any finite number where the label is another rank's.
+        moment: sum of d exp(d); zeros if no entropy is requested.
+        label: the label's logit; any finite number if the label is another rank's.
     """
 
     top: Tensor
@@ -63,7 +63,7 @@ class ShardSums:
         """Add the sums of further columns of the same rank.
 
         Args:
-            ours: [n] bool, whether the label is one of them.
+            ours: [n] bool, whether the label is in these columns.
         """
         top = torch.maximum(self.top, part.top)
         for sums in (self, part):
@@ -79,7 +79,7 @@ class Softmax:
     Attributes:
         top: largest logit, before the temperature.
         log_total: log of sum exp((logit - top) / temperature).
-        entropy: in nats; None when not asked for.
+        entropy: in nats; None if not requested.
     """
 
     top: Tensor
@@ -93,7 +93,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the loss with respect to the log-probs and the entropy; [n] float32, None where it does not depend on them."""
+    """Gradients of the loss with respect to log-probs and entropy; [n] float32, None if it does not depend on them."""
 
     log_probs: Tensor | None
     entropy: Tensor | None
@@ -109,8 +109,8 @@ class Gradients:
 
 # The softmax of tokens that were drawn from a part of the vocabulary (top-k, top-p), over that part alone.
 #
-# The supports of a batch are one ragged array, and all work is on gathered logits: no mask of the logits' size. Both
-# ways of `log_probs` use it as it stands; a row's whole logits are read as well, and not used, in the forward pass.
+# The supports of a batch are one ragged array, and all work is on gathered logits, without a mask of the logits' size.
+# `chunked` and `fused` use it unchanged; the forward pass also reads a row's whole logits, but does not use them.
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class SparseGradient:
     value: Tensor
 
     def add_to(self, out: Tensor, shard: Shard) -> None:
-        """Add those of the shard's ids to `out` [n, columns or more], which is zero in rows that have a support."""
+        """Add the values of the shard's ids to `out` [n, columns or more], which is zero in rows with a support."""
         column, ours = shard.local(self.ids)
-        value = self.value.masked_fill(~ours, 0).to(out.dtype)  # at column 0 for other ids
+        value = self.value.masked_fill(~ours, 0).to(out.dtype)  # added at column 0 for other ids
         out.index_put_((self.row, column), value, accumulate=True)
 
 
@@ -132,7 +132,7 @@ class SparseGradient:
 class LabelSupport:
     """The ids that each row's label was drawn from, as the engine reports them (`data.routes.Supports`).
 
-    Memory while it is used: at most 64 bytes per id.
+    It needs at most 64 bytes per id while it is used.
 
     Attributes:
         ids: [k] int32 or int64, rows end to end; distinct within a row, over the whole vocabulary.
@@ -143,7 +143,8 @@ class LabelSupport:
     offsets: Tensor
 
     def check(self, labels: Tensor) -> None:
-        """Every row that has a support has its label in it, once. On CUDA the device checks, without waiting."""
+        """Check that every non-empty support contains its label exactly once. On CUDA the device checks, without
+        waiting."""
         assert self.offsets.shape == (labels.shape[0] + 1,), (self.offsets.shape, labels.shape)
         found = torch.zeros(labels.shape[0] + 1, dtype=torch.int32, device=labels.device)
         row = self._row()
@@ -160,12 +161,12 @@ class LabelSupport:
         return self.offsets[1:] == self.offsets[:-1]
 
     def read(self, logits: Tensor, shard: Shard) -> Tensor:
-        """[k] float32: the logits of the ids; -inf for those that are not the shard's."""
+        """[k] float32: the logits of the ids; -inf for ids of other shards."""
         column, ours = shard.local(self.ids)
         return logits[self._row(), column].float().masked_fill_(~ours, -torch.inf)
 
     def replace(self, sums: ShardSums, x: Tensor, shard: Shard) -> None:
-        """Put the sums over the support into the rows that have one, from its logits `x` (`read`)."""
+        """Replace the sums of rows with a support by sums over it, from its logits `x` (`read`)."""
         row, (_, ours) = self._row(), shard.local(self.ids)
         top = self._reduce(x, "max", -torch.inf)
         d = ((x - top[row]) / shard.temperature).masked_fill_(~ours, -torch.inf)
@@ -180,7 +181,7 @@ class LabelSupport:
     def gradient(
         self, x: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
     ) -> SparseGradient:
-        """With respect to the support's logits `x` (`read`), of the rows that have a support."""
+        """Gradient with respect to the support's logits `x` (`read`), for rows with a support."""
         row = self._row()
         log_p = (x - softmax.top[row]) / shard.temperature - softmax.log_total[row]
         p = log_p.exp()

@@ -36,8 +36,8 @@ from mslime.convert.tensor_layouts import padded_vocab_size
 
 # Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
 #
-# How names are spelled, Transformer Engine's included, is in `mslime.convert.table`; here is what only a
-# built model knows: which layers and which experts this rank holds.
+# `mslime.convert.table` spells names, Transformer Engine's included. This section adds facts that only a built model
+# has: the layers and experts of this rank.
 
 SHARED_BY_EXPERTS = "shared_by_experts"
 """Attribute of a parameter that all experts of a layer share: modules of several experts hold it."""
@@ -72,8 +72,8 @@ def named_local_params(chunks: Iterable[GPTModel], *, tied_copies: bool = True) 
     adapters.
 
     Args:
-        tied_copies: include the last pipeline stage's copy of a tied embedding (`output_layer.weight`), which is
-            loaded but never exported.
+        tied_copies: include the last pipeline stage's copy of a tied embedding (`output_layer.weight`), which is loaded
+            and never exported.
     """
     for chunk in chunks:
         biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
@@ -116,10 +116,10 @@ def build_chunks(
 
     Args:
         mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
-        values: a critic, with a value head (at 0) in the place of the output layer.
-        adapters: of layers that can take adapters (`adapters.attach_adapters`).
+        values: a critic, with a value head (at 0) in place of the output layer.
+        adapters: build layers that can take adapters (`adapters.attach_adapters`).
 
-    Every parameter is marked as `mark_parameters` says.
+    `mark_parameters` marks every parameter.
     """
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
     chunks = [_build_chunk(config, model, device, stage, mtp, values, adapters).to(device) for stage in stages]
@@ -131,13 +131,13 @@ def build_chunks(
 
 
 def mark_parameters(chunk: torch.nn.Module) -> None:
-    """Say of the parameters that megatron-core and Transformer Engine mark wrongly whose they are, in every layout.
+    """Mark the owner of parameters that megatron-core and Transformer Engine mark wrongly, in every layout.
 
-    Experts are marked `allreduce=False`: megatron-core 0.16.1 does it for EP > 1 only, and without it trains on wrong
-    gradients where ETP differs from TP. `tensor_model_parallel` decides what the gradient norm counts: a parameter
-    without it is counted on the first tensor-parallel rank only. Each such rank holds other experts and other attention
-    sinks, which Transformer Engine 2.20 leaves unmarked; it marks every weight of a linear layer, also those of MLA's
-    down-projections, of which each rank holds the whole and which would be counted once per rank.
+    Experts are marked `allreduce=False`: megatron-core 0.16.1 does so only for EP > 1, and without it gradients are
+    wrong if ETP differs from TP. `tensor_model_parallel` decides what the gradient norm counts: parameters without it
+    count on the first tensor-parallel rank only. Each rank holds different experts and attention sinks, which
+    Transformer Engine 2.20 leaves unmarked. It also marks MLA's replicated down-projections, which would count once per
+    rank.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -192,7 +192,7 @@ def _build_chunk(
 def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object], directory: Path) -> None:
     """Fill every parameter of these chunks from a Hugging Face checkpoint, reading only this rank's parts.
 
-    A critic's value head is in no checkpoint of a language model, and keeps its values.
+    A critic's value head is in no checkpoint of a language model and keeps its values.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or unknown, or holds values that are not finite.
@@ -216,13 +216,13 @@ def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: t
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass without a copy: the extremes of a tensor with NaN in it are NaN."""
+    """Test in one pass without a copy: the extremes of a tensor with NaN are NaN."""
     lowest, highest = tensor.aminmax()
     return bool(lowest.isfinite() and highest.isfinite())
 
 
 def _not_finite(rule: BoundRule, checkpoint: HFCheckpoint) -> CheckpointError:
-    """Names the first tensor of the file that is to blame, with how much of it."""
+    """Error with the first tensor of the file that is not finite, and how much of it."""
     for name in rule.hf_names:
         tensor = checkpoint.tensor(name)
         if not _is_finite(tensor):
@@ -242,7 +242,7 @@ def wrap(
 ) -> list[DistributedDataParallel]:
     """The chunks in their data-parallel wrappers, which own gradients (and, sharded, parameters).
 
-    Replicas are not broadcast: all have read the same checkpoint.
+    Replicas are not broadcast, because all ranks read the same checkpoint.
     """
     modules: list[MegatronModule] = [_in_bfloat16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     return [
@@ -252,13 +252,13 @@ def wrap(
 
 
 def _in_bfloat16(config: TransformerConfig, chunk: GPTModel) -> Float16Module:
-    """The chunk in bfloat16, but for the parameters, and the routers' correction biases, that stay in float32."""
+    """The chunk in bfloat16, except for parameters and the routers' correction biases that stay in float32."""
     own = [
         (p, p.data)
         for name, p in chunk.named_parameters()
         if name.endswith(FLOAT32_PARAMETERS) or is_value_head(chunk, name)
     ]
-    # Rounding replaces buffers: megatron-core would turn them to float32 again later, without the digits.
+    # Rounding replaces buffers: megatron-core would convert them back to float32 later, without the lost digits.
     biases = [(m, m.expert_bias) for m in chunk.modules() if isinstance(m, TopKRouter) and m.expert_bias is not None]
     module = Float16Module(config, chunk)
     for parameter, data in own:
@@ -268,15 +268,15 @@ def _in_bfloat16(config: TransformerConfig, chunk: GPTModel) -> Float16Module:
     return module
 
 
-# A trainer rank's model without its memory: on the meta device, in a world of which only this process exists.
+# A trainer rank's model without its memory: on the meta device, in a world with this process alone.
 #
-# Used where only names and shapes matter: learning how megatron-core stores a model in a checkpoint, and checking the
-# conversion rules of a full-size model in a layout of any size. Never in a process that trains.
+# For uses that need only names and shapes: megatron-core's checkpoint layout of a model, and checks of the conversion
+# rules for a full-size model in any layout. Never in a process that trains.
 
 
 @contextmanager
 def fake_process_group(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
-    """Rank `rank` of a world whose other ranks are not there: groups exist, collectives must not be entered."""
+    """Rank `rank` of a world without its other ranks: groups exist, collectives must not be entered."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "this process already belongs to a world"
@@ -291,12 +291,12 @@ def fake_process_group(layout: ParallelLayout, rank: int = 0) -> Generator[None]
 
 
 def meta_chunks(spec: ModelSpec, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
-    """The chunks that `build_chunks` would give this rank, all parameters on the meta device.
+    """The chunks of `build_chunks` for this rank, with all parameters on the meta device.
 
     Call it within `fake_process_group`.
 
     Args:
-        mtp: with the checkpoint's multi-token-prediction layers, which a trainer leaves out.
+        mtp: include the checkpoint's multi-token-prediction layers, which a trainer leaves out.
     """
     device = torch.device("cpu")
     settings, family = transformer_config(spec, hf_config, device), get_family(hf_config)

@@ -1,8 +1,8 @@
-"""megatron-core's gated delta-net layer, made to take packed sequences and to keep its small parameters in float32.
+"""megatron-core's gated delta-net layer, extended to packed sequences and float32 for its small parameters.
 
 Parameters, their sharding and their place in checkpoints are megatron-core 0.16.1's (`GatedDeltaNet`). Its forward pass
-refuses packed sequences, normalises the output with the block's kind of norm, and rounds the decay to the model's
-dtype; the one here keeps sequences apart and follows transformers (`models/qwen3_next`) in the other two.
+rejects packed sequences, normalises the output with the block's kind of norm, and rounds the decay to the model's
+dtype. This one separates sequences and follows transformers (`models/qwen3_next`) in the other two points.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 CHUNK = 64
-"""Rows of a sequence that flash-linear-attention's kernel takes at once."""
+"""Rows of a sequence that flash-linear-attention's kernel processes at once."""
 
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences that follow each other in the rows of a layer. What layers derive from them is derived once.
+    """Sequences that follow each other in the rows of a layer, with cached index tensors for all layers.
 
     Attributes:
-        cumulative: [sequences + 1], where each begins, padded, on the layer's device.
+        cumulative: [sequences + 1], padded start of each, on the layer's device.
         lengths: the same as lengths, for the host.
     """
 
@@ -40,9 +40,9 @@ class PackedSequences:
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> PackedSequences:
-        """Without a question to the GPU where whoever packed them wrote the lengths down for the host.
+        """Build it without reading from the GPU if the packing code kept the lengths on the host.
 
-        A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
+        A read makes the CPU wait for all work queued on the GPU: in each layer, in both passes.
         """
         if isinstance(packed, HostPackedSeqParams):
             return packed.sequences
@@ -54,13 +54,13 @@ class PackedSequences:
         return torch.repeat_interleave(self.cumulative.diff(), output_size=sum(self.lengths))
 
     def places(self, blank: int) -> Tensor:
-        """[rows] int64: where each row goes when `blank` further ones stand between two sequences."""
+        """[rows] int64: the new place of each row with `blank` rows inserted between two sequences."""
         return torch.arange(len(self.order), device=self.order.device) + blank * self.order
 
     @cached_property
     def chunks(self) -> Tensor:
-        """[chunks, 2]: the sequence of each chunk of `CHUNK` rows, and which of its sequence it is; the last chunk of a
-        sequence may be shorter. What flash-linear-attention calls chunk_indices (`fla.ops.utils.index`, 0.6.0)."""
+        """[chunks, 2]: the sequence of each chunk of `CHUNK` rows, and its index within it; the last chunk of a
+        sequence may be shorter. These are flash-linear-attention's chunk_indices (`fla.ops.utils.index`, 0.6.0)."""
         counts = (self.cumulative.diff() + (CHUNK - 1)) // CHUNK
         total = sum(-(-length // CHUNK) for length in self.lengths)
         order = torch.repeat_interleave(counts, output_size=total)
@@ -76,19 +76,19 @@ class HostPackedSeqParams(PackedSeqParams):
 
     @cached_property
     def sequences(self) -> PackedSequences:
-        """For all layers, in both passes."""
+        """The sequences, shared by all layers in both passes."""
         return PackedSequences(padded(self), self.lengths)
 
 
 def padded(packed: PackedSeqParams) -> Tensor:
-    """[sequences + 1]: where each begins, padding included."""
+    """[sequences + 1]: start of each sequence, padding included."""
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
 class HeadNorm(torch.nn.Module):
-    """RMS norm of every value head, scaled by the weight itself even where the block's norms are zero-centred.
+    """RMS norm of every value head, scaled by the weight itself even if the block's norms are zero-centred.
 
-    Shifting the published weight by one into a zero-centred norm would round it, and so not come back bit for bit.
+    Shifting the published weight by one for a zero-centred norm would round it, so it would not round-trip bit for bit.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -127,11 +127,11 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         """The recurrence within each sequence.
 
         Args:
-            hidden_states: [rows, b, hidden], rows shared out under sequence parallelism; b is 1 when packed.
-            attention_mask: unused; padding sits at the end, where a causal recurrence does not see it.
+            hidden_states: [rows, b, hidden], rows split under sequence parallelism; b is 1 when packed.
+            attention_mask: unused; padding is at the end, where a causal recurrence ignores it.
             packed_seq_params: padded cumulative lengths of the rows; None for one sequence.
             inference_context: must be None.
-            unused: what attention is given and a recurrence does without: rotary embeddings and biases.
+            unused: arguments for attention only: rotary embeddings and biases.
 
         Returns:
             [rows, b, hidden], and the output projection's bias (None).
@@ -143,7 +143,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
 
     def _mixed(self, projected: Tensor, packed: PackedSequences | None) -> Tensor:
         """[b, s, features] -> [b, s, value features], this rank's heads of both; only the convolution and the
-        recurrence tell the sequences apart."""
+        recurrence separate the sequences."""
         key_dim, value_dim = self.head_sizes
         keys, values, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], -1)
@@ -174,8 +174,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return kernel(x=channels, weight=weight, bias=bias, activation=self.activation).transpose(1, 2)
 
     def _convolved_apart(self, qkv: Tensor, packed: PackedSequences) -> Tensor:
-        """`_convolved` within each sequence, in one call: as many rows of zeros stand between two as the convolution
-        looks back."""
+        """`_convolved` within each sequence, in one call: rows of zeros, as many as the convolution looks back,
+        separate two sequences."""
         blank = self.taps - 1
         at = packed.places(blank)
         spread = qkv.new_zeros(qkv.shape[0], qkv.shape[1] + blank * (len(packed.lengths) - 1), qkv.shape[2])
@@ -192,7 +192,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         if packed is None:
             return call(*columns)
         if rule is not gated_delta_net.torch_chunk_gated_delta_rule:
-            # A kernel for all: flash-linear-attention would ask the GPU for the lengths to find the chunks.
+            # Kernel arguments for all layers: flash-linear-attention would otherwise read the lengths from the GPU.
             given |= {"cu_seqlens": packed.cumulative, "chunk_indices": packed.chunks, "chunk_size": CHUNK}
             return call(*columns)
         by_sequence = zip(*(column.split(packed.lengths, 1) for column in columns), strict=True)
@@ -212,11 +212,11 @@ def with_gated_delta_net(
     in_proj: type,
     out_proj: type,
 ) -> TransformerBlockSubmodules:
-    """The block with this layer in place of self-attention wherever `config.linear_attention_freq` has a 1.
+    """The block with this layer in place of self-attention where `config.linear_attention_freq` is 1.
 
     Args:
-        in_proj, out_proj: column- and row-parallel linear layers; the former with the norm before it where `spec` has
-            fused it into attention's.
+        in_proj, out_proj: column- and row-parallel linear layers; the former includes the norm if `spec` fuses it into
+            attention's.
     """
     assert isinstance(config.linear_attention_freq, list), config.linear_attention_freq
     attention = ModuleSpec(

@@ -1,8 +1,8 @@
 """Layers that megatron-core 0.16.1 does not build: norms, a last layer without large logits, a critic's last layer.
 
-Joint query-key norms (OLMoE, MiniMax-M2): one RMS norm over all heads of the query, and one over all heads of the key,
-of which each tensor-parallel rank holds its heads' part. Post-norms (GLM-4): what attention and MLP add to the residual
-stream is normed first.
+Joint query-key norms (OLMoE, MiniMax-M2): one RMS norm over all heads of the query and one over all heads of the key;
+each tensor-parallel rank holds the part of its heads. Post-norms (GLM-4): outputs of attention and MLP are normed
+before they are added to the residual stream.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Residual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 class JointNorm(torch.nn.Module):
     """RMS norm of one token's features over all heads of all tensor-parallel ranks.
 
-    In place of `SelfAttention`'s norm of single heads. `TransformerConfig.qk_layernorm` must stay off beside it:
-    megatron-core would sum the gradients of the ranks' different weights.
+    Replaces `SelfAttention`'s norm of single heads. `TransformerConfig.qk_layernorm` must stay off: megatron-core would
+    sum the gradients of the ranks' different weights.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
@@ -50,14 +50,14 @@ class JointNorm(torch.nn.Module):
         assert heads % ranks == 0, f"{heads} heads on {ranks} ranks"
         self.features, self.eps = heads * hidden_size, eps
         self.weight = torch.nn.Parameter(torch.ones(self.features // ranks, dtype=config.params_dtype))
-        # Counted on every rank in the gradient norm, and saved as parts of one tensor.
+        # Marked to be counted on every rank in the gradient norm, and saved as parts of one tensor.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, heads of this rank, features of a head] -> the same, in the dtype of `x`; computed in float32."""
+        """[s, b, heads of this rank, features of a head] -> same shape, in the dtype of `x`; computed in float32."""
         whole = x.float()
         squares = whole.square().sum((-2, -1), keepdim=True)
-        # Every rank's output depends on every rank's squares: summed over the ranks in both directions.
+        # Every rank's output depends on every rank's squares, so both directions sum over the ranks.
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = whole * torch.rsqrt(squares / self.features + self.eps)
         return normed.to(x.dtype) * self.weight.view(x.shape[-2:])
@@ -82,7 +82,7 @@ class NormedResidual(torch.nn.Module):
         self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Residual:
-        """The addition; there is neither dropout nor a fused kernel of it."""
+        """The addition, without dropout and without a fused kernel."""
         return self._add
 
     def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -101,21 +101,21 @@ def use_joint_qk_norms(block: TransformerBlockSubmodules, config: TransformerCon
 
 
 def use_post_norms(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Put a norm before each addition to the residual stream of every layer of the spec."""
+    """Put a norm before each addition to the residual stream in every layer of the spec."""
     for layer in block.layer_specs or []:
         modules: Any = layer.submodules
         addition = ModuleSpec(NormedResidual, params={"config": config, "norm": block.layer_norm})
         modules.self_attn_bda = modules.mlp_bda = addition
 
 
-# A language model's last layer: megatron-core's own, which makes logits only where they are small enough.
+# A language model's last layer: megatron-core's own, which makes logits only up to a size limit.
 #
-# The logits of a long micro-batch would be the largest tensor of the step. Above a limit the layer makes none: it hands
-# on the hidden states, from which `log_probs.blocks` reads what the loss needs, a block of the vocabulary at a time.
+# The logits of a long micro-batch would be the largest tensor of the step. Above the limit the layer returns the hidden
+# states, and `log_probs.blocks` computes the loss from them, one block of the vocabulary at a time.
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer with a limit.
+    """megatron-core's output layer with a limit on the size of logits.
 
     Attributes:
         most_bytes: of the logits of a micro-batch on this rank.
@@ -145,9 +145,9 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def limit_logits(chunks: Sequence[GPTModel], most_bytes: int) -> None:
-    """Give the output layer of these model chunks, if one of them has it, the limit.
+    """Set the limit on the output layer of these model chunks, if one of them has it.
 
-    GPTModel names the class of its output layer itself and takes no other, so the layer changes its class.
+    GPTModel hard-codes the class of its output layer, so this replaces the layer's `__class__`.
     """
     for chunk in chunks:
         if chunk.post_process:
@@ -157,12 +157,12 @@ def limit_logits(chunks: Sequence[GPTModel], most_bytes: int) -> None:
 
 
 def output_layer(chunk: GPTModel) -> OutputLayer:
-    """The output layer of a chunk of the last stage, which `limit_logits` has seen."""
+    """The output layer of a chunk of the last stage, prepared by `limit_logits`."""
     return cast("OutputLayer", chunk.output_layer)
 
 
 def output_weight(chunk: GPTModel) -> Tensor:
-    """[V / TP, H], what the output layer of a chunk of the last stage multiplies with: tied to the embedding or not."""
+    """[V / TP, H]: weight of the output layer of a chunk of the last stage, tied to the embedding or not."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     weight = chunk.output_layer.weight
@@ -170,13 +170,13 @@ def output_weight(chunk: GPTModel) -> Tensor:
     return weight
 
 
-# A critic's last layer: one number for every token, in the place of megatron-core's output layer.
+# A critic's last layer: one number for every token, in place of megatron-core's output layer.
 
 _PREFIX = "output_layer."
 
 
 class ValueHead(nn.Module):
-    """Linear from hidden states to values; it starts at 0, so that the first returns are learnt from nothing.
+    """Linear layer from hidden states to values; it starts at 0, so the first predictions are 0.
 
     Every tensor-parallel rank holds the same float32 weights, whatever the model's dtype, and applies them to its piece
     of the sequence. megatron-core sums their gradients over the ranks because they are marked as sequence parallel.

@@ -1,10 +1,11 @@
-"""Low-rank adapters on megatron-core's linear layers, whoever made the layers.
+"""Low-rank adapters on megatron-core's linear layers, local or Transformer Engine's.
 
-An adapter is a module inside of the layer whose weight it adds to, and a hook adds its output to the layer's; so the
-layers' own code, names and conversion rules stay what they are, for Transformer Engine's and the local ones alike.
-What each rank holds of A and B follows from the rule of the weight (`convert.lora_rules`): where tensor parallelism
-shares out the rows of the weight it shares out B's, where it shares out the columns, A's. The other factor is whole on
-every rank. Of activations only the `rank` features between A and B are exchanged, where the layer exchanges its own.
+An adapter is a module inside the layer whose weight it adds to; a hook adds its output to the layer's. So the layers'
+code, names and conversion rules stay unchanged.
+
+Each rank's part of A and B follows from the rule of the weight (`convert.lora_rules`): if tensor parallelism splits the
+rows of the weight, it splits B's rows; if it splits the columns, A's. The other factor is whole on every rank. Only the
+`rank` features between A and B are exchanged, at the point where the layer exchanges its own.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Adapter(torch.nn.Module):
     """`scale * B A x`, for one weight of one rank.
 
     Attributes:
-        weight: canonical name of what it is added to.
+        weight: canonical name of the weight that it is added to.
         lora_A: [parts * rank, in features of this rank].
-        lora_B: [rows, rank]: of each row of the weight that has an adapter, in the weight's order.
-        off: it adds nothing.
+        lora_B: [rows, rank], one row for each row of the weight that has an adapter, in the weight's order.
+        off: whether it adds nothing.
     """
 
     def __init__(
@@ -64,10 +65,9 @@ class Adapter(torch.nn.Module):
     ) -> None:  # fmt: skip
         """
         Args:
-            read: gives a factor's tensor by name, as `RuleTable` reads checkpoints.
+            read: returns a factor's tensor by name, as `RuleTable` reads checkpoints.
             like: the layer's weight, for dtype and device.
-            shared: factors that all experts of a layer share, by canonical name; those that are made here are added.
-        """
+            shared: factors that all experts of a layer share, by canonical name; new ones are added."""
         super().__init__()
         self.weight, self.scale, self.off = bound.base.name, scale, False
         self._expert, self._axis = bound.base.is_expert, bound.base.tp_axis
@@ -86,11 +86,11 @@ class Adapter(torch.nn.Module):
         self.lora_A, self.lora_B = factor(bound.a), factor(bound.b)
 
     def _marked(self, value: Tensor, rule: BoundRule) -> torch.nn.Parameter:
-        """A factor with megatron-core's words on whose it is: what is summed over ranks, and counted once.
+        """A factor with megatron-core's marks for its owner: how its gradient is summed over ranks and counted once.
 
-        A factor that every tensor-parallel rank holds sees a part of the sequence only with sequence parallelism. One
-        that all experts share is no expert's: each rank of a stage has a summand of its gradient, that of the tokens
-        and features that its experts see, so it is summed over all of them, as that of a norm is.
+        A factor that every tensor-parallel rank holds covers a part of the sequence only with sequence parallelism. A
+        factor shared by all experts belongs to none: each rank of a stage has a summand of its gradient, from the
+        tokens and features of its experts. So it is summed over all of them, like a norm's.
         """
         factor, whole, expert = torch.nn.Parameter(value.contiguous()), rule.tp_axis is None, rule.is_expert
         rank, size = tensor_shard(expert)
@@ -100,20 +100,20 @@ class Adapter(torch.nn.Module):
             "tensor_model_parallel": not whole or expert,
         }
         if whole and expert and size > 1:
-            marks["shared"] = rank > 0  # the gradient norm counts one copy of it
+            marks["shared"] = rank > 0  # the gradient norm counts only one copy
         if self._expert and not expert:
             marks[SHARED_BY_EXPERTS] = True
         vars(factor).update(marks)
         return factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output, in its shape: [..., in] -> [..., out].
+        """The adapter's output, in the shape of the layer's: [..., in] -> [..., out].
 
-        Of an expert whose columns are shared out it is this rank's summand, as the expert's own output is.
+        If an expert's columns are split, it is this rank's summand, like the expert's own output.
         """
         a, b = self.lora_A, self.lora_B
         if self._expert:
-            # The expert's own tokens are gathered and its outputs added up by the dispatcher.
+            # The dispatcher gathers the expert's tokens and sums its outputs.
             h = F.linear(x, _summed(a) if self._axis == 0 else a)
             b = _summed(b) if self._axis == 1 else b
         else:
@@ -121,15 +121,15 @@ class Adapter(torch.nn.Module):
         return self._placed(F.linear(h, self._by_part(b)) * self.scale)
 
     def _exchanged(self, h: Tensor) -> Tensor:
-        """The features between A and B, brought to where B's rows are."""
-        if self._axis is None or not self._sequence_parallel:  # TP without sequence parallelism is refused: one rank
+        """The features between A and B, brought to the ranks that hold B's rows."""
+        if self._axis is None or not self._sequence_parallel:  # TP without sequence parallelism: one rank
             return h
         if self._axis == 0:
             return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
         return reduce_scatter_to_sequence_parallel_region(h)
 
     def _by_part(self, b: Tensor) -> Tensor:
-        """B [rows, rank] as [rows, parts * rank]: each row in the columns of the A that it belongs to."""
+        """B [rows, rank] as [rows, parts * rank]: each row in the columns of its own A."""
         rank = b.shape[1]
         parts = self.lora_A.shape[0] // rank
         if parts == 1:
@@ -142,7 +142,7 @@ class Adapter(torch.nn.Module):
         return torch.cat(blocks)
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Outputs of the rows that have an adapter among those of all rows."""
+        """Scatter the outputs of rows with an adapter to their places among all rows."""
         if rows.shape[-1] == self._out:
             return rows
         whole = rows.new_zeros(*rows.shape[:-1], self._out)
@@ -153,7 +153,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """[out, in] this rank's weight with the adapter in it: computed in float32, in the weight's dtype."""
+        """[out, in] this rank's weight with the adapter merged: computed in float32, returned in the weight's dtype."""
         added = self._by_part(self.lora_B).float() @ self.lora_A.float() * self.scale
         whole = weight.detach().float()
         if added.shape[0] == self._out:
@@ -162,7 +162,7 @@ class Adapter(torch.nn.Module):
 
 
 class _SumOverExpertRanks(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks that share an expert out."""
+    """Identity whose gradient is summed over the ranks that share an expert."""
 
     @staticmethod
     def forward(ctx: Any, factor: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ class _SumOverExpertRanks(torch.autograd.Function):
 
 
 def _summed(factor: Tensor) -> Tensor:
-    """A factor that every rank of an expert holds: each has a summand of its gradient. That of one that all experts
-    share is summed over all ranks later."""
+    """A factor held by every rank of an expert; its gradient is summed over these ranks. If all experts share the
+    factor, its gradient is summed over all ranks later."""
     if tensor_shard(True)[1] == 1 or hasattr(factor, SHARED_BY_EXPERTS):
         return factor
     return _SumOverExpertRanks.apply(factor)  # type: ignore[no-any-return]
@@ -197,10 +197,10 @@ class GroupedAdapters(torch.nn.ModuleList):
 def trained_adapters(
     spec: PolicySpec, hf_config: Mapping[str, object], chunks: Sequence[GPTModel], config: TransformerConfig
 ) -> tuple[Adapters, PlacedAdapters] | None:
-    """The adapters that a run trains, put into its chunks; None where it trains the model.
+    """Create the adapters of a run and put them into its chunks; None if it trains the model itself.
 
     Raises:
-        ConfigError: a target that the model does not have, or that this layout cannot share out.
+        ConfigError: a target that the model does not have, or that this layout cannot split.
         CheckpointError: the adapter to start from is of another model, rank, scale or targets.
     """
     if not spec.lora.on:
@@ -214,11 +214,11 @@ def trained_adapters(
 def attach_adapters(
     chunks: Sequence[GPTModel], adapters: Adapters, config: TransformerConfig, read: Read | None, seed: int
 ) -> PlacedAdapters:
-    """Freeze the chunks, and put an adapter into every layer that is to have one.
+    """Freeze the chunks and put an adapter into every target layer.
 
     Args:
-        chunks: without adapters: those of another name are taken out first.
-        read: gives factors of a saved adapter; None: new ones (`new_factor`).
+        chunks: without adapters: take other adapters out first.
+        read: returns factors of a saved adapter; None: new ones (`new_factor`).
         seed: of new ones.
     """
     assert next(adapters_of(chunks), None) is None, "the chunks have adapters already"
@@ -233,19 +233,18 @@ def attach_adapters(
             if bound is not None:
                 placed.add(chunk, local, Adapter(bound, config, adapters.lora.scale, given, weight, shared))
         if chunk.pre_process and config.recompute_granularity is not None:
-            # A layer that is recomputed gives gradients to those of its inputs that need one, or to nobody.
+            # A recomputed layer returns gradients only if one of its inputs requires one.
             placed.inputs.append(chunk.embedding)
     placed.put_in()
     return placed
 
 
 class PlacedAdapters:
-    """Adapters of one name and the layers that they belong into: they can be taken out of the model, so that those of
-    another name take their place, and be put back in.
+    """Adapters of one name and their layers; they can be taken out of the model for another name's, and put back.
 
     Attributes:
-        inputs: modules whose outputs must have gradients while the adapters are in the model.
-        resting: they add nothing: another's turn in a pass of several (`InOnePass`).
+        inputs: modules whose outputs must require gradients while the adapters are in the model.
+        resting: they add nothing while another adapter computes in a shared pass (`InOnePass`).
     """
 
     def __init__(self) -> None:
@@ -255,7 +254,7 @@ class PlacedAdapters:
         self._hooks: list[RemovableHandle] = []
 
     def add(self, chunk: GPTModel, local: str, adapter: Adapter) -> None:
-        """Note the adapter of a weight of the chunk, by its local name; experts of a layer come in their order."""
+        """Record the adapter of a weight of the chunk, by its local name; experts of a layer come in order."""
         grouped = _GROUPED.fullmatch(local)
         layer = chunk.get_submodule(grouped[1] if grouped else local.removesuffix(".weight"))
         if not grouped:
@@ -268,20 +267,20 @@ class PlacedAdapters:
             held.append(adapter)
 
     def put_in(self) -> None:
-        """The model has these adapters from here on."""
+        """Make these adapters modules of the model."""
         for layer, adapter in self._layers:
             assert "adapter" not in dict(layer.named_children()), "the layer has another adapter"
             layer.add_module("adapter", adapter)
         self.hook()
 
     def take_out(self) -> None:
-        """The model is the base alone from here on."""
+        """Remove these adapters from the model, which is then the base alone."""
         self.unhook()
         for layer, _ in self._layers:
             del layer.adapter
 
     def hook(self) -> None:
-        """The layers compute with these adapters from here on, whether or not they are modules of the model."""
+        """Make the layers compute with these adapters, whether or not they are modules of the model."""
         assert not self._hooks, "they are in the model already"
         for layer, adapter in self._layers:
             add = _add_grouped if isinstance(adapter, GroupedAdapters) else _add
@@ -289,17 +288,17 @@ class PlacedAdapters:
         self._hooks += [module.register_forward_hook(_needs_gradient) for module in self.inputs]
 
     def unhook(self) -> None:
-        """The layers compute as the base does from here on."""
+        """Make the layers compute as the base does."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
 class InOnePass:
-    """Adapters of several names on the layers at once, of which one computes at a time. A context manager.
+    """Context manager: adapters of several names on the layers at once, of which one computes at a time.
 
     Args:
-        every: none of which is in the model.
+        every: all the adapters; none may be in the model.
     """
 
     def __init__(self, every: Sequence[PlacedAdapters]) -> None:
@@ -317,7 +316,7 @@ class InOnePass:
             placed.resting = False
 
     def choose(self, chosen: PlacedAdapters) -> None:
-        """The layers compute with these from here on."""
+        """Make the layers compute with these adapters."""
         for placed in self._every:
             placed.resting = placed is not chosen
 
@@ -343,10 +342,11 @@ def _needs_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Te
 
 
 def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A whole factor as peft draws it: A uniform in +-1/sqrt(in), B 0. The same in every layout: drawn by its name."""
+    """A whole factor, initialised as in peft: A uniform in +-1/sqrt(in), B 0. Seeded by its name, so equal in every
+    layout."""
     if name.endswith(f".{FACTORS[1]}.weight"):
         return torch.zeros(shape)
-    # Torch's generator on CPUs reads 32 bits of a seed.
+    # Torch's CPU generator uses 32 bits of a seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return (torch.rand(shape, generator=generator) * 2 - 1) / shape[-1] ** 0.5
 
@@ -358,7 +358,7 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """The model without its adapters inside."""
+    """Switch off the adapters inside this context."""
     every = list(adapters_of(chunks))
     for adapter in every:
         adapter.off = True
@@ -370,7 +370,7 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's parameters by canonical name, with adapters in them; each is merged when it is asked for."""
+    """This rank's parameters by canonical name, with adapters merged in on access."""
 
     def __init__(self, chunks: Sequence[GPTModel], params: Mapping[str, Tensor]) -> None:
         self._params = params
@@ -388,7 +388,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 class StoredAdapters(torch.nn.Module):
-    """What a checkpoint holds of a chunk: its adapters alone, under names that no layout changes."""
+    """Checkpoint contents of a chunk with adapters: the adapters alone, under names independent of the layout."""
 
     def __init__(self, chunk: GPTModel, adapters: Adapters) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ class StoredAdapters(torch.nn.Module):
         self._bound = adapters.table.bound
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Every factor as megatron-core saves tensors: layers, and experts, stacked in one tensor."""
+        """Every factor as megatron-core stores tensors: layers, and experts, stacked in one tensor."""
         return {name: self._sharded(name, tensor, metadata) for name, tensor in self._factors.items()}
 
     def _sharded(self, name: str, tensor: Tensor, metadata: dict[str, Any]) -> Any:
@@ -421,7 +421,7 @@ class StoredAdapters(torch.nn.Module):
         return sharded
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
-        """Fill the factors from what was loaded."""
+        """Fill the factors from loaded tensors."""
         assert state.keys() == self._factors.keys() or not strict
         with torch.no_grad():
             for name, tensor in self._factors.items():
@@ -429,10 +429,10 @@ class StoredAdapters(torch.nn.Module):
 
 
 def check_same_adapters(directory: Path, lora: LoraConfig) -> None:
-    """A checkpoint is of what is trained now.
+    """Check that a checkpoint has the adapters that are trained now.
 
     Raises:
-        CheckpointError: of adapters of other settings, or of a whole model.
+        CheckpointError: it has adapters of other settings, or a whole model.
     """
     saved = read_manifest(directory, check_files=False).extra.get(LORA_KEY)
     wanted = lora.describe() if lora.on else None

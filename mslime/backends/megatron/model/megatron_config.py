@@ -1,7 +1,7 @@
 """megatron-core's own configuration objects, derived from a model's spec and the checkpoint's config.json.
 
-Everything that megatron.training would have set from flags is set here, once, with the rules that keep megatron-core
-0.16.1 from training on silently wrong gradients. Fields that the user passes through land last, by name.
+This module sets everything that megatron.training would set from flags, with the rules that keep megatron-core 0.16.1
+from training on silently wrong gradients. The user's passed-through fields are applied last, by name.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """What `GPTModel` and its attention read of a config when positions are rotated with YaRN.
+    """Config fields that `GPTModel` and its attention read for YaRN rotary embeddings.
 
-    megatron-core 0.16.1 asks for these attributes and declares them for multi-latent attention only
-    (`YarnRotaryEmbedding` says what each is). Without `yarn_mscale` the published factor 0.1 ln(scaling) + 1 holds.
+    megatron-core 0.16.1 reads these attributes but declares them only for multi-latent attention (`YarnRotaryEmbedding`
+    documents each). Without `yarn_mscale` the published factor 0.1 ln(scaling) + 1 holds.
     """
 
     yarn_rotary_scaling_factor: float = 1.0
@@ -58,10 +58,10 @@ class YarnTransformerConfig(TransformerConfig):
 
 
 def device_of(device: Device, rank: int) -> torch.device:
-    """The device of a trainer rank where `device` is configured; `auto` is CUDA when there is any.
+    """The device of a trainer rank; `auto` is CUDA if available.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: cuda is configured and not available.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -99,7 +99,7 @@ def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device:
     if architecture.get("num_moe_experts"):
         values |= _moe_fields(spec, device)
     if architecture["add_bias_linear"]:
-        values["bias_dropout_fusion"] = False  # the grouped experts refuse it with biases
+        values["bias_dropout_fusion"] = False  # the grouped experts do not support it with biases
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     if kind is TransformerConfig and "yarn_rotary_scaling_factor" in architecture:
         kind = YarnTransformerConfig
@@ -107,7 +107,8 @@ def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device:
 
 
 def _refuse_unequal_allgather(spec: ModelSpec) -> None:
-    """The allgather dispatcher wants equal token counts on the ranks of an expert group; micro-batches differ."""
+    """Reject the allgather dispatcher: it needs equal token counts on the ranks of an expert group; micro-batches
+    differ."""
     layout, name = spec.layout, spec.megatron.moe_token_dispatcher_type
     if name == "allgather" and (layout.pp > 1 or layout.expert_size > layout.tp * layout.cp):
         raise ConfigError(
@@ -133,9 +134,9 @@ def _layout_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
         # With batched point-to-point calls the interleaved schedule trains on wrong gradients.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Stages tell each other the shape of every micro-batch: packed and unpacked ones differ in length.
+        # Stages send each other the shape of every micro-batch: packed and unpacked ones differ in length.
         "variable_seq_lengths": layout.pp > 1,
-        # Interleaved stages free an output that is still being sent: a CUDA stream keeps it alive, gloo does not.
+        # Interleaved stages free an output during its send: a CUDA stream keeps it alive, gloo does not.
         "deallocate_pipeline_outputs": layout.pp > 1 and device.type == "cuda",
         # Also for dense models: the default refuses variable lengths.
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
@@ -149,13 +150,13 @@ def _numeric_fields(megatron: MegatronConfig, device: torch.device) -> dict[str,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Weights come from a checkpoint. Initialising them first is not waste: without it layers do not mark which
+        # Weights come from a checkpoint, but initialisation is still needed: without it layers do not mark which
         # weights tensor parallelism splits, and the gradient norm counts only those of the first rank.
         "perform_initialization": True,
         "use_cpu_initialization": not cuda,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # The loss carries its denominators itself; with per-token averaging 0.16.1 also scales aux losses by 1/TP.
+        # The loss includes its denominators; with per-token averaging 0.16.1 also scales aux losses by 1/TP.
         "calculate_per_token_loss": False,
         "gradient_accumulation_fusion": cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "bias_activation_fusion": cuda,
@@ -188,7 +189,7 @@ def optimizer_config(t: TrainConfig, megatron: MegatronConfig, device: torch.dev
         "adam_beta1": t.adam_beta1,
         "adam_beta2": t.adam_beta2,
         "adam_eps": t.adam_eps,
-        # With 0 megatron-core would not measure the norm either.
+        # With 0 megatron-core would not compute the norm either.
         "clip_grad": t.clip_grad or math.inf,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
@@ -199,7 +200,7 @@ def optimizer_config(t: TrainConfig, megatron: MegatronConfig, device: torch.dev
 
 
 def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
-    """Gradients are summed in float32."""
+    """Data-parallel settings; gradients are summed in float32."""
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": megatron.overlap_grad_reduce,
@@ -210,7 +211,7 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def _construct(kind: type[T], values: Mapping[str, Any], extra: Mapping[str, Any]) -> T:
-    """A megatron-core object from our values and the user's; what it refuses becomes a ConfigError."""
+    """Build a megatron-core object from our values and the user's; its errors become a ConfigError."""
     further = passthrough(extra, kind)
     try:
         return kind(**{**values, **further})
@@ -222,7 +223,7 @@ def _construct(kind: type[T], values: Mapping[str, Any], extra: Mapping[str, Any
 
 
 def passthrough(extra: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The user's further fields that `kind` has; names of dtypes and of enum members become what they name."""
+    """The user's further fields that `kind` has, with names of dtypes and enum members resolved."""
     defaults = {f.name: f.default for f in fields(kind)}
     return {name: _as_typed(value, defaults[name]) for name, value in extra.items() if name in defaults}
 

@@ -1,11 +1,11 @@
-"""Parts of MoE layers that megatron-core 0.16.1 does not build or keeps too long: routers, dispatchers, experts' state.
+"""Parts of MoE layers missing or wrong in megatron-core 0.16.1: routers, dispatchers, experts' state.
 
 DeepSeek-V2's softmax router chooses experts from the groups whose best expert scores highest (arXiv 2405.04434, section
 2.2.2). megatron-core ranks groups by the sum of several experts (`moe_utils.group_limited_topk`): DeepSeek-V3's rule.
 
-Where routers have losses of their own, or count tokens for their bias, rows of padding are left out. megatron-core has
-a mask for that; what it makes of it is put right here: a z-loss whose mean is each rank's own, a bias that takes no
-mask, and a division by zero where a micro-batch is padding alone.
+If routers have auxiliary losses, or count tokens for their bias, padding rows are excluded. megatron-core has a mask
+for that, with three faults corrected here: its z-loss averages per rank, its bias ignores the mask, and a micro-batch
+of padding divides by zero.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from mslime.config.errors import ConfigError
 
 
 class BestOfGroupRouter(TopKRouter):
-    """Softmax scores over all experts; those of the chosen ones, scaled but not normalised, weigh their outputs."""
+    """Router with softmax scores over all experts; scores of the chosen ones, scaled and not normalised, are the
+    weights."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[s, b, experts] -> weights and map [s * b, experts]; 0 and False where a token does not visit an expert."""
+        """[s, b, experts] -> weights and map [s * b, experts]; 0 and False if a token does not visit an expert."""
         groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         assert groups is not None and chosen is not None
         logits = logits.flatten(0, -2)
@@ -58,7 +59,7 @@ def choose_from_best_groups(scores: Tensor, top_k: int, groups: int, chosen: int
 
 
 def excludes_padding(config: TransformerConfig) -> bool:
-    """Whether routers have to know which rows are padding: they have a loss of their own, or count tokens."""
+    """Whether routers must know the padding rows: they have an auxiliary loss, or count tokens."""
     found: Any = config.moe_aux_loss_coeff
     coefficients = found if isinstance(found, list) else [found]
     counts = config.moe_router_enable_expert_bias
@@ -66,7 +67,7 @@ def excludes_padding(config: TransformerConfig) -> bool:
 
 
 class TokenRouter(TopKRouter):
-    """megatron-core's router, whose losses and counts are of tokens: rows of padding are none, on whichever rank."""
+    """megatron-core's router with losses and counts over real tokens only, without padding on any rank."""
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -87,7 +88,7 @@ class TokenRouter(TopKRouter):
         if coefficient == 0:
             return probs
         counts = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
-        tokens = (counts.sum() / self.topk).clamp(min=1.0)  # 0 where all of the micro-batch is padding
+        tokens = (counts.sum() / self.topk).clamp(min=1.0)  # 0 if the whole micro-batch is padding
         loss = switch_load_balancing_loss_func(
             probs=scores,
             tokens_per_expert=counts,
@@ -117,10 +118,10 @@ class TokenRouter(TopKRouter):
 
 
 def use_own_routers(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Put them into every layer of the spec that routes with softmax scores within groups, or has to leave out padding.
+    """Put these routers into every layer that routes with softmax scores within groups, or must exclude padding.
 
     Raises:
-        ConfigError: a setting asks for what these routers do not compute.
+        ConfigError: a setting that these routers do not support.
     """
     within_groups = config.moe_router_score_function == "softmax" and config.moe_router_group_topk
     if within_groups:
@@ -148,18 +149,19 @@ def _refuse(config: TransformerConfig) -> None:
             )  # fmt: skip
 
 
-# megatron-core's token dispatchers, which forget a micro-batch once its tokens are back.
+# megatron-core's token dispatchers, without references to a micro-batch after its forward pass.
 #
-# Version 0.16.1 leaves a layer's routing weights with its dispatcher until the layer's next forward pass. They hang on
-# the graph of what computed them: the input of every MoE layer, its router's and the sum behind its attention stay in
-# memory through the rest of the backward pass, the optimizer's step and a weight sync, 2 x [T / TP, H] a layer.
+# Version 0.16.1 keeps a layer's routing weights in its dispatcher until the layer's next forward pass. They reference
+# the graph that computed them, so the input of every MoE layer, its router's and the sum behind its attention stay in
+# memory through the rest of the backward pass, the optimizer's step and a weight sync: 2 x [T / TP, H] a layer.
 
 KEPT = ("probs", "local_probs", "routing_map", "local_map", "reversed_local_input_permutation_mapping")
-"""Attributes of dispatchers that are read from a forward pass's beginning to its end, and not after it."""
+"""Attributes of dispatchers that are used only within one forward pass."""
 
 
 def forget_micro_batches(chunk: torch.nn.Module) -> None:
-    """Let the dispatchers of all MoE layers drop these attributes at the end of each pass, a recomputed one too."""
+    """Make the dispatchers of all MoE layers drop these attributes at the end of each pass, recomputed ones
+    included."""
     for layer in chunk.modules():
         if isinstance(layer, MoELayer):
             _forget_after_combining(layer.token_dispatcher)
@@ -178,17 +180,17 @@ def _forget_after_combining(dispatcher: Any) -> None:
     dispatcher.combine_postprocess = combine_and_forget
 
 
-# Grouped experts' checkpoints where Transformer Engine keeps no state of FP8.
+# Checkpoints of grouped experts if Transformer Engine keeps no FP8 state.
 #
-# megatron-core 0.16.1 hands a grouped layer's state of FP8 on to its experts, and takes it for granted that a layer
-# that multiplies in FP8 has one. With recipes without a history of maxima (`train.fp8`) Transformer Engine 2.20 has
-# none, and says so by an empty tensor, of which nothing can be handed on: saving failed.
+# megatron-core 0.16.1 passes a grouped layer's FP8 state to its experts and assumes that a layer that multiplies in FP8
+# has one. With recipes without a history of maxima (`train.fp8`) Transformer Engine 2.20 has none and returns an empty
+# tensor, so saving fails.
 
 _SPLIT = "_split_extra_state"
 
 
 def share_empty_states(chunk: torch.nn.Module) -> None:
-    """Give each expert of every grouped layer the layer's state where that is empty."""
+    """Give each expert of a grouped layer the layer's FP8 state if that is empty."""
     for layer in chunk.modules():
         if hasattr(layer, _SPLIT):
             setattr(layer, _SPLIT, _sharing(getattr(layer, _SPLIT), layer))

@@ -1,8 +1,8 @@
-"""Rotary embeddings of packed sequences, without waiting for the device and without a loop over sequences.
+"""Rotary embeddings of packed sequences, without device synchronisation or a loop over sequences.
 
-megatron-core 0.16.1 reads the sequences' lengths back from the device, twice in every layer, and cuts the angles out a
-sequence at a time. Here the position of every row is computed where the lengths are, and the cosines and sines that the
-layers of a micro-batch share are made once. What is multiplied and added is the same, to the bit.
+megatron-core 0.16.1 reads the sequences' lengths from the device twice in every layer and slices the angles one
+sequence at a time. Here row positions are computed on the device of the lengths, and the layers of a micro-batch share
+cosines and sines. Results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def packed_positions(cumulative: Tensor, rows: int, cp: int, rank: int) -> Tenso
     within = row - starts[sequence]
     if cp == 1:
         return within
-    length = starts.diff()[sequence]  # that this rank holds
+    length = starts.diff()[sequence]  # of the rows that this rank holds
     half = length // 2
     late = cp * length - (rank + 2) * half
     return within + torch.where(within < half, rank * half, late)
@@ -41,7 +41,7 @@ def packed_positions(cumulative: Tensor, rows: int, cp: int, rank: int) -> Tenso
 
 @dataclass(frozen=True)
 class _Angles:
-    """Cosines and sines [T, 1, d] of a micro-batch's rows, and what they were made of."""
+    """Cosines and sines [T, 1, d] of a micro-batch's rows, and the inputs they were made from."""
 
     lengths: weakref.ref[Tensor]
     freqs: Tensor
@@ -51,7 +51,8 @@ class _Angles:
 
 
 _newest: list[_Angles] = []
-"""At most one. It goes with the micro-batch: who sleeps holds no memory of it."""
+"""The newest angles, at most one entry. It is freed with the micro-batch, so an offloaded trainer keeps no memory of
+it."""
 
 
 def rotate_packed(
@@ -110,8 +111,8 @@ def table_length(
 ) -> int:  # fmt: skip
     """megatron-core's `get_rotary_seq_len`, with the same arguments; of packed sequences the next power of two.
 
-    megatron-core keeps the tables of angles for the last 32 lengths, and the longest sequence of a micro-batch is
-    another one nearly each time. Rows pick theirs out of a table by position, so it may be longer.
+    megatron-core caches tables of angles for the last 32 lengths, and the longest sequence differs in nearly every
+    micro-batch. Rows index the table by position, so a longer table is valid.
     """
     length = _exact_length(
         self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **others
@@ -120,6 +121,7 @@ def table_length(
 
 
 def use_packed_rotary() -> None:
-    """Have attention layers call `rotate_packed`, in this process. Fused kernels (`apply_rope_fusion`) go first."""
+    """Make attention layers call `rotate_packed` in this process. Fused kernels (`apply_rope_fusion`) take
+    precedence."""
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
     RotaryEmbedding.get_rotary_seq_len = table_length  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Which modules a transformer layer is made of: Transformer Engine's on CUDA, megatron-core's own on the CPU.
+"""Modules of a transformer layer: Transformer Engine's on CUDA, megatron-core's own on the CPU.
 
-This is the only place above `backends.cpu` where the device decides about code.
+Only here, outside `backends.cpu`, does the device select the code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def block_spec(
     """The layers of one model chunk.
 
     Args:
-        adapters: linear layers get adapters, which need what they are given: no norm is fused into them.
+        adapters: linear layers get adapters, which need the layers' exact input: no norm is fused into them.
 
     Raises:
         TrainerError: on CUDA without Transformer Engine, or without the kernels of a layer.
@@ -57,14 +57,14 @@ NORMS_BEFORE = {
     "in_proj": ("layer", "input_layernorm"),
     "linear_fc1": ("layer", "pre_mlp_layernorm"),
 }
-"""Where megatron-core looks for the norm that Transformer Engine fuses into a layer."""
+"""Names under which megatron-core stores the norm that Transformer Engine fuses into a layer."""
 
 
 def stand_norms_alone(spec: TransformerBlockSubmodules, fused: type, plain: type, norm: type) -> None:
-    """Put the norms that are fused into linear layers of attention and dense MLPs before them.
+    """Replace norms fused into linear layers of attention and dense MLPs by separate norms before them.
 
     Args:
-        fused: a column-parallel layer that norms its input first. plain: the same without. norm: the norm.
+        fused: a column-parallel layer that norms its input first. plain: the same without the norm. norm: the norm.
     """
     for layer in spec.layer_specs or []:
         modules: Any = layer.submodules

@@ -1,1 +1,1 @@
-"""Routing replay: recorded experts in the place of the routers' own choice, pass by pass."""
+"""Routing replay: recorded experts in place of the routers' own choice, pass by pass."""

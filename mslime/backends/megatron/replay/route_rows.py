@@ -1,7 +1,7 @@
 """Routes of a shard as routing replay needs them: a row for each token, cut and ordered as a rank's routers see them.
 
-Which rows are replayed, which are scored, how old their routes are, and what identifies a row on all ranks of a step is
-decided here; `routing_replay` only follows it.
+This module decides which rows are replayed and which are scored, how old their routes are, and what identifies a row on
+all ranks of a step. `routing_replay` only follows it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 
 ROWS_AT_ONCE = 512
-"""Rows whose experts are checked at once: so many stay in a CPU's cache."""
+"""Rows whose experts are checked at once: they fit into a CPU's cache."""
 HASHES_AT_ONCE = {"cuda": 1 << 22, "cpu": 1 << 15}
-"""Rows times layers that are hashed at once: few launches on a GPU, and what stays in a CPU's cache."""
+"""Rows times layers that are hashed at once: few launches on a GPU, and a block that fits into a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class RouteRows:
     """Routes of one micro-batch, cut and ordered like the tokens that this rank's routers see.
 
     Attributes:
-        experts: [rows, layers, top-k], uint8 or int16 (a pipeline holds many of these at once); the layers are those
+        experts: [rows, layers, top-k], uint8 or int16, as a pipeline holds many of these at once; the layers are those
             of `RoutingReplay.layer_ids`, in that order.
-        mask: [rows] bool; False where the router chooses by itself.
+        mask: [rows] bool; False if the router chooses by itself.
         scored: [rows] bool; rows whose logits enter the loss.
-        too_old: [rows] bool; rows whose routes are not replayed for their age.
+        too_old: [rows] bool; rows whose routes are too old to be replayed.
         keys: [rows] int64; identify a token over all ranks of the step (`token_keys`), 0 on padding.
     """
 
@@ -65,10 +65,10 @@ def scored_rows(shard: TrainShard) -> NDArray[np.bool_]:
 
 
 def row_ages(shard: TrainShard) -> NDArray[np.int32]:
-    """[N] int32: weight versions between those that computed a row's route and those that are trained.
+    """[N] int32: weight versions between the one that computed a row's route and the one being trained.
 
-    A row is computed to sample the token after it. Versions never fall along a sequence, so the age of the next token
-    that was sampled is the largest of all later ones; 0 where none is sampled after the row.
+    A row is computed to sample the token after it. Versions never decrease along a sequence, so the next sampled token
+    has the largest age of all later ones; 0 if no token is sampled after the row.
     """
     assert shard.segment_ages is not None, "rows have ages if the shard has the trained version"
     ages = np.zeros(len(shard.tokens), np.int32)
@@ -78,7 +78,7 @@ def row_ages(shard: TrainShard) -> NDArray[np.int32]:
 
 
 def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
-    """Refuse routes that cannot be replayed, before any collective: looked at once a shard, on the host.
+    """Reject routes that cannot be replayed, before any collective; checked once a shard, on the host.
 
     Raises:
         EngineError: a trained token's row has no route, or a row has an expert twice or one that does not exist.
@@ -107,9 +107,9 @@ def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
 
 
 def _largest_and_first_repeated(routes: Routes) -> tuple[int, int | None]:
-    """The largest expert of all rows in the mask, and the first of these with an expert twice.
+    """The largest expert id of all masked rows, and the first of these rows with an expert twice.
 
-    Choices are compared in pairs, column by column: that takes a tenth of the time of sorting each row.
+    Choices are compared in pairs, column by column: ten times faster than sorting each row.
     """
     largest, first = 0, None
     for start in range(0, len(routes), ROWS_AT_ONCE):
@@ -134,11 +134,11 @@ def _place(shard: TrainShard, row: int) -> str:
 
 @dataclass(frozen=True)
 class ShardRoutes:
-    """What replay needs of a shard, as columns over its N tokens; made once a pass, cut for every micro-batch.
+    """Replay data of a shard, as columns over its N tokens; made once a pass, cut for every micro-batch.
 
     Attributes:
         layer_ids: the stage's MoE layers.
-        experts: [N, layers, top-k], uint8 or int16; None when the trainer records its own (r2).
+        experts: [N, layers, top-k], uint8 or int16; None if the trainer records its own (r2).
         mask, scored, too_old, keys: [N], see `RouteRows`; without experts every token is in the mask.
     """
 
@@ -151,7 +151,7 @@ class ShardRoutes:
 
     @classmethod
     def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int], max_age: int | None = None) -> ShardRoutes:
-        """R3: the routes that came with the shard, those of weights beyond `max_age` left out."""
+        """R3: the routes that came with the shard, without those of weights older than `max_age`."""
         assert shard.routes is not None
         routes = _layers_of(shard.routes, layer_ids)
         narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
@@ -181,10 +181,10 @@ class ShardRoutes:
         )
 
     def fingerprint(self, device: torch.device) -> int:
-        """What all ranks of a stage and data-parallel rank together must consume in one pass (r3).
+        """Fingerprint of the rows that all ranks of a stage and data-parallel rank must consume in one pass (r3).
 
         Args:
-            device: that works it out, while all other ranks wait.
+            device: that computes it, while all other ranks wait.
         """
         assert self.experts is not None
         total = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Which routes each pass of a step uses: the rollout's (r3), the trainer's own from its first pass (r2), or none.
+"""Routes of each pass of a step: the rollout's (r3), the trainer's own from its first pass (r2), or none.
 
-Binds `RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use the
-same experts; a reference policy always routes by itself.
+Binds `RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use the same
+experts; a reference policy always routes by itself.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Observe(RouteHooks):
         self.slicers[batch.index] = batch.slicer
 
     def chosen(self) -> RoutedRows:
-        """Of the tokens that this rank's routers saw."""
+        """Choices for the tokens of this rank's routers."""
         tokens, experts = [], []
         for index, slicer in self.slicers.items():
             known = np.flatnonzero(slicer.layer_rows != PADDING)
@@ -78,9 +78,9 @@ class Routing:
         mode: as configured; off for a model without routers and for supervised training.
         replay: attached to the routers; None when off.
         model: number of experts and top-k, to check routes against.
-        parallel: where this rank stands.
-        device: where rows are needed.
-        max_age: r3 leaves rows to the routers whose routes are older, in weight versions; None: replays all.
+        parallel: this rank's parallel state.
+        device: where rows are used.
+        max_age: in weight versions; r3 does not replay older routes. None: replays all.
     """
 
     mode: ReplayMode
@@ -94,7 +94,7 @@ class Routing:
 
     @contextmanager
     def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
-        """Routes of the pass before the first gradient of the shard; r2 records them as those of `step`."""
+        """Routes of the pass before the shard's first gradient; r2 records them for `step`."""
         if self.replay is None:
             yield None
         elif self.mode == "r3":
@@ -107,8 +107,8 @@ class Routing:
 
     @contextmanager
     def observed_pass(self) -> Iterator[tuple[RouteHooks | None, Callable[[], RoutedRows | None]]]:
-        """A pass in which the routers choose by themselves: its hooks, and what gives their choice after it (None
-        where nothing is attached to them, or this stage has none)."""
+        """A pass in which the routers choose by themselves: its hooks, and a function that returns their choice after
+        it (None if nothing is attached to them, or this stage has none)."""
         if self.replay is None or not self.replay.layers:
             yield None, lambda: None
             return
@@ -118,7 +118,7 @@ class Routing:
 
     @contextmanager
     def gradient_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
-        """Routes of the shard's gradient pass, those of its old-log-prob pass."""
+        """Routes of the shard's gradient pass, the same as in its old-log-prob pass."""
         if self.replay is None:
             yield None
             return
@@ -126,7 +126,7 @@ class Routing:
             yield self.gradient_routes(shard, step)
 
     def gradient_routes(self, shard: TrainShard, step: int) -> RouteHooks | None:
-        """Those of `gradient_pass`, for one of several that share a pass: inside `RoutingReplay.replaying`."""
+        """Routes of `gradient_pass`, for one of several that share a pass: inside `RoutingReplay.replaying`."""
         return None if self.replay is None else self._laid_out(self.replay, shard, step)
 
     def _laid_out(self, replay: RoutingReplay, shard: TrainShard, step: int) -> RouteHooks:
@@ -146,10 +146,10 @@ class Routing:
         return _LayOut(replay, rows_of, self._tally)
 
     def report(self, shard: TrainShard) -> ReplayReport | None:
-        """What the last pass replayed for this trainer, over all ranks; None when off. A collective.
+        """Replay statistics of this trainer's last pass, over all ranks; None when off. A collective.
 
         Raises:
-            AssertionError: the routes consumed are not those of the step, each exactly once.
+            AssertionError: the consumed routes are not exactly those of the step.
         """
         if self.replay is None:
             return None

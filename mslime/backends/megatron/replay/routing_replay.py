@@ -1,19 +1,19 @@
 """Routing replay: the trainer's routers use the experts that were recorded elsewhere, in every pass of a step.
 
-R3 replays what the generation engine used, in the old-log-prob pass and in the gradient pass (arXiv 2510.11370). R2
+R3 replays the generation engine's experts in the old-log-prob pass and in the gradient pass (arXiv 2510.11370). R2
 records the routers' own choice in the old-log-prob pass and replays it in the gradient pass (arXiv 2507.18071). Only
 the choice of experts is forced: gate values come from the current logits on those experts, so routers keep their
-gradients. Rows without a known route (newest token, padding), and in R3 those whose routes older weights computed than
-`train.replay_max_age` allows, are routed naturally, row by row.
+gradients. Rows without a known route (newest token, padding), and in R3 rows with routes older than
+`train.replay_max_age`, are routed naturally, row by row.
 
-All of it hangs on one object per trainer rank, `RoutingReplay`, which puts its own `LayerReplay` into the
-`router_replay` slot of megatron-core's routers. No environment variable, no global of ours, no patched function.
+One object per trainer rank, `RoutingReplay`, puts its own `LayerReplay` into the `router_replay` slot of
+megatron-core's routers. There is no environment variable, global or patched function.
 
-Which micro-batch a router is asked about is never guessed. A forward pass finds the rows that were laid out for it
-and uses them up; a router that runs without any is recomputing inside a backward pass, and takes the rows of the oldest
-of its own forward passes that is still to be recomputed. Layer by layer, every pipeline schedule runs backward passes
-in the order of the forward passes, so this is exact with any number of micro-batches in flight. Rows used twice, never,
-or by the wrong pass end the step with an error; nothing falls back silently to natural routing.
+The micro-batch of a router's call is never guessed. A forward pass consumes the rows that were laid out for it; a
+router that runs without any is recomputing inside a backward pass, and takes the rows of the oldest of its own forward
+passes that is still to be recomputed. Layer by layer, every pipeline schedule runs backward passes in the order of the
+forward passes, so this is exact with any number of micro-batches in flight. Rows used twice, never, or by the wrong
+pass end the step with an error; nothing falls back silently to natural routing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from mslime.config.errors import ConfigError
 
 @dataclass
 class Tally:
-    """What the routers of this rank did in a trainer's part of a pass: int64 scalars.
+    """Counts of this rank's routers in a trainer's part of a pass: int64 scalars.
 
     Attributes:
         rows: replayed (row, layer) pairs; `scored`, `covered`, `too_old`: those whose row's logits enter the loss, and
-            of these the replayed ones and the ones that were left to the routers for their age.
+            of these the replayed ones and the ones too old to be replayed.
         fingerprint: sum of the hashes of replayed rows (`row_hashes`).
         agreed: by layer, replayed rows whose natural choice was the same set of experts; added to in place.
     """
@@ -56,7 +56,7 @@ class Tally:
 
     @classmethod
     def zeros(cls, layer_ids: Sequence[int], device: torch.device) -> Tally:
-        """Of a pass that has not begun."""
+        """The counts before a pass."""
 
         def zero() -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=device)
@@ -66,11 +66,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What the routers of all ranks did during one pass.
+    """Replay statistics of all ranks' routers in one pass.
 
     Attributes:
         coverage: of the (row, layer) pairs whose row's logits enter the loss, the fraction that was replayed.
-        too_old: of the same pairs, the fraction that was left to the routers for its age; with `coverage` it makes 1.
+        too_old: of the same pairs, the fraction too old to be replayed; with `coverage` it sums to 1.
         agreement: by global layer id, the fraction of replayed rows whose natural choice was the same set of experts.
         fingerprint: order-independent sum over replayed rows and layers; the same in every layout.
         rows: replayed (row, layer) pairs.
@@ -83,7 +83,7 @@ class ReplayReport:
     rows: int
 
     def metrics(self) -> dict[str, float]:
-        """Named as in `metrics.jsonl`; `agreement_min_layer` is the agreement of the layer that agrees least."""
+        """Metrics by their names in `metrics.jsonl`; `agreement_min_layer` is the smallest agreement of a layer."""
         by_layer = list(self.agreement.values())
         mean, least = (float(np.mean(by_layer)), min(by_layer)) if by_layer else (1.0, 1.0)
         named = {f"replay/agreement_layer_{layer}": value for layer, value in self.agreement.items()}
@@ -97,13 +97,14 @@ class ReplayReport:
 
 
 def complete(experts: Tensor) -> Tensor:
-    """R2: [rows, layers, top-k] int16, what was kept of a micro-batch (`RoutingReplay.keep`), of every model chunk."""
+    """R2: [rows, layers, top-k] int16, the recorded routes of a micro-batch (`RoutingReplay.keep`), of every model
+    chunk."""
     assert experts.numel() == 0 or int(experts.min()) >= 0, "not recorded in every model chunk"
     return experts
 
 
 class LayerReplay(RouterReplay):
-    """What one router asks for its top-k; stands where megatron-core's own object stood."""
+    """Source of one router's top-k, in place of megatron-core's own object."""
 
     def __init__(self, layer_id: int, replaced: RouterReplay) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class LayerReplay(RouterReplay):
         self.agreed: Tensor | None = None
 
     def start(self, action: RouterReplayAction, *, gradient: bool, device: torch.device) -> None:
-        """Begin a pass; `gradient` when forward passes will be followed by backward passes."""
+        """Begin a pass; `gradient` if backward passes follow the forward passes."""
         self.stop()
         self.set_router_replay_action(action)
         self.gradient = gradient
@@ -131,12 +132,12 @@ class LayerReplay(RouterReplay):
         self.to_recompute.clear()
 
     def lay_out(self, experts: Tensor, mask: Tensor) -> None:
-        """The next forward pass uses these experts [rows, top-k] where mask [rows] is set."""
+        """Set the experts [rows, top-k] of the next forward pass, used where mask [rows] is set."""
         assert self.experts_and_mask is None, f"layer {self.layer_id}: its router did not ask for the last routes"
         self.experts_and_mask = (experts, mask)
 
     def check_used_up(self) -> None:
-        """Every row laid out was consumed by a forward pass, and by its recomputation where there is one."""
+        """Check that a forward pass, and its recomputation if any, consumed every laid-out row."""
         assert self.experts_and_mask is None, f"layer {self.layer_id}: its router bypassed the replay"
         assert not self.to_recompute, f"layer {self.layer_id}: {len(self.to_recompute)} micro-batches never recomputed"
 
@@ -164,14 +165,14 @@ class LayerReplay(RouterReplay):
         return scores.gather(1, indices), indices
 
     def _next_rows(self, natural: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows this call is about; `natural` [rows, top-k] is compared with them when it is a forward pass."""
+        """The rows of this call; a forward pass compares `natural` [rows, top-k] with them."""
         if self.experts_and_mask is None:
             assert self.to_recompute, f"layer {self.layer_id}: its router ran without routes for the micro-batch"
             return self.to_recompute.popleft()
         experts, mask = self.experts_and_mask
         assert experts.shape == natural.shape, f"layer {self.layer_id}: routes {experts.shape}, router {natural.shape}"
         self.experts_and_mask = None
-        if self.gradient and not torch.is_grad_enabled():  # inside an activation checkpoint: it will run again
+        if self.gradient and not torch.is_grad_enabled():  # inside an activation checkpoint: it will be recomputed
             self.to_recompute.append((experts, mask))
         same = (natural.sort(-1).values == experts.long().sort(-1).values).all(-1)
         assert self.agreed is not None
@@ -182,7 +183,7 @@ class LayerReplay(RouterReplay):
 class RoutingReplay:
     """Replay (and recording) of routes in every router of one trainer rank.
 
-    A pass is one run of the pipeline schedule; several trainers may share it, each with a tally of its own:
+    A pass is one run of the pipeline schedule; several trainers may share it, each with its own tally:
 
         with replay.replaying(gradient=True):
             tally = replay.tally()
@@ -208,7 +209,7 @@ class RoutingReplay:
         self.records: dict[Hashable, Tensor] = {}
 
     def tally(self) -> Tally:
-        """Of a trainer's part in a pass that is to come."""
+        """An empty tally for a trainer's part in the next pass."""
         return Tally.zeros(self.layer_ids, self.device)
 
     @contextmanager
@@ -221,7 +222,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A forward-only pass of natural routing; call `keep` after every model forward. Forgets older records."""
+        """A forward-only pass of natural routing; call `keep` after every model forward. Drops older records."""
         self.records.clear()
         with self._action(RouterReplayAction.RECORD, gradient=False):
             yield
@@ -251,7 +252,7 @@ class RoutingReplay:
         tally.fingerprint += (hashes * rows.mask[:, None]).sum()
 
     def keep(self, chunk: int, micro_batch: Hashable) -> None:
-        """R2: remember what the routers of `chunk` chose in the forward pass that just ended, as `micro_batch`."""
+        """R2: record the routers' choices of `chunk` in the forward pass that just ended, as `micro_batch`."""
         for layer in self.chunks[chunk]:
             indices = layer.get_recorded_indices()
             assert indices is not None, f"layer {layer.layer_id}: its router bypassed the recording"
@@ -262,16 +263,16 @@ class RoutingReplay:
             layer.clear_indices()
 
     def report(self, tally: Tally, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
-        """Sum what happened in a pass over all trainer ranks. A collective.
+        """Sum the statistics of a pass over all trainer ranks. A collective.
 
         Args:
-            expected: this rank's share of what must have been consumed (`ShardRoutes.fingerprint` on one rank of each
+            expected: this rank's share of the rows to be consumed (`ShardRoutes.fingerprint` on one rank of each
                 data-parallel rank and pipeline stage, 0 on the others); None to leave it unchecked (R2).
             group: all trainer ranks; None for the default group.
 
         Raises:
             AssertionError: rows were lost, used twice, or applied to another token than their own; a row whose logits
-                enter the loss was not replayed, and is not too old either.
+                enter the loss was neither replayed nor too old.
         """
         by_layer = torch.zeros(self.num_layers, 2, dtype=torch.int64, device=self.device)
         for layer in self.layers:
@@ -298,7 +299,7 @@ class RoutingReplay:
 
 
 def refuse_bypass(config: TransformerConfig) -> None:
-    """Refuse settings whose routers do not (only) use the replayed experts.
+    """Reject settings whose routers do not use only the replayed experts.
 
     Raises:
         ConfigError: naming the setting.

@@ -1,8 +1,8 @@
-"""Several adapters on one base: each has a trainer of its own, and takes its turn in the model.
+"""Several adapters on one base; each has its own trainer and takes its turn in the model.
 
-An adapter's trainer has all that a run of it alone would have: modules, gradient buffers, optimizer, schedule, step
-count, loss and records of routes. Only the frozen base is shared. While one is at work its modules are in the model and
-no other's are, so every number is that of its own run, bit for bit, whatever ran in between.
+An adapter's trainer has its own modules, gradient buffers, optimizer, schedule, step count, loss and recorded routes.
+Only the frozen base is shared. While a trainer works, only its modules are in the model. So its results equal those of
+a separate run bit for bit, regardless of the other adapters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHARED = (
     "checkpoint", "layout", "megatron", "device", "replay", "teacher", "fp8", "asked_engine_dtype", "weights.senders",
     "train.logit_bytes",
 )  # fmt: skip
-"""Fields of a spec that are the base's."""
+"""Fields of a spec that belong to the base."""
 
 
 class AdapterTrainers:
     """One rank's trainers of adapters, by name. All ranks call the same methods in the same order.
 
     Args:
-        base: of this rank, without adapters.
+        base: model of this rank, without adapters.
     """
 
     def __init__(self, base: Base) -> None:
@@ -36,17 +36,17 @@ class AdapterTrainers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the adapters that there are, oldest first."""
+        """Names of the adapters, oldest first."""
         return tuple(self._trainers)
 
     def create(self, name: str, spec: PolicySpec) -> None:
-        """Make an adapter with all that trains it. A collective.
+        """Create an adapter and its trainer. A collective.
 
         Args:
-            spec: as of a run of it alone, on this base.
+            spec: the same as for a run of this adapter alone.
 
         Raises:
-            ConfigError: the name is taken, or `spec` is not of an adapter on this base. The base is as before then.
+            ConfigError: the name is taken, or `spec` is not of an adapter on this base. The base stays unchanged.
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
         if name in self._trainers:
@@ -57,16 +57,16 @@ class AdapterTrainers:
         self._trainers[name] = trainer
 
     def free(self, name: str) -> None:
-        """Forget an adapter; its memory is given back."""
+        """Delete an adapter and free its memory."""
         self._of(name)
         del self._trainers[name]
 
     @contextmanager
     def placed(self, name: str) -> Iterator[MegatronTrainer]:
-        """The adapter's trainer, with its modules in the model inside: for whatever a single run's trainer can do.
+        """Context manager: the adapter's trainer with its modules in the model, usable like a single run's trainer.
 
         Raises:
-            ConfigError: there is no such adapter.
+            ConfigError: the adapter does not exist.
         """
         trainer = self._of(name)
         trainer.put_in()
@@ -76,10 +76,10 @@ class AdapterTrainers:
             trainer.take_out()
 
     def of(self, names: Iterable[str]) -> dict[str, MegatronTrainer]:
-        """The trainers of these adapters, none of which is in the model: for a pass that they share (`joint_step`).
+        """Trainers of these adapters for a shared pass (`joint_step`); none of the adapters is in the model.
 
         Raises:
-            ConfigError: there is no such adapter.
+            ConfigError: an adapter does not exist.
         """
         return {name: self._of(name) for name in names}
 

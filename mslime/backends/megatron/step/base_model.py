@@ -1,4 +1,4 @@
-"""The model of one rank as its checkpoint has it: what trainers of several adapters share."""
+"""The model of one rank as loaded from its checkpoint; trainers of several adapters share it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Base:
-    """The chunks of a rank with the weights of the checkpoint, its process groups, and what hangs on its routers.
+    """A rank's model chunks with the checkpoint's weights, its process groups and routing replay.
 
     Attributes:
-        spec: how it was built.
+        spec: settings of the model.
         hf_config, model: of the checkpoint.
         transformer: megatron-core's settings.
-        device, parallel: where the chunks live, and where this rank stands.
+        device, parallel: device of the chunks and this rank's parallel state.
         chunks: without wrappers, in virtual-stage order.
         routing_layers: global ids of this pipeline stage's MoE layers.
-        replay: attached to the routers; None where they route by themselves.
-        reference, teacher: weights of other policies; None where none are held.
-        groups: of weight syncs and exports, once they are made.
+        replay: attached to the routers; None if they route by themselves.
+        reference, teacher: weights of other policies; None without.
+        groups: process groups of weight syncs and exports, once created.
     """
 
     spec: PolicySpec
@@ -62,9 +62,9 @@ class Base:
         """Join the other ranks, build this rank's part of the model and read its weights.
 
         Raises:
-            ConfigError: a setting that the trainer cannot follow.
-            CheckpointError: the checkpoint is not complete or does not fit.
-            TrainerError: the ranks did not find each other.
+            ConfigError: a setting that the trainer does not support.
+            CheckpointError: the checkpoint is incomplete or does not fit.
+            TrainerError: the ranks could not connect to each other.
         """
         device, hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
         model = get_family(hf_config).model_fields(hf_config)
@@ -94,6 +94,6 @@ class Base:
         )
 
     def routing(self, spec: PolicySpec) -> Routing:
-        """Routes of one trainer's passes: it keeps its own records of them."""
+        """Routes of one trainer's passes, with separate records per trainer."""
         mode = spec.replay if self.model.num_experts else "off"
         return Routing(mode, self.replay, self.model, self.parallel, self.device, spec.train.replay_max_age)

@@ -1,10 +1,10 @@
-"""From a shard's columns to what one rank's model sees of one micro-batch.
+"""From a shard's columns to one rank's rows of one micro-batch.
 
-One object, `SequenceSlicer`, decides which token every local row is: padding, packing, the zigzag cut of context
-parallelism and the cut of sequence parallelism happen there and nowhere else, so tokens, routes and log-probs cannot
-disagree. Here columns about token t (labels, weights, advantages, log-probs) also move to the row that predicts it,
-the one of token t - 1. Padding sits at the end of sequences, where causal attention makes it invisible. Its rows hold
-tokens of the micro-batch: rows of one and the same token would go to the same few experts, whose ranks all wait for.
+`SequenceSlicer` alone maps local rows to tokens. It applies padding, packing, the zigzag split of context parallelism
+and the split of sequence parallelism, so tokens, routes and log-probs cannot disagree. Columns about token t (labels,
+weights, advantages, log-probs) also move to the row that predicts it, the one of token t - 1. Padding is at the end of
+sequences, where causal attention ignores it. Padding rows hold varied tokens of the micro-batch: rows with one same
+token would overload a few experts, and all ranks would wait for these.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mslime.data.routes import Supports
 from mslime.data.shard import TrainShard
 
 PADDING = -1
-"""In index arrays: this row is no token, or predicts none."""
+"""In index arrays: this row is padding, or predicts no token."""
 
 _GOLDEN = 0.6180339887498949
-"""Multiples of the golden ratio's fraction fill [0, 1) evenly, however many of them are taken."""
+"""Multiples of the golden ratio's fraction fill [0, 1) evenly for any count."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How one micro-batch's rows are spread over ranks.
+    """Distribution of one micro-batch's rows over ranks.
 
     Attributes:
         cp, cp_rank: context-parallel size and rank; each sequence is cut into 2 x cp chunks, two for each rank.
         sp, sp_rank: sequence-parallel size and rank (the tensor-parallel group, or 1 and 0 when it is off); inside the
             layers each rank holds one contiguous piece of the local rows.
-        multiple: what the rows of such a piece are a multiple of.
+        multiple: the row count of such a piece is a multiple of this.
     """
 
     cp: int = 1
@@ -51,7 +51,7 @@ class RowLayout:
 def zigzag_positions(length: int, cp: int, rank: int) -> NDArray[np.int64]:
     """Positions, in a sequence of `length` (a multiple of 2 x cp), of the tokens that a context-parallel rank holds.
 
-    Chunks `rank` and `2 x cp - 1 - rank` of 2 x cp: every rank then does the same share of causal attention.
+    Chunks `rank` and `2 x cp - 1 - rank` of 2 x cp: every rank then has the same share of causal attention.
     """
     if cp == 1:
         return np.arange(length)
@@ -62,14 +62,14 @@ def zigzag_positions(length: int, cp: int, rank: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class SequenceSlicer:
-    """Which of the shard's N tokens each of this rank's T rows of one micro-batch is.
+    """Map from this rank's T rows of one micro-batch to the shard's N tokens.
 
     Attributes:
         rows: [T] int64, flat index of the row's own token in the shard's columns; PADDING for padding.
         targets: [T] int64, flat index of the token that the row predicts; PADDING for padding and for last tokens.
         positions: [T] int64, position within the sequence.
         padded_lengths: padded length of every sequence, over all context-parallel ranks.
-        layout: how rows are spread.
+        layout: distribution of rows over ranks.
     """
 
     rows: NDArray[np.int64]
@@ -82,7 +82,7 @@ class SequenceSlicer:
     def build(cls, spans: list[tuple[int, int]], layout: RowLayout) -> SequenceSlicer:
         """The slicer of a micro-batch that holds the sequences at the given token ranges of the shard.
 
-        Without a sequence it holds padding only, the fewest rows that the layout allows.
+        Without sequences it holds only padding, as few rows as the layout allows.
         """
         lengths = padded_lengths([stop - start for start, stop in spans], layout.cp, layout.sp, layout.multiple)
         rows, targets, positions = [], [], []
@@ -98,13 +98,13 @@ class SequenceSlicer:
 
     @property
     def layer_rows(self) -> NDArray[np.int64]:
-        """[T / sp]: `rows` as the transformer layers of this tensor-parallel rank see them (for routes)."""
+        """[T / sp]: `rows` of this tensor-parallel rank's transformer layers (for routes)."""
         piece = len(self.rows) // self.layout.sp
         return self.rows[self.layout.sp_rank * piece : (self.layout.sp_rank + 1) * piece]
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """[T]: number of each row's sequence, also of padding at its end."""
+        """[T]: index of each row's sequence, also for padding at its end."""
         return np.repeat(np.arange(len(self.padded_lengths)), np.array(self.padded_lengths) // self.layout.cp)
 
     def at_rows(self, column: NDArray[Any]) -> NDArray[Any]:
@@ -120,7 +120,7 @@ class SequenceSlicer:
         return _gather(column, self.layer_rows)
 
     def scatter_targets(self, values: Tensor, out: Tensor) -> None:
-        """Write per-row predictions [T] to the tokens they are about in `out` [N], in place.
+        """Write per-row values [T] to the predicted tokens in `out` [N], in place.
 
         Other context-parallel ranks write the other tokens: start from zeros and sum over the group at the end.
         """
@@ -129,12 +129,11 @@ class SequenceSlicer:
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device that computes with it next; on a CPU it may be the array itself.
+    """Copy the array to the device that computes with it next; on a CPU the result may share its memory.
 
-    To a GPU it goes through pinned memory. A copy out of any other memory returns only when everything that was queued
-    on the stream before it is done, so that the GPU would wait for the host in every micro-batch. torch reuses a pinned
-    block only after the copies out of it (`CachingHostAllocator`, `record_event` in ATen/native/cuda/Copy.cu), so
-    nothing is waited for here.
+    A GPU receives it through pinned memory. A copy from any other memory returns only after all work queued before it
+    on the stream, so the GPU would wait for the host in every micro-batch. torch reuses a pinned block only after the
+    copies from it (`CachingHostAllocator`, `record_event` in ATen/native/cuda/Copy.cu), so no wait is needed here.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -153,20 +152,21 @@ class MicroBatch:
 
     Attributes:
         index: position in the shard's list of micro-batches.
-        slicer: where rows come from.
+        slicer: map from rows to tokens.
         tokens, position_ids: [1, T] int64; rows of padding hold tokens of the micro-batch.
         cumulative_lengths: [sequences + 1] int32, padded and over all context-parallel ranks; None when not packed.
-        labels: [T] int64, 0 where the row predicts nothing.
+        labels: [T] int64, 0 if the row predicts nothing.
         loss_mask: [T] bool.
         weights, advantages, behaviour_log_probs: [T] float32.
-        old_log_probs, reference_log_probs, values, returns: [T] float32, None when the shard has none.
+        old_log_probs, reference_log_probs, values, returns: [T] float32, None if the shard has none.
         sequence_index: [T] int64 in [0, num_sequences), numbered alike on all context-parallel ranks; 0 for padding.
         num_sequences: sequences of the micro-batch, at least 1.
-        segment_index: [T] int64 in [0, num_segments), likewise for weight-version segments; None when not known.
+        segment_index: [T] int64 in [0, num_segments), likewise for weight-version segments; None if unknown.
         num_segments: segments of the micro-batch.
-        ages: [T] int64, versions since the predicted token's segment was sampled; None when the shard does not know.
+        ages: [T] int64, versions since the predicted token's segment was sampled; None if the shard has no segments.
         positions: [T] int64, distance of the predicted token to the first trained one of its sequence; 0 for others.
-        support: T rows, the ids that the predicted token was drawn from; None when all are of the whole vocabulary.
+        support: T rows, the ids that the predicted token was drawn from; None if all are drawn from the whole
+            vocabulary.
     """
 
     index: int
@@ -195,7 +195,7 @@ class MicroBatch:
 def build_micro_batch(
     shard: TrainShard, index: int, layout: RowLayout, *, packed: bool, device: torch.device
 ) -> MicroBatch:
-    """Micro-batch `index` of the shard as the rank at `layout` sees it.
+    """Micro-batch `index` of the shard, for the rank at `layout`.
 
     Raises:
         AssertionError: not packed, and the micro-batch holds more than one sequence.
@@ -259,15 +259,15 @@ def _with_padding(slicer: SequenceSlicer, tokens: NDArray[np.int32], spans: list
 
 
 def first_segments(shard: TrainShard, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64] | None:
-    """[sequences + 1]: number of each sequence's first segment among those of all these sequences, and how many there
-    are. None when the shard does not know its segments."""
+    """[sequences + 1]: index of each sequence's first segment among the segments of all these sequences, then their
+    count. None if the shard has no segments."""
     if shard.segment_index is None:
         return None
     return np.cumsum([0, *(int(shard.segment_index[start:stop].max()) + 1 for start, stop in spans)])
 
 
 def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, device: torch.device) -> LabelSupport | None:
-    """One row for each of the slicer's T rows; an empty one where nothing is predicted. None when all are empty."""
+    """One row for each of the slicer's T rows, empty if it predicts nothing. None if all are empty."""
     found = Supports.empty() if supports is None else supports.take(slicer.targets)
     if not len(found.ids):
         return None
@@ -277,7 +277,7 @@ def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, devic
 def _response_positions(
     shard: TrainShard, spans: Sequence[tuple[int, int]], slicer: SequenceSlicer
 ) -> NDArray[np.int64]:
-    """[T] distance of each predicted token to the first trained one of its sequence; 0 before it, and where none is
+    """[T] distance of each predicted token to the first trained one of its sequence; 0 before that, and if none is
     predicted."""
     firsts = np.array([start + int(shard.loss_mask[start:stop].argmax()) for start, stop in spans] or [0])
     return np.where(slicer.targets != PADDING, np.maximum(slicer.targets - firsts[slicer.owners], 0), 0)

@@ -1,4 +1,5 @@
-"""Steps that clients of `mslime serve` put together themselves: a loss by name, an optimizer's step by its numbers."""
+"""Training steps that clients of `mslime serve` compose themselves: a loss by name, an optimizer step by its
+numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from mslime.data.client_batch import ClientShard
 
 @dataclass(frozen=True)
 class RankPassResult:
-    """What a pass found.
+    """Loss and log-probs of a pass.
 
     Attributes:
         loss: of the data of all ranks.
-        log_probs: [N] float32 of the targets of this rank's shard, 0 where there is none; the same on all ranks of a
+        log_probs: [N] float32 of the targets of this rank's shard, 0 if there is none; the same on all ranks of a
             data-parallel rank.
     """
 
@@ -40,7 +41,7 @@ class RankPassResult:
 
 
 def forward(trainer: MegatronTrainer, part: ClientShard) -> RankPassResult:
-    """Losses and log-probs of a client's data. A collective; the adapter is in the model, as for what follows."""
+    """Losses and log-probs of a client's data. A collective; the adapter must be in the model, as for the next one."""
     out = _column(trainer, part)
     total = LossStatistics.zeros(trainer.device)
 
@@ -58,7 +59,7 @@ def forward(trainer: MegatronTrainer, part: ClientShard) -> RankPassResult:
 
 
 def forward_backward(trainer: MegatronTrainer, part: ClientShard) -> RankPassResult:
-    """`forward`, and the gradient of the loss is added to the adapter's. A collective.
+    """`forward`, then add the gradient of the loss to the adapter's. A collective.
 
     Raises:
         TrainerError: the loss is not finite; gradients since the last step are dropped then.
@@ -68,7 +69,7 @@ def forward_backward(trainer: MegatronTrainer, part: ClientShard) -> RankPassRes
     try:
         metrics = trainer.accumulate(lambda: trainer.runner.add_gradients(part.shard, loss))
     except TrainerError:
-        trainer.forget_gradients()  # the buffers hold what is not finite
+        trainer.forget_gradients()  # the buffers contain non-finite values
         raise
     return RankPassResult(metrics["loss/total"], _whole(trainer, out))
 
@@ -76,11 +77,12 @@ def forward_backward(trainer: MegatronTrainer, part: ClientShard) -> RankPassRes
 def joint_forward_backward(
     trainers: Mapping[str, MegatronTrainer], parts: Mapping[str, ClientShard]
 ) -> dict[str, RankPassResult | TrainerError]:
-    """`forward_backward` of several adapters, none of which is in the model, in one pass (`joint_pass`): each one's
-    numbers are those of a pass of its own, bit for bit, whatever becomes of the others. A collective.
+    """`forward_backward` of several adapters in one pass (`joint_pass`); none of them is in the model. A collective.
+
+    Each adapter's results equal those of a separate pass bit for bit, even if another one fails.
 
     Returns:
-        By name what was found, or the error that every rank found alike.
+        By name the result, or the error that every rank found alike.
     """
     shares: dict[str, AdapterShare] = {}
     asides: dict[str, list[Tensor]] = {}
@@ -120,7 +122,7 @@ def adam_step(trainer: MegatronTrainer, params: AdamParams) -> dict[str, float]:
 
 
 def forget_moments(trainer: MegatronTrainer) -> None:
-    """Adam's moments and counts are those of before the first step."""
+    """Reset Adam's moments and counts to those before the first step."""
     for part in parts_of(trainer.optimizer):
         if part.optimizer is None:
             continue
@@ -144,7 +146,7 @@ def _column(trainer: MegatronTrainer, part: ClientShard) -> Tensor:
 
 
 def _whole(trainer: MegatronTrainer, out: Tensor) -> NDArray[np.float32]:
-    """What the last stage's ranks have written, on all ranks. A collective."""
+    """The values written by the last stage's ranks, on all ranks. A collective."""
     if trainer.parallel.is_last_stage:
         trainer.parallel.sum_over_context_ranks(out)
     return trainer.parallel.broadcast_from_last_stage(out).cpu().numpy()

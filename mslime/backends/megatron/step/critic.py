@@ -1,8 +1,7 @@
 """`MegatronCritic`: one rank of PPO's value model, in the policy's layout, with its own optimizer and checkpoint.
 
-It lives in the policy's processes (`critic.placement: shared`) or in as many of its own. Either way it is handed the
-shards of the policy's rank of the same number, fills in their values, and learns the returns that the policy's rank
-makes of them.
+It runs in the policy's processes (`critic.placement: shared`) or in as many of its own. It receives the shards of the
+policy rank with the same number, fills in their values, and is trained on the returns that the policy rank computes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ METRICS = {
     "lr": "critic/lr",
     "perf/train_seconds": "perf/critic_seconds",
 }
-"""What the critic reports of an optimizer step, by the name that any trained model reports it under."""
+"""The critic's metrics of an optimizer step, by their names in any trained model."""
 
 
 class MegatronCritic(TrainedModel):
     """One critic rank.
 
     Attributes:
-        spec: how the critic is trained.
+        spec: settings of the critic.
         on_micro_batch: called with (done, in all) during `train`; may be replaced.
     """
 
@@ -50,12 +49,12 @@ class MegatronCritic(TrainedModel):
         """Build this rank's part of the critic and read its weights.
 
         Args:
-            init_method: where the critic's ranks meet; None in a process whose trainer has joined its own already.
+            init_method: address of the rendezvous; None in a process whose trainer has already joined its own.
 
         Raises:
-            ConfigError: a setting that the critic cannot follow.
-            CheckpointError: the checkpoint is not complete or does not fit.
-            TrainerError: the ranks did not find each other.
+            ConfigError: a setting that the critic does not support.
+            CheckpointError: the checkpoint is incomplete or does not fit.
+            TrainerError: the ranks could not connect to each other.
         """
         device, hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
         transformer = transformer_config(spec, hf_config, device)
@@ -85,7 +84,7 @@ class MegatronCritic(TrainedModel):
         return [self._step(shard) for shard in shards]
 
     def close(self) -> None:
-        """Leave the process groups, of a critic that joined its own."""
+        """Leave the process groups, if the critic joined its own."""
         stop_process_groups()
 
     def _step(self, shard: TrainShard) -> dict[str, float]:

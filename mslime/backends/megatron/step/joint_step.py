@@ -1,8 +1,8 @@
-"""Passes that several adapters share: optimizer steps of runs, and gradients that clients of `mslime serve` ask for.
+"""Passes that several adapters share: optimizer steps of runs, and gradients for clients of `mslime serve`.
 
 The pipeline fills and drains once for all of them. Each micro-batch computes with its own adapter, forward, recomputed
-and backward, and leaves its gradients in that adapter's buffers; reduction, clipping and step are each adapter's own.
-So every number is that of its own run, bit for bit, as where adapters take turns.
+and backward, and leaves its gradients in that adapter's buffers; reduction, clipping and step are per adapter. So
+results equal those of separate runs bit for bit, as if adapters took turns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AdapterShare:
-    """What an adapter has in a pass.
+    """An adapter's part in a pass.
 
     Attributes:
         loss: of a micro-batch and the model's output for it, on the last stage.
-        routes: that its routers follow.
+        routes: replayed by its routers.
     """
 
     trainer: MegatronTrainer
@@ -48,8 +48,7 @@ def joint_update(
 ) -> dict[str, list[dict[str, float]] | TrainerError]:
     """`MegatronTrainer.update` of several adapters: their first shards in one pass, then their second ones, and so on.
 
-    An adapter whose loss or gradient is not finite takes no further part; the others' numbers are what they are without
-    it. A collective.
+    An adapter whose loss or gradient is not finite is removed; the others' results do not depend on it. A collective.
 
     Args:
         trainers: by adapter, none of which is in the model, all on one base.
@@ -59,7 +58,7 @@ def joint_update(
         By adapter what `update` returns, or the error that every rank found alike.
 
     Raises:
-        EngineError: the rollout's routes cannot be replayed; the ranks do not stand at the same place any more.
+        EngineError: the rollout's routes cannot be replayed; the ranks are then no longer in step.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in prepared}
     failed: dict[str, TrainerError] = {}
@@ -76,7 +75,7 @@ def joint_update(
 def _one_step(
     trainers: Mapping[str, MegatronTrainer], shards: Mapping[str, TrainShard], index: int
 ) -> dict[str, dict[str, float] | TrainerError]:
-    """Metrics of the optimizer step on each of these shards."""
+    """Metrics of one optimizer step on each of these shards."""
     began_at = time.perf_counter()
     seen: dict[str, Tensor | None] = {}
     shares: dict[str, AdapterShare] = {}
@@ -101,7 +100,7 @@ def joint_pass(
     """Forward and backward of all shares in one pass. A collective.
 
     Args:
-        shares: by adapter; of adapters none of which is in the model, all on one base.
+        shares: by adapter; all adapters are on one base and none is in the model.
         finish: called for each adapter in turn, with its modules in the model and its reduced gradients alone in its
             buffers, with this rank's share of its statistics. `TrainedModel.keep_gradients` comes first.
 
@@ -122,11 +121,12 @@ def joint_pass(
 
 
 def _gradients(shares: list[AdapterShare]) -> list[LossStatistics]:
-    """The pass; gradients are in each trainer's buffers as this rank computed them. This rank's statistics of each."""
+    """Run the pass and return this rank's statistics of each share; unreduced gradients are in each trainer's
+    buffers."""
     trainers = [share.trainer for share in shares]
     first = trainers[0]
     transformer, replay = first.transformer, first.base.replay
-    # The schedule would reduce the gradients of the one model that it knows.
+    # The schedule would reduce the gradients of only one model.
     transformer.finalize_model_grads_func = transformer.grad_scale_func = transformer.no_sync_func = None
     lanes: list[Lane] = []
     with ExitStack() as stack:

@@ -1,11 +1,11 @@
-"""State of a trained model that leaves its device while engines use it, and comes back bit for bit.
+"""Offloading of a trained model's state while engines use its device, and reloading, bit for bit.
 
 Parameters, gradients and optimizer state lie in storages, of which many tensors are views: parameters of one buffer,
 shards of main weights, gradients. A storage's bytes are copied to host memory or a file, and the storage is given no
-memory until they come back. Every view of it stays what it was, so nothing that holds one has to know. Gradients are
-not copied: a step clears them before it adds any.
+memory until they come back. Every view stays valid, so their users need no changes. Gradients are not copied: a step
+clears them before it adds any.
 
-A model of one rank. Collective are only the calls around it (`TrainedModel.hold`).
+This module handles one rank's model; only the calls around it are collective (`TrainedModel.hold`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mslime.config.errors import TrainerError
 
 PARTS: tuple[TrainerPart, ...] = get_args(TrainerPart)
 CHUNK = 64 << 20
-"""Bytes of a block of pinned memory, which PyTorch rounds up to a power of two; and of a copy on its way to a file."""
+"""Bytes of a block of pinned memory (PyTorch rounds up to a power of two), and of one copy to a file."""
 SMALLEST = 4096
-"""Bytes of a storage that is worth moving."""
+"""Smallest storage that is worth moving, in bytes."""
 Storage = torch.UntypedStorage
 
 
 class MemoryStore:
-    """Blocks of host memory, pinned for a GPU, which are kept: pinning takes as long as copying.
+    """Blocks of host memory, pinned for a GPU and kept: pinning takes as long as copying.
 
     Args:
-        pinned: whether they are.
+        pinned: whether the blocks are pinned.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -55,7 +55,7 @@ class MemoryStore:
             part.copy_(block, non_blocking=True)
 
     def _pairs(self, at: int, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of blocks and of `flat` that belong together."""
+        """Corresponding pieces of blocks and of `flat`."""
         done = 0
         while done < flat.numel():
             block, offset = divmod(at + done, CHUNK)
@@ -67,10 +67,10 @@ class MemoryStore:
 
 
 class FileStore:
-    """A file without a name, which goes with this process, however it ends.
+    """An unnamed file, which the system deletes when this process ends for any reason.
 
     Args:
-        directory: of a file system with room for it.
+        directory: on a file system with enough space.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -79,7 +79,7 @@ class FileStore:
         self._directory = directory
 
     def write(self, at: int, flat: torch.Tensor) -> None:
-        """Raises TrainerError where there is no room."""
+        """Store `flat` at offset `at`. Raises TrainerError if the disk is full."""
         for start in range(0, flat.numel(), CHUNK):
             part = _on_host(flat[start : start + CHUNK])
             view = memoryview(_bytes_of(part))
@@ -111,12 +111,12 @@ def _on_host(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(flat: torch.Tensor) -> Any:
-    """The memory of a tensor on the CPU. Not `numpy()`: after that torch refuses to give a storage's memory back."""
+    """The memory of a tensor on the CPU. Not `numpy()`: after that torch refuses to free the storage's memory."""
     return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
 
 
 class DeviceState:
-    """What a model that is trained has on its device, in three parts that come and go.
+    """Device state of a trained model, in three parts that can be offloaded.
 
     Args:
         wrapped: its chunks in their data-parallel wrappers.
@@ -138,16 +138,17 @@ class DeviceState:
 
     @property
     def here(self) -> frozenset[TrainerPart]:
-        """What is on the device."""
+        """Parts that are on the device."""
         return frozenset(self._here)
 
     def changed(self) -> None:
-        """Something has written into the state: copies that were made before are of no use."""
+        """Invalidate earlier copies, because the state was written to."""
         self._stored.clear()
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
-        """Have these parts on the device and no others. Raises TrainerError where there is no room for the rest."""
-        if "gradients" in self._here:  # it may have been trained
+        """Keep exactly these parts on the device and offload the others. Raises TrainerError if there is no space for
+        them."""
+        if "gradients" in self._here:  # training may have changed the state
             self.changed()
         leaving: list[TrainerPart] = [part for part in PARTS if part in self._here and part not in parts]
         for part in leaving:
@@ -160,7 +161,7 @@ class DeviceState:
         self._wait()
 
     def size_of(self, part: TrainerPart) -> int:
-        """Bytes of a part, here or not."""
+        """Bytes of a part, on the device or not."""
         found = self._away.get(part)
         return sum(size for _, size in found) if found is not None else sum(s.nbytes() for s in self._storages(part))
 
@@ -174,7 +175,7 @@ class DeviceState:
         self._here.remove(part)
 
     def _store(self, part: TrainerPart, storages: Sequence[Storage]) -> None:
-        """Copy what is not there already."""
+        """Offload the storages; copy only those without a valid copy."""
         mine = [(storage._cdata, storage.nbytes()) for storage in storages]
         if self._stored.get(part) == mine:
             return
@@ -201,7 +202,7 @@ class DeviceState:
         self._here.add(part)
 
     def _storages(self, part: TrainerPart) -> list[Storage]:
-        """Those of a part, each once, in an order that stays; without what cannot be resized, or is small."""
+        """Storages of a part, each once, in a stable order; without small ones and those that cannot be resized."""
         if part == "gradients":
             found = _unique(buffer.grad_data for chunk in self._wrapped for buffer in gradient_buffers(chunk))
         else:
@@ -223,10 +224,10 @@ class DeviceState:
             torch.cuda.synchronize(self._device)
 
     def _give_back(self, collect: bool) -> None:
-        """To the driver, or the system, what nobody uses any more.
+        """Return unused memory to the driver or the system.
 
         Args:
-            collect: what a step of training has left in cycles, too.
+            collect: first collect reference cycles left by a training step.
         """
         if collect:
             gc.collect()
@@ -237,11 +238,10 @@ class DeviceState:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Main weights and moments of all parts of an optimizer; where a parameter is its own main weight, that is among
-    them."""
+    """Main weights and moments of all parts of an optimizer, including parameters that are their own main weights."""
     for part in parts_of(optimizer):
         inner = part.optimizer
-        if inner is None:  # of a rank without such parameters
+        if inner is None:  # a rank without such parameters
             continue
         yield from (parameter for group in inner.param_groups for parameter in group["params"])
         for state in inner.state.values():
@@ -249,8 +249,8 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def gradient_buffers(chunk: DistributedDataParallel) -> list[Any]:
-    """Of a wrapper: those of its dense parameters, then of its experts."""
-    wrapper: Any = chunk  # its `buffers` are not those of `Module`
+    """Buffers of a wrapper: those of dense parameters, then those of experts."""
+    wrapper: Any = chunk  # its `buffers` differ from `Module`'s
     return [*wrapper.buffers, *wrapper.expert_parallel_buffers]
 
 
@@ -259,5 +259,5 @@ def _unique(tensors: Iterable[torch.Tensor]) -> list[Storage]:
 
 
 def _flat(storage: Storage, device: torch.device) -> torch.Tensor:
-    """[bytes] uint8."""
+    """The storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -18,20 +18,20 @@ from mslime.backends.megatron.checkpoint_files import keep_own_state
 from mslime.config.train import TrainConfig
 
 # At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such
-# tensors (of a gated MLP), into a message for debugging that nobody reads: numbers of all of them come off the GPU.
+# tensors (of a gated MLP), into a debug message that is never shown: all their values would be copied off the GPU.
 ShardedBase.__str__ = lambda part: f"{type(part).__name__}({part.key})"  # type: ignore[method-assign]
 
 _NOBODY: Any = "nobody"
-"""Stands for a parameter in the state of an optimizer that has none here."""
+"""Placeholder for a parameter in the state of an optimizer without parameters here."""
 
 
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], optimizer_config: OptimizerConfig, train: TrainConfig, steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW over these chunks (sharded over data-parallel ranks when so configured) and its schedule.
+    """AdamW over these chunks (sharded over data-parallel ranks if configured) and its schedule.
 
-    The schedule counts optimizer steps; it is advanced before a step, so that the first step of a warm-up has a
-    learning rate above zero and the last step of a decay has `min_lr`.
+    The schedule counts optimizer steps; it advances before a step. So the first step of a warm-up has a learning rate
+    above zero, and the last step of a decay has `min_lr`.
 
     Args:
         steps: optimizer steps of the whole run.
@@ -43,7 +43,7 @@ def build_optimizer(
             keep_own_state(part)
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
-                group["foreach"] = True  # the same operations, without a loop in Python over parameters
+                group["foreach"] = True  # the same operations, without a Python loop over parameters
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -64,7 +64,7 @@ def build_optimizer(
 
 
 def begin_states(optimizer: MegatronOptimizer) -> None:
-    """Adam's moments at 0 where no step has been taken: megatron-core 0.16.1 can neither save nor load without them."""
+    """Set Adam's moments to 0 before the first step: megatron-core 0.16.1 can neither save nor load without them."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if isinstance(inner, torch.optim.Adam):
@@ -78,11 +78,11 @@ def begin_states(optimizer: MegatronOptimizer) -> None:
 def states_of(
     optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool, metadata: Any
 ) -> dict[Any, Any]:
-    """The sharded state of an optimizer, by the numbers of its parts where it has several.
+    """The sharded state of an optimizer, by part number if it has several.
 
-    Parts without parameters have none: dense layers where adapters are on experts alone. megatron-core 0.16.1 fails on
-    a chain with one. A part that has its parameters on other ranks alone tells how many steps it has taken, too: what
-    is no tensor is saved by the first rank for all.
+    Parts without parameters have no state: dense layers if only experts have adapters. megatron-core 0.16.1 fails on a
+    chain with such a part. A part with parameters only on other ranks still returns its step count, because the first
+    rank saves all non-tensor values.
     """
     live, idle = _live_parts(optimizer), _idle_parts(optimizer)
     given: dict[str, Any] = {"is_loading": is_loading, "metadata": metadata}
@@ -99,15 +99,15 @@ def states_of(
 
 
 def _live_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer] | None:
-    """Parts with parameters by their number; None where all have some."""
+    """Parts with parameters by their number; None if all have some."""
     parts = parts_of(optimizer)
     live = {number: part for number, part in enumerate(parts) if part.optimizer is not None}
     return None if len(live) == len(parts) else live
 
 
 def _idle_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer]:
-    """Parts by their number that have parameters, but none on this rank: experts, where no layer of this pipeline
-    stage has an adapter on one. They are like everywhere else, with empty groups."""
+    """Parts, by their number, with parameters on other ranks only: experts, if no layer of this pipeline stage has an
+    adapter on one. These parts have empty groups."""
     return {
         number: part
         for number, part in enumerate(parts_of(optimizer))
@@ -116,7 +116,7 @@ def _idle_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer]:
 
 
 def _steps_taken(optimizer: MegatronOptimizer) -> Any:
-    """Of this rank's parameters, as their optimizer counts; None before the first."""
+    """Step count of this rank's parameters in their optimizer; None before the first step."""
     for inner in (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None):
         for holder in (*inner.state.values(), *(group for group in inner.param_groups if group["params"])):
             if (step := holder.get("step")) is not None:
@@ -126,7 +126,7 @@ def _steps_taken(optimizer: MegatronOptimizer) -> Any:
 
 @contextmanager
 def _counting(optimizer: MegatronOptimizer, idle: Mapping[int, MegatronOptimizer]) -> Iterator[None]:
-    """Inside, distributed idle parts have a count: megatron-core 0.16.1 takes it from a parameter's state."""
+    """Inside, distributed idle parts have a step count: megatron-core 0.16.1 reads it from a parameter's state."""
     step = _steps_taken(optimizer)
     counting = [part.optimizer for part in idle.values() if isinstance(part, DistributedOptimizer)]
     counting = [inner for inner in counting if isinstance(inner, torch.optim.Adam)]
@@ -140,9 +140,9 @@ def _counting(optimizer: MegatronOptimizer, idle: Mapping[int, MegatronOptimizer
 
 
 def _count(state: dict[str, Any], step: Any) -> None:
-    """Tell in an idle part's state how many steps it has taken, wherever its kind of optimizer looks for that."""
+    """Write the step count into an idle part's state, wherever its kind of optimizer reads it."""
     inner = state.get("optimizer", state)
-    if "state" in inner:  # of an optimizer that is not distributed
+    if "state" in inner:  # an optimizer that is not distributed
         inner["state"]["common_step"] = step
     else:
         for group in inner["param_groups"]:
@@ -150,10 +150,10 @@ def _count(state: dict[str, Any], step: Any) -> None:
 
 
 def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Take a loaded state; a step count of 0, which megatron-core 0.16.1 leaves out when it saves, is put back.
+    """Load a state, and restore a step count of 0, which megatron-core 0.16.1 omits when it saves.
 
     Only torch's Adam counts per parameter. Fused Adams count per group, and Transformer Engine's fails on a parameter
-    with a count of its own.
+    with its own count.
     """
     if any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
         _count_from_0(state)
@@ -171,9 +171,9 @@ def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
 
 
 def without_classes(state: Any) -> Any:
-    """A state without the classes of optimizers that megatron-core's offloading one keeps among a group's numbers.
+    """A state without the optimizer classes that megatron-core's offloading optimizer keeps in a group.
 
-    Checkpoints hold no code: torch refuses to read it back. `load_states` puts them back.
+    Checkpoints contain no code, which torch refuses to load. `load_states` restores the classes.
     """
     if isinstance(state, dict):
         return {k: without_classes(v) for k, v in cast("dict[Any, Any]", state).items() if not isinstance(v, type)}
@@ -186,18 +186,18 @@ def _count_from_0(state: dict[Any, Any]) -> None:
     parameters = state.get("state", {})
     if any("exp_avg" in own and "step" not in own for own in parameters.values() if isinstance(own, dict)):
         parameters.setdefault("common_step", torch.tensor(0.0))
-    for inner in state.values():  # of chained optimizers, and inside of one with main weights
+    for inner in state.values():  # chained optimizers, also inside one with main weights
         if isinstance(inner, dict):
             _count_from_0(inner)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """An optimizer's parts, of which it may be one."""
+    """An optimizer's parts; an optimizer that is not chained is its only part."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _number_as_held(optimizer: DistributedOptimizer) -> None:
-    """Correct at which place of its group the optimizer holds each parameter.
+    """Correct the optimizer's index of each parameter in its group.
 
     megatron-core 0.16.1 counts in the order of the gradient buffers, and then puts the float32 parameters of a group
     before those of a lower precision: in a group with both, checkpoints would save one parameter's state for another's.
@@ -218,10 +218,10 @@ def follow_config(
     *,
     restart: bool,
 ) -> None:
-    """Learning rates by the run's configuration after a checkpoint was loaded, which brings those of its own run.
+    """Restore the configured learning rates after loading a checkpoint, which contains those of its own run.
 
     Args:
-        rates: see `rates_of`, before the checkpoint was loaded.
+        rates: from `rates_of` before the checkpoint was loaded.
         restart: begin the schedule at its first step (the checkpoint is another run's).
     """
     for group, (largest, smallest) in zip(optimizer.param_groups, rates, strict=True):
@@ -232,7 +232,7 @@ def follow_config(
 
 
 def rates_of(optimizer: MegatronOptimizer) -> list[tuple[float, float]]:
-    """The largest and the smallest learning rate of each group; with `decoupled_lr` embeddings have their own."""
+    """The largest and the smallest learning rate of each group; with `decoupled_lr` embeddings have separate ones."""
     return [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
 
 

@@ -1,11 +1,11 @@
 """One pass of a shard through this rank's model chunks, together with the other ranks: megatron-core's schedule.
 
-`Pipeline` is of any model that is trained; `StepRunner` of a language model, whose passes give log-probs of a shard's
-tokens, or its loss and gradients. A pass has one lane, or several: models that share chunks, each with micro-batches of
-its own (`run_lanes`).
+`Pipeline` is for any trained model. `StepRunner` is for a language model: its passes return log-probs of a shard's
+tokens, or its loss and gradients. A pass has one lane or several: models that share chunks, each with its own
+micro-batches (`run_lanes`).
 
-The schedule averages losses over micro-batches and gradients over data-parallel ranks; a shard's weights already hold
-their denominators, so both averages are undone here and the gradient is that of the plain sum over everything.
+The schedule averages losses over micro-batches and gradients over data-parallel ranks; a shard's weights already
+include their denominators. So this module undoes both averages, and the gradient is that of the plain sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mslime.config.resolved import PolicySpec
 from mslime.data.shard import TrainShard
 
 OnMicroBatch = Callable[[int, int], None]
-"""Called with (micro-batches done, micro-batches in all) by every rank during a pass."""
+"""Called with (micro-batches done, total micro-batches) by every rank during a pass."""
 
 
 class RouteHooks:
@@ -55,8 +55,8 @@ class Pipeline:
         chunks: wrapped model chunks, in virtual-stage order.
         config: their TransformerConfig.
         packed: micro-batches are sequences without padding (thd), else one sequence.
-        parallel: where this rank stands.
-        device: where its tensors live.
+        parallel: this rank's parallel state.
+        device: device of its tensors.
     """
 
     chunks: Sequence[DistributedDataParallel]
@@ -69,12 +69,12 @@ class Pipeline:
     def per_token(
         self, shard: TrainShard, read: Callable[[MicroBatch, Tensor], Tensor], routes: RouteHooks | None = None
     ) -> Tensor:
-        """What the model says about each of the shard's N tokens: float32 [N] on the CPU, on every rank.
+        """A model output for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
 
-        A sequence's first token, which nothing predicts, gets 0. A collective over the whole trainer.
+        A sequence's first token, which no row predicts, gets 0. A collective over the whole trainer.
 
         Args:
-            read: from the model's output [T, ...] to [T] on the last stage, each about the token that the row predicts.
+            read: from the model's output [T, ...] to [T] on the last stage, each for the token that the row predicts.
         """
         out = torch.zeros(len(shard.tokens), dtype=torch.float32, device=self.device)
 
@@ -127,18 +127,18 @@ class Pipeline:
         return lane
 
     def padded(self, shard: TrainShard) -> TrainShard:
-        """The shard, for interleaved stages with empty micro-batches up to a multiple of PP."""
+        """The shard; for interleaved stages padded with empty micro-batches to a multiple of PP."""
         stages = self.config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
         missing = -len(shard.micro_batches) % stages
         return replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
 
     def micro_batches(self, shard: TrainShard) -> Iterator[MicroBatch]:
-        """This rank's view of each micro-batch, made when it is asked for: a GPU computes those before it meanwhile."""
+        """This rank's view of each micro-batch, built lazily while a GPU computes the earlier ones."""
         for index in range(len(shard.micro_batches)):
             yield build_micro_batch(shard, index, self.parallel.rows, packed=self.packed, device=self.device)
 
     def forward(self, chunk: int, batch: MicroBatch, routes: RouteHooks | None) -> Tensor:
-        """What a model chunk makes of a micro-batch."""
+        """Output of a model chunk for a micro-batch."""
         if routes is not None:
             routes.before_forward(chunk, batch)
         wrapped = self.chunks[chunk]
@@ -148,7 +148,7 @@ class Pipeline:
         return output
 
     def _model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
-        """What a model chunk is called with. One with the embedding cuts the mask of padding as it cuts the tokens."""
+        """Arguments of a model chunk's call. A chunk with the embedding splits the padding mask like the tokens."""
         inputs: dict[str, Any] = {
             "input_ids": batch.tokens,
             "position_ids": batch.position_ids,
@@ -159,21 +159,21 @@ class Pipeline:
             rows = batch.slicer.rows if embeds else batch.slicer.layer_rows
             inputs["padding_mask"] = on_device(rows == PADDING, self.device)[None]
         if self.config.bf16:
-            inputs["fp32_output"] = False  # log-probs go to float32 chunk by chunk
+            inputs["fp32_output"] = False  # log-probs convert to float32 chunk by chunk
         return inputs
 
 
 @dataclass
 class Lane:
-    """What one model has in a pass.
+    """One model's part in a pass.
 
     Attributes:
-        pipeline: of the model. Those of several lanes have the same chunks in wrappers of their own.
-        shard: its micro-batches, padded (`Pipeline.padded`) when the lane has been made.
-        on_output: called on the last stage with a micro-batch and what the model made of it, [T, ...].
-        routes: what replay does around its forward passes.
-        enter: makes the chunks this lane's model; called before each forward and each backward pass of a micro-batch
-            where the pass has several lanes.
+        pipeline: of the model. Several lanes share chunks, each in its own wrappers.
+        shard: its micro-batches, padded (`Pipeline.padded`) at the lane's creation.
+        on_output: called on the last stage with a micro-batch and the model's output for it, [T, ...].
+        routes: replay hooks of its forward passes.
+        enter: makes the chunks this lane's model; called before each forward and backward pass of a micro-batch if
+            there are several lanes.
         statistics: of the losses of its micro-batches on this rank.
     """
 
@@ -189,7 +189,7 @@ class Lane:
         self.statistics = LossStatistics.zeros(self.pipeline.device)
 
     def begin_backward(self, *gradients: Any) -> None:
-        """The chunks are this lane's model, and the losses of its routers weigh what they do in a pass of it alone."""
+        """Make the chunks this lane's model, with the routers' losses weighted as in a pass of this lane alone."""
         assert self.enter is not None
         self.enter()
         pipeline = self.pipeline
@@ -199,11 +199,10 @@ class Lane:
 
 
 def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_only: bool) -> None:
-    """All micro-batches of all lanes through the pipeline, lane by lane: it fills and drains once.
+    """Run all micro-batches of all lanes through the pipeline, lane by lane: it fills and drains once.
 
-    Each chunk computes the micro-batches in this order, and their backward passes too, so a lane's gradients are added
-    up as in a pass of it alone. Which lane a backward pass is of, and what is recomputed in it, the first node of the
-    micro-batch's graph says.
+    Each chunk runs forward and backward passes in this order, so a lane's gradients are summed as in a pass of it
+    alone. The first node of a micro-batch's graph selects the lane of its backward pass and recomputation.
     """
     pipeline = lanes[0].pipeline
     total = sum(len(lane.shard.micro_batches) for lane in lanes)
@@ -225,7 +224,7 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
                 progress(done, total)
         return output, lambda output: lane.on_output(batch, output.squeeze(0))
 
-    iterators = list(tee(work, len(pipeline.chunks)))  # a micro-batch is made once, and kept until each chunk has it
+    iterators = list(tee(work, len(pipeline.chunks)))  # a micro-batch is built once, and kept until each chunk has it
     interleaved = len(pipeline.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -241,8 +240,8 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
 class _SummedLoss(torch.autograd.Function):
     """A micro-batch's loss as a summand of a plain sum: its gradient is a given factor.
 
-    What the schedule multiplies it with is left out: the mean over the micro-batches of all lanes, CP, and a scale that
-    is 1 in every dtype that there is. Undone by a factor it would depend, in the last bit, on how many they are.
+    The schedule's own factors are ignored: the mean over the micro-batches of all lanes, CP, and a scale that is 1 in
+    every dtype. Undone by division, the last bit would depend on the number of micro-batches.
     """
 
     @staticmethod
@@ -272,18 +271,18 @@ class StepRunner(Pipeline):
     """`Pipeline` of a language model.
 
     Attributes:
-        spec: how it is trained.
-        vocab_size: without padding.
+        spec: training settings.
+        vocab_size: size of the vocabulary without padding.
     """
 
     spec: PolicySpec
     vocab_size: int
 
     def log_probs(self, shard: TrainShard, routes: RouteHooks | None, temperature: float | None = None) -> Tensor:
-        """log pi(token | what is before it) for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
+        """log pi(token | tokens before it) for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
 
-        A token with a support (`TrainShard.supports`) has that of pi restricted to the support. The first token of a
-        sequence has none, and gets 0. A collective over the whole trainer.
+        A token with a support (`TrainShard.supports`) gets that of pi restricted to the support. A sequence's first
+        token gets 0. A collective over the whole trainer.
 
         Args:
             temperature: None: the rollout's.
@@ -329,7 +328,8 @@ class StepRunner(Pipeline):
     def _token_log_probs(
         self, batch: MicroBatch, output: Tensor, *, with_entropy: bool, temperature: float | None = None
     ) -> LogProbs:
-        """Of what the model's last chunk gave: logits [T, V / TP] or, of a large micro-batch, hidden states [T, H]."""
+        """Log-probs from the output of the last chunk: logits [T, V / TP] or, for a large micro-batch, hidden states
+        [T, H]."""
         chunk = unwrap(self.chunks[-1])
         layer = output_layer(chunk)
         read: dict[str, Any] = {
@@ -342,7 +342,7 @@ class StepRunner(Pipeline):
             "support": batch.support,
         }
         if layer.makes_logits(len(batch.slicer)):
-            reuse = True  # the pipeline hands them to the loss alone
+            reuse = True  # the pipeline passes them to the loss alone
             return vocab_parallel_log_probs(output, batch.labels, reuse_logits=reuse, **read)
         return hidden_log_probs(output, output_weight(chunk), batch.labels, most_bytes=layer.most_bytes, **read)
 

@@ -1,4 +1,4 @@
-"""From each rank's numbers of a step to numbers that are the same on every rank: advantages and metrics."""
+"""Reduce each rank's numbers of a step to values equal on every rank: advantages and metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mslime.data.shard import TrainShard
 
 
 def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None = None) -> LossStatistics:
-    """Summed and maximised over `group` (default: all trainer ranks), in place. A collective."""
+    """Sum and maximise over `group` (default: all trainer ranks), in place. A collective."""
     dist.all_reduce(statistics.sums, group=group)
     dist.all_reduce(statistics.maxima, op=dist.ReduceOp.MAX, group=group)
     if statistics.reports_user_metrics:  # on every rank, or on none
@@ -43,7 +43,7 @@ def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None =
 
 
 def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int, device: torch.device) -> None:
-    """Stop every rank when a number of the step is NaN or infinite. A collective only when it is.
+    """Stop every rank if a number of the step is NaN or infinite. A collective only in that case.
 
     Args:
         value: the number, equal on all ranks.
@@ -67,7 +67,7 @@ def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int,
 def normalising_scale(
     shard: TrainShard, algorithm: AlgorithmConfig, device: torch.device, group: dist.ProcessGroup
 ) -> float:
-    """1 / mean correction weight over the step, when the correction asks for it, else 1. A collective when it does.
+    """1 / mean correction weight over the step if the correction normalises, else 1. A collective in the first case.
 
     Every rank of a data-parallel rank's model holds the whole columns, so each sums its sequences in one piece.
 
@@ -103,7 +103,7 @@ def normalising_scale(
     return 1.0 / mean_weight(over_all_ranks(statistics, group))
 
 
-# Where the trainer completes advantages: those made of token rewards, of log-probs or of sums over all ranks.
+# Advantages completed by the trainer: those from token rewards, log-probs or sums over all ranks.
 
 
 def with_token_advantages(
@@ -112,7 +112,7 @@ def with_token_advantages(
     """(the shards of a rollout with their final advantages and returns, `advantage/*` metrics equal on all ranks).
 
     Every rank of a data-parallel rank's model holds the whole columns and computes the same numbers. A collective,
-    except when the advantages of whole rollouts are all there is: then the shards come back as they are.
+    unless there are only advantages of whole rollouts: then the shards are returned unchanged.
 
     Args:
         shards: of all optimizer steps, with the log-probs that the advantages need.
@@ -136,7 +136,7 @@ def completed(
 
 
 def _columns(shard: TrainShard, algorithm: AlgorithmConfig) -> TokenColumns:
-    bypass = algorithm.correction.reference == "rollout"  # then the old policy is the one that sampled
+    bypass = algorithm.correction.reference == "rollout"  # the old policy is the sampling policy in this case
     policy = shard.behaviour_log_probs if bypass else shard.old_log_probs
     return TokenColumns(
         lengths=shard.lengths,

@@ -1,7 +1,7 @@
-"""The reference policy of the KL term: its weights wait in host memory and are swapped into the model for a pass.
+"""The reference policy of the KL term: weights in host memory, swapped into the model for a pass.
 
-From a GPU they go into blocks of pinned memory, which is copied to and fro several times as fast. Pinned one by one,
-each weight would take the next power of two.
+For a GPU they are in blocks of pinned memory, which copies several times as fast. Pinned one by one, each weight would
+take the next power of two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The chunks hold the reference weights inside, and their own again, bit for bit, afterwards."""
+        """Context manager: the chunks hold the reference weights inside, and their own again, bit for bit,
+        afterwards."""
         self._own.keep(self._chunks)
         self._weights.fill(self._chunks)
         try:
@@ -45,7 +46,7 @@ class ReferencePolicy:
 
 
 class _Copy:
-    """One set of weights in host memory, each in the dtype that it had: the optimizer's wrapper may give it another."""
+    """One set of weights in host memory, each in its original dtype: the optimizer's wrapper may change it."""
 
     def __init__(self, pinned: bool) -> None:
         self._store = MemoryStore(pinned)
@@ -80,6 +81,6 @@ def _bytes(weight: Tensor) -> Tensor:
 
 
 def _wait_for_copies() -> None:
-    """Host memory may be read, or written again, once the GPU has done with it."""
+    """Wait until the GPU no longer uses the host memory, before it is read or written again."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""A model that is trained on this rank, policy or critic: its wrappers, optimizer, schedule and checkpoints."""
+"""A model trained on this rank, policy or critic: its wrappers, optimizer, schedule and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from mslime.data.checkpoints import FileSum
 
 
 class TrainedModel:
-    """Model chunks whose weights are set, and what trains them together with the other ranks.
+    """Model chunks with weights, and their optimizer and schedule, together with the other ranks.
 
     Attributes:
-        spec: how this model is built and trained.
+        spec: settings of the model and its training.
         chunks: the model chunks without wrappers, in virtual-stage order.
         wrapped: the same in their data-parallel wrappers.
         transformer, optimizer, schedule: megatron-core's.
-        parallel, device: where this rank stands, and where its tensors live.
+        parallel, device: this rank's parallel state, and the device of its tensors.
         step: optimizer steps taken.
     """
 
@@ -52,29 +52,29 @@ class TrainedModel:
     ) -> None:
         """
         Args:
-            stored: what checkpoints hold of each chunk; None: the chunk.
+            stored: the module that checkpoints store for each chunk; None: the chunk.
 
         Raises:
-            ConfigError: megatron-core refuses a setting of the optimizer.
+            ConfigError: megatron-core rejects a setting of the optimizer.
         """
         self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
         self._stored = self.chunks if stored is None else list(stored)
         self.parallel = ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8))
-        settings = optimizer_config(spec.train, spec.megatron, device)  # what is refused is so before the wrappers
+        settings = optimizer_config(spec.train, spec.megatron, device)  # rejects settings before the wrappers are built
         self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
         self.optimizer, self.schedule = build_optimizer(self.wrapped, settings, spec.train, spec.steps)
         self.serve_schedule()
         self.step = 0
         self._has_gradients = False
-        self._gathered = False  # whether all ranks' parameters are what the last step has made of them
-        self._compared = False  # whether the ranks have compared what each of them stores in a checkpoint
+        self._gathered = False  # whether parameters of all ranks are gathered since the last step
+        self._compared = False  # whether the ranks have compared their shares of a checkpoint
         self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
-        """Have these parts of the state on the device and no others, for engines that share it. A collective.
+        """Keep exactly these parts of the state on the device, which engines share. A collective.
 
         Raises:
-            TrainerError: there is no room for the others elsewhere; or there are gradients that no step has taken.
+            TrainerError: there is no space for the other parts; or a step has not yet used the gradients.
         """
         if self._has_gradients and "gradients" not in parts:
             raise TrainerError(
@@ -86,12 +86,12 @@ class TrainedModel:
         self._state.hold(parts)
 
     def serve_schedule(self) -> None:
-        """megatron-core's schedule asks this model's wrappers and optimizer from here on: what it asks is kept in the
+        """Make megatron-core's schedule use this model's wrappers and optimizer from here on. It finds them in the
         TransformerConfig, which other models on the same chunks share."""
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         if self.spec.megatron.overlap_grad_reduce:
-            no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
+            no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages need the list
             self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def optimizer_step(self, add_gradients: Callable[[], LossStatistics], tokens: int) -> dict[str, float]:
@@ -113,11 +113,11 @@ class TrainedModel:
         return metrics | self.speed(tokens, time.perf_counter() - begin)
 
     def forget_gradients(self) -> None:
-        """Drop what was accumulated since the last step."""
+        """Drop the gradients accumulated since the last step."""
         self._has_gradients = False
 
     def accumulate(self, add_gradients: Callable[[], LossStatistics]) -> dict[str, float]:
-        """Add gradients to those since the last step; weights stay what they are. A collective.
+        """Add gradients to those since the last step; weights stay unchanged. A collective.
 
         Args:
             add_gradients: returns this rank's share of the loss statistics.
@@ -135,14 +135,14 @@ class TrainedModel:
         return metrics
 
     def gradients_aside(self) -> list[torch.Tensor]:
-        """A copy of the gradients since the last step, none where there are none, for the time of a pass.
+        """A copy of the gradients since the last step, for the duration of a pass; empty without gradients.
 
         They are reduced over the ranks already: reduced together with the new ones they would count once for each rank.
         """
         return [buffer.clone() for buffer in self._gradients()] if self._has_gradients else []
 
     def take_back(self, aside: Sequence[torch.Tensor]) -> None:
-        """Add what `gradients_aside` gave to what a pass has left since."""
+        """Add the gradients from `gradients_aside` to those of the pass since."""
         for buffer, held in zip(self._gradients(), aside, strict=bool(aside)):
             buffer.add_(held)
 
@@ -150,14 +150,14 @@ class TrainedModel:
         return [buffer.grad_data for chunk in self.wrapped for buffer in gradient_buffers(chunk)]
 
     def clear_gradients(self) -> None:
-        """Buffers without gradients, for a pass."""
+        """Clear the gradient buffers for a pass."""
         self.forget_gradients()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def keep_gradients(self, own: LossStatistics) -> dict[str, float]:
-        """A pass has left gradients in the buffers, reduced over the ranks. A collective.
+        """Accept the reduced gradients that a pass left in the buffers. A collective.
 
         Args:
             own: this rank's share of the loss statistics.
@@ -166,7 +166,7 @@ class TrainedModel:
             Metrics of the loss, equal on all ranks.
 
         Raises:
-            TrainerError: the loss is not finite; there are no gradients then.
+            TrainerError: the loss is not finite; the gradients are dropped.
         """
         own_loss = finalise(own)["loss/total"]
         metrics = finalise(over_all_ranks(own))
@@ -175,16 +175,16 @@ class TrainedModel:
         return metrics
 
     def reduce_gradients(self) -> None:
-        """Gradients that a pass has left as each rank computed them, over the ranks. A collective."""
+        """Reduce the gradients of a pass over the ranks. A collective."""
         groups = [g for chunk in self.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
         for group in groups:
-            # Where reduction overlaps with the pass, finishing one takes for granted that the pass began it.
+            # If reduction overlaps with the pass, finishing one assumes that the pass started it.
             if self.spec.megatron.overlap_grad_reduce and not group.is_first_batch:
                 group.start_grad_sync()
         finalize_model_grads(list(self.wrapped))
 
     def apply_gradients(self) -> dict[str, float]:
-        """One optimizer step on what was accumulated. A collective.
+        """One optimizer step on the accumulated gradients. A collective.
 
         Returns:
             `grad_norm` and `lr`, equal on all ranks.
@@ -208,7 +208,7 @@ class TrainedModel:
         return {"grad_norm": grad_norm, "lr": learning_rate(self.optimizer)}
 
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
-        """Write a checkpoint that any layout resumes from (`checkpoint.save_checkpoint`); on all ranks."""
+        """Write a checkpoint for any layout (`checkpoint.save_checkpoint`); on all ranks."""
         self.sync_params()
         layout = self.spec.layout.describe()
         save_checkpoint(
@@ -221,7 +221,7 @@ class TrainedModel:
         """Continue from a checkpoint (`checkpoint.load_checkpoint`); returns its `extra`; on all ranks.
 
         Args:
-            new_run: the checkpoint is another run's: take weights and optimizer state, begin the schedule anew.
+            new_run: the checkpoint is from another run: load weights and optimizer state, restart the schedule.
         """
         layout = self.spec.layout.describe()
         rates = rates_of(self.optimizer)
@@ -234,10 +234,10 @@ class TrainedModel:
         return extra
 
     def sync_params(self) -> None:
-        """Complete the parameter gathering that overlaps with the next forward pass; without it weights are stale.
+        """Complete the parameter all-gather that overlaps with the next forward pass; without it weights are stale.
 
-        megatron-core gathers all of them whenever it is asked: it is asked once after a step, and else waits for what a
-        pass has begun. A collective.
+        megatron-core gathers all of them at every call. So it is called once after a step, and else this waits for
+        gathers that a pass started. A collective.
         """
         if not self.spec.megatron.overlap_param_gather:
             return
@@ -252,7 +252,7 @@ class TrainedModel:
 
     @contextmanager
     def weights_in_place(self) -> Iterator[None]:
-        """Parameters are complete and nothing gathers into them inside: for passes outside training."""
+        """Context manager: parameters are complete and no gather writes into them, for passes outside training."""
         if not self.spec.megatron.overlap_param_gather:
             yield
             return
@@ -266,13 +266,13 @@ class TrainedModel:
                 chunk.enable_forward_pre_hook()
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks' seconds. A collective."""
+        """The largest number of seconds over all ranks. A collective."""
         largest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest)
 
     def _own_gradient_size(self) -> float:
-        """Sum of |gradient| of this rank: not finite when one of its gradients is not."""
+        """Sum of |gradient| of this rank: not finite if one of its gradients is not."""
         return sum(
             float(p.main_grad.abs().sum())  # type: ignore[attr-defined]
             for chunk in self.wrapped

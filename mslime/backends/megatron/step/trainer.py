@@ -1,7 +1,7 @@
 """`MegatronTrainer`: one rank of the policy's trainer, from its process groups to an optimizer step.
 
-All ranks call the same methods in the same order: each of them is a collective. The trainer knows neither Ray nor the
-engines; it is handed shards and gives back numbers.
+All ranks call the same methods in the same order: each of them is a collective. The trainer depends on neither Ray nor
+the engines; it takes shards and returns metrics.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from mslime.weights.weight_plan import Senders
 
 # Log-probs of a few sequences as the trainer computed them, for people to read beside the sampler's.
 #
-# They are taken where a step has them anyway, so nothing is computed or sent for them: of the pass before the first
-# update where there is one, else of the gradient pass. A rank of the last stage has those of its own rows, and the
+# They are copied from a step's existing passes, so they cost no computation or communication: from the pass before the
+# first update if there is one, else from the gradient pass. A rank of the last stage has those of its own rows; the
 # ranks of a context-parallel group together have all.
 
 
 @dataclass
 class Watch:
-    """Sequences whose log-probs are wanted, and what this rank found.
+    """Sequences whose log-probs are recorded, and this rank's values.
 
     Attributes:
-        parallel: where this rank stands.
+        parallel: this rank's parallel state.
         sequences: ids of the step's sequences (`TrainShard.sequence_ids`).
         found: by id, [T] float32; NaN for tokens that another context-parallel rank has, and for first tokens.
     """
@@ -77,17 +77,17 @@ class Watch:
     found: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
 
     def begin(self, sequences: Iterable[int]) -> None:
-        """Watch these sequences, and forget what was found of others."""
+        """Watch these sequences, and drop the values of earlier ones."""
         self.sequences, self.found = frozenset(sequences), {}
 
     def column(self, shard: TrainShard, device: torch.device) -> Tensor | None:
-        """[N] float32 for what the gradient pass finds of the shard; None where nothing is to be kept of it."""
+        """[N] float32 buffer for the shard's log-probs in the gradient pass; None if none are recorded."""
         if shard.old_log_probs is not None or not self._held(shard):
             return None
         return torch.full((len(shard.tokens),), torch.nan, device=device)
 
     def keep(self, shard: TrainShard, column: Tensor | None) -> None:
-        """Keep what is known of the shard: its old log-probs, or `column` after the gradient pass."""
+        """Record the shard's log-probs: its old ones, or `column` after the gradient pass."""
         known = shard.old_log_probs if column is None else column.cpu().numpy()
         if known is None:
             return
@@ -97,7 +97,7 @@ class Watch:
             self.found[int(shard.sequence_ids[place])] = known[start:stop].copy()
 
     def _held(self, shard: TrainShard) -> list[int]:
-        """Places of the watched sequences in the shard; none on ranks that leave it to another one."""
+        """Positions of the watched sequences in the shard; none on ranks that leave them to another rank."""
         if not self.parallel.counts:
             return []
         return [place for place, number in enumerate(shard.sequence_ids.tolist()) if number in self.sequences]
@@ -110,9 +110,9 @@ class MegatronTrainer(TrainedModel):
     """One trainer rank.
 
     Attributes:
-        spec: how the policy is trained.
+        spec: settings of the policy.
         base: the model of this rank, which trainers of other adapters may share.
-        adapters: that are trained in the place of the model; None without.
+        adapters: trained instead of the model; None without.
         placed: the same in their layers; None without.
         moe_layer_ids: global ids of this pipeline stage's MoE layers, whose routes its shards must carry.
         on_micro_batch: called with (done, in all) during `update`; may be replaced.
@@ -125,21 +125,21 @@ class MegatronTrainer(TrainedModel):
         """Join the other ranks, build this rank's part of the model and read its weights.
 
         Args:
-            init_method: where the ranks meet, for example `tcp://host:port`.
+            init_method: address of the rendezvous, for example `tcp://host:port`.
 
         Raises:
-            ConfigError: a setting that this trainer cannot follow.
-            CheckpointError: the checkpoint is not complete or does not fit.
-            TrainerError: the ranks did not find each other.
+            ConfigError: a setting that this trainer does not support.
+            CheckpointError: the checkpoint is incomplete or does not fit.
+            TrainerError: the ranks could not connect to each other.
         """
         self._build(spec, Base.start(spec, rank, world_size, init_method))
 
     @classmethod
     def on(cls, base: Base, spec: PolicySpec) -> Self:
-        """A trainer of adapters on a base that others train theirs on, too; the base has no adapters now.
+        """A trainer of adapters on a base shared with other trainers; the base has no adapters in it at return.
 
         Raises:
-            ConfigError: a target that the model does not have, or that this layout cannot share out.
+            ConfigError: a target that the model does not have, or that this layout cannot split.
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
         trainer = cls.__new__(cls)
@@ -170,7 +170,7 @@ class MegatronTrainer(TrainedModel):
         self.watch = Watch(base.parallel)
 
     def put_in(self) -> None:
-        """The base has this trainer's adapters from here on, and megatron-core's schedule asks this trainer."""
+        """Put this trainer's adapters into the base, and make megatron-core's schedule use this trainer."""
         assert self.placed is not None
         self.placed.put_in()
         self.serve_schedule()
@@ -179,25 +179,25 @@ class MegatronTrainer(TrainedModel):
                 chunk.enable_forward_pre_hook()
 
     def take_out(self) -> None:
-        """The base has no adapters from here on."""
+        """Remove this trainer's adapters from the base."""
         assert self.placed is not None
         if self.spec.megatron.overlap_param_gather:
-            # Hooks of one adapter's wrappers sit on every layer of the base.
+            # Hooks of one adapter's wrappers are on every layer of the base.
             for chunk in self.wrapped:
                 chunk.disable_forward_pre_hook(param_sync=True)
         self.placed.take_out()
-        # Else they would keep a freed adapter's optimizer and wrappers alive.
+        # Otherwise they would keep a freed adapter's optimizer and wrappers alive.
         self.transformer.grad_scale_func = self.transformer.no_sync_func = None
 
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
-        """As of every model (`TrainedModel.save`); with adapters of them alone."""
+        """Write a checkpoint (`TrainedModel.save`); with adapters, of the adapters alone."""
         super().save(directory, {**extra, LORA_KEY: self.spec.lora.describe()} if self.adapters else extra, others)
 
     def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
-        """As of every model (`TrainedModel.load`).
+        """Load a checkpoint (`TrainedModel.load`).
 
         Raises:
-            CheckpointError: of other adapters, or of a model where adapters are trained, or the other way round.
+            CheckpointError: it has other adapters, or a whole model if adapters are trained, or adapters if not.
         """
         check_same_adapters(directory, self.spec.lora)
         return super().load(directory, new_run)
@@ -208,7 +208,7 @@ class MegatronTrainer(TrainedModel):
         return [found | metrics for metrics in self.update(prepared)]
 
     def prepare(self, shards: Sequence[TrainShard]) -> tuple[list[TrainShard], dict[str, float]]:
-        """(the shards with all that must be known before the first gradient, metrics of it, equal on all ranks).
+        """Complete the shards before the first gradient; returns them, and metrics equal on all ranks.
 
         Args:
             shards: of this data-parallel rank, one for each optimizer step, in order; with a critic's values for gae.
@@ -261,7 +261,7 @@ class MegatronTrainer(TrainedModel):
     def negative_log_likelihood(self, shards: Sequence[TrainShard]) -> tuple[float, int]:
         """(sum over these shards' trained tokens of -log pi, how many those are): of this data-parallel rank.
 
-        A forward pass alone: weights, gradients, optimizer and random numbers stay what they are.
+        A forward pass alone: weights, gradients, optimizer and random numbers stay unchanged.
         """
         found = [(-self.log_probs(shard).double()[torch.from_numpy(shard.loss_mask.copy())]) for shard in shards]
         return float(sum(part.sum() for part in found)), sum(len(part) for part in found)
@@ -269,11 +269,12 @@ class MegatronTrainer(TrainedModel):
     def probe(
         self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None
     ) -> tuple[NDArray[np.float32], RoutedRows | None]:
-        """([N] float32 log-probs of all tokens at temperature 1, routed naturally; the experts that this rank's routers
-        chose for the tokens that they saw, None where routes are not replayed).
+        """Log-probs of all tokens at temperature 1, [N] float32, and the experts chosen by this rank's routers.
+
+        The experts are those of the tokens on this rank, or None if routes are not replayed.
 
         Args:
-            routes: of all tokens and layers, which the routers follow instead (r3); nothing is said of experts then.
+            routes: of all tokens and layers, which the routers follow instead (r3); no experts are returned then.
         """
         if routes is not None:
             assert self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
@@ -285,9 +286,9 @@ class MegatronTrainer(TrainedModel):
             return log_probs.numpy(), chosen()
 
     def named_local_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, local tensor) of this rank's parameters as of the last optimizer step, tied copies left out.
+        """(canonical name, local tensor) of this rank's parameters as of the last optimizer step, without tied copies.
 
-        Waits for parameters that are still being gathered: call it on all ranks.
+        It waits for parameters that are still being gathered: call it on all ranks.
         """
         self.sync_params()
         return named_local_params(self.chunks, tied_copies=False)
@@ -295,7 +296,7 @@ class MegatronTrainer(TrainedModel):
     def named_factors(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, local tensor) of this rank's adapters as of the last optimizer step; on all ranks."""
         self.sync_params()
-        if not self._factors:  # names of thousands take longer than a sync of them
+        if not self._factors:  # listing the names of thousands takes longer than a sync of them
             self._factors = tuple(named_factors(self.chunks))
         return iter(self._factors)
 
@@ -306,10 +307,10 @@ class MegatronTrainer(TrainedModel):
         """This rank's part in weight syncs and Hugging Face exports; call it once.
 
         Args:
-            engine_port: the engines; None where weights are only exported.
+            engine_port: the engines; None if weights are only exported.
             on_bucket: called on senders with (buckets filled, buckets that it sends).
-            stacked: `write_adapter` writes one tensor for all experts of a layer, which SGLang loads many times
-                faster; else peft's format, which others read, too.
+            stacked: `write_adapter` writes one tensor for all experts of a layer, which SGLang loads many times faster;
+                else peft's format, which other software reads, too.
         """
         spec, backend, exported = self.spec, dist.get_backend(), export_dtype(self.hf_config)
         rules = get_family(self.hf_config).rules(self.hf_config)
@@ -337,7 +338,7 @@ class MegatronTrainer(TrainedModel):
             files = adapters.as_files
             finish = partial(write_adapter, files)
             self._export = WeightSender(files.table, groups, self.named_factors, own, finish=finish).export
-            # SGLang divides alpha by the rank, whatever the file says of rank-stabilised scaling.
+            # SGLang divides alpha by the rank, even if the file sets rank-stabilised scaling.
             served_adapters = files.with_plain_scale()
             served_adapters = served_adapters.with_stacked_experts() if stacked else served_adapters
             finish = partial(write_adapter, served_adapters)
@@ -353,26 +354,26 @@ class MegatronTrainer(TrainedModel):
         `weight_sender` comes first.
 
         Args:
-            verify: also work out what the engines must say of the tensors.
+            verify: also compute the checksums that the engines must return.
 
         Returns:
-            That, by name of the tensor; nothing without `verify`.
+            Checksums by name of the tensor; empty without `verify`.
 
         Raises:
-            WeightSyncError: on every rank, when it cannot be written.
+            WeightSyncError: on every rank, if it cannot be written.
         """
         self.adapter_sender.export(directory, self.spec.checkpoint)
         return self.adapter_sender.sums() if verify else {}
 
     def export(self, directory: Path) -> None:
-        """Write what was trained: a Hugging Face checkpoint, or an adapter in peft's format; a collective.
+        """Write the trained weights: a Hugging Face checkpoint, or an adapter in peft's format; a collective.
 
-        `weight_sender` comes first. Raises WeightSyncError on every rank when it cannot be written.
+        `weight_sender` comes first. Raises WeightSyncError on every rank if it cannot be written.
         """
         self._export(directory, self.spec.checkpoint)
 
     def _as_served(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Parameters as engines hold them: with adapters in them."""
+        """Parameters as engines hold them: with adapters merged in."""
         return params if self.adapters is None else MergedWeights(self.chunks, params)
 
     def close(self) -> None:
@@ -380,7 +381,7 @@ class MegatronTrainer(TrainedModel):
         stop_process_groups()
 
     def _weights_of(self, policy: Literal["reference", "teacher"]) -> AbstractContextManager[None]:
-        """The weights of another policy in the model; the frozen base without adapters may be the reference itself."""
+        """Put another policy's weights into the model; the frozen base without adapters may be the reference itself."""
         if policy == "reference" and self.spec.base_is_reference:
             return nullcontext()
         other = self.base.reference if policy == "reference" else self.base.teacher
@@ -388,7 +389,7 @@ class MegatronTrainer(TrainedModel):
         return other.swapped_in()
 
     def _encoded(self) -> Encoded | None:
-        """What engines are sent quantised. The headers of a plain checkpoint are not read for it."""
+        """The quantisation of weights for engines. The headers of a plain checkpoint are not read for it."""
         if not self.spec.as_stored or check_quantisation(self.hf_config) is None:
             return None
         return encoded_weights(HFCheckpoint(self.spec.checkpoint), self.hf_config)
@@ -399,7 +400,7 @@ class MegatronTrainer(TrainedModel):
         return served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, trainer, cpu=cpu)
 
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
-        """The shard with its old, reference and teacher log-probs, as far as something needs them."""
+        """The shard with its old, reference and teacher log-probs, as far as they are needed."""
         algorithm = self.spec.algorithm
         always = algorithm.old_log_probs == "always" or self.routing.mode == "r2"
         always = always or (needs_policy_log_probs(algorithm) and algorithm.correction.reference == "recompute")
@@ -422,13 +423,13 @@ class MegatronTrainer(TrainedModel):
         return self.optimizer_step(add_gradients, len(shard.tokens)) | self.seen(shard, seen)
 
     def weight_scale(self, shard: TrainShard) -> float:
-        """The factor on the correction's weights (`normalising_scale`). A collective when it is asked for."""
+        """The factor on the correction's weights (`normalising_scale`). A collective if normalisation is configured."""
         if self.spec.train.task != "rl":
             return 1.0
         return normalising_scale(shard, self.spec.algorithm, self.device, self.parallel.dp_group)
 
     def seen(self, shard: TrainShard, column: Tensor | None) -> dict[str, float]:
-        """Keep the watched sequences of a gradient pass; metrics of what it replayed. A collective.
+        """Record the watched sequences of a gradient pass; returns metrics of its replay. A collective.
 
         Args:
             column: see `Watch.keep`.
