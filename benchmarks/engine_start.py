@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def start(run: RunConfig, logs: Path, program: Path | None) -> tuple[float, float, float]:
-    """(CPU seconds, wall seconds, MiB that no other process shares) of a server until it serves.
+    """(CPU seconds, wall seconds, unshared MiB) of a server until it serves.
 
     Args:
-        program: what is run instead of mslime's own server.
+        program: replaces mslime's own server program.
     """
 
     def command(fields: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ from tests.e2e.harness import start_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 SETTLED = 3
-"""Steps until engines have recorded how to load, and use it."""
+"""Steps until engines have recorded how to load, and use the recording."""
 SHOWN = ("weights/seconds", "weights/pause_seconds", "weights/send_seconds", "weights/probe_seconds",
          "weights/probe_log_probs", "weights/probe_routes")  # fmt: skip
 
