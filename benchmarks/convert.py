@@ -3,11 +3,11 @@
     python benchmarks/convert.py                  # 8 layers of 96 experts: 2,304 expert tensors, 2.6 GB
     python benchmarks/convert.py --hidden 512 --ffn 256   # 0.7 GB
 
-The copy reads every file of the checkpoint and writes it to a new one, synced to the disk: the floor. Conversion does
-the same and places, checksums and indexes every tensor; with verification it also reads everything again. Each run is
-paired with a copy right before it, because disk and processors are not equally fast all the time. mbridge loads the
-same files into a model on one rank, in which mslime's loader is timed too; as it is, it asks the model for its whole
-state dict once a parameter, and it is also timed with that answered from a cache.
+The copy is the floor: it reads every file of the checkpoint and writes it to a new one, synced to the disk. Conversion
+also places, checksums and indexes every tensor; with verification it reads everything again. Each run directly follows
+a copy, because the speed of disk and processors varies. mbridge loads the same files into a model on one rank, on which
+mslime's loader is timed too. mbridge requests the model's whole state dict once per parameter; it is also timed with a
+cached state dict.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace
 
 
 def run(coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Result of a coroutine, on an event loop of its own."""
+    """Run a coroutine on a new event loop; returns its result."""
     return asyncio.run(coroutine)
 
 

@@ -375,7 +375,7 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
         local_name: from `named_parameters()` of a local-spec or Transformer Engine model, wrappers' `module.` allowed.
         first_expert: global id of this rank's expert 0.
         global_layers: global (0-based) id of each of the chunk's layers in order; default: they are global already.
-            Multi-token-prediction layers have ids of their own, which are global.
+            Multi-token-prediction layers have their own global ids.
     """
     match = _LAYER.fullmatch(local_name)
     if match is None:

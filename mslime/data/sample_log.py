@@ -37,7 +37,7 @@ TOKENS_A_SIDE = 1024
 CHARACTERS_A_SIDE = 8192
 OTHER_BYTES = 4096
 ROUTE_BYTES = 16_384
-"""Size limit of one response before serialisation: routes of the first tokens in the selected layers."""
+"""Size limit of one response's routes, before encoding: those of the first tokens in the selected layers."""
 WAITING_FILES = 4
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
