@@ -22,7 +22,7 @@ from mslime.config.settings import Setting, all_settings, engine_sections, secti
 
 # Settings as command-line flags, parsed by argparse with one option for each setting of the schema.
 #
-# argparse needs the number of words of each setting, and then the YAML file may stand anywhere among the flags.
+# argparse gets the number of words of each setting, so the YAML file may stand anywhere among the flags.
 # `--help` names the sections, `--help SECTION` lists one, `--help all` everything. An engine's own fields, and unknown
 # names, become options too: later validation rejects them with the nearest name. Why argparse and not a library above
 # it: docs/decisions/0001-libraries.md.

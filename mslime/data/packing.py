@@ -178,7 +178,7 @@ class _Rooms:
     def __init__(self, budget: int) -> None:
         self._bins: dict[int, list[int]] = {}
         self._words = [0] * ((budget >> self.BITS) + 1)
-        self._used = 0  # number of non-zero words
+        self._used = 0  # bitmap of the non-zero words
 
     def put(self, room: int, index: int) -> None:
         """Add a bin."""
