@@ -29,7 +29,7 @@ Seconds = list[tuple[float, float]]
 
 
 def main() -> None:
-    """Parse, start the ranks, print the ratio."""
+    """Parse flags, start the ranks, print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("adapters", 8), ("micro-batches", 2), ("stages", 2), ("tokens", 512), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: Any) -> None:
-    """One pipeline stage; rank 0 tells the seconds of each round."""
+    """Worker of one pipeline stage; rank 0 sends the seconds of each round."""
     torch.set_num_threads(1)
     from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
     from mslime.backends.megatron.step.base_model import Base
@@ -90,7 +90,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
 
 
 def _shard(config: Any, args: argparse.Namespace, number: int) -> Any:
-    """A step of so many micro-batches of one sequence each."""
+    """An optimizer step of `--micro-batches` micro-batches of one sequence each."""
     from mslime.data.packing import build_shards
     from mslime.data.sample import Sample
 

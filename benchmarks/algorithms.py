@@ -37,14 +37,15 @@ BUDGET: dict[str, Any] = {
     "checkpoint": {"keep": 1, "save_hf": False},
     "observe": {"eval_every": 5, "save_rollouts": "none"},
 }
-"""What every variant has, on top of run.yaml. Four optimizer steps a rollout, because losses that differ in their trust
-region are the same at the first one, where the ratio is 1."""
+"""Settings of every variant, on top of run.yaml. Four optimizer steps per rollout: losses that differ in their trust
+region are equal at the first step, where the ratio is 1.
+"""
 
 CRITIC = {"lr": 3e-4, "min_lr": 3e-5, "warmup_steps": 2}
-"""The only learning rate that is not everyone's: the value head starts at 0. The warm-up is part of the budget."""
+"""Learning rate of the value head, which starts at 0. The warm-up is part of the budget."""
 
 OF_THE_LOSS = ("clip_low", "clip_high", "loss_aggregation")
-"""run.yaml gives these for GRPO; here every loss starts from its own."""
+"""Settings that run.yaml gives for GRPO; here every loss uses its own defaults."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Variant:
 
 
 def _stale(preset: str, max_staleness: int = 4) -> dict[str, dict[str, Any]]:
-    """Eight optimizer steps a rollout: the policy moves further from its samplers, and the trainer, not the engine, is
-    what the other waits for, so that the data is as old as it may be."""
+    """Eight optimizer steps per rollout. The policy moves further from its samplers, and the trainer is the bottleneck:
+    data becomes as old as allowed.
+    """
     return {
         "rollout": {"max_staleness": max_staleness},
         "train": {"optimizer_steps_per_rollout": 8},
@@ -88,13 +90,13 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run measured.
+    """Measurements of one run.
 
     Attributes:
-        steps: how many there were.
+        steps: number of steps.
         greedy, sampled: held-out accuracy by step, where evaluated.
         metrics: means over the steps, and some maxima (`max ...`).
-        seconds: of the steps without evaluations; engine start and saving are not in it.
+        seconds: of the steps without evaluations, engine start and saving.
     """
 
     steps: int
@@ -105,7 +107,7 @@ class Curve:
 
 
 def main() -> int:
-    """Run what is missing, then draw and print; 1 when a variant failed."""
+    """Run missing variants, then draw and print; returns 1 if a variant failed."""
     args = _arguments()
     console = Console(stderr=True)
     names = args.only or list(VARIANTS)
@@ -151,7 +153,7 @@ def _names(text: str) -> list[str]:
 
 
 def _warm_start(directory: Path, seed: int, console: Console) -> None:
-    """Task, model and supervised training of scripts/quickstart.sh, once a seed."""
+    """Make the task and the model, and train supervised as in scripts/quickstart.sh, once per seed."""
     if not (directory / "task" / "heldout.jsonl").exists():
         command = [sys.executable, "-m", "examples.quickstart.make_task", "--out", str(directory.resolve() / "task")]
         subprocess.run([*command, "--seed", str(seed)], check=True, cwd=QUICKSTART.parents[1])
@@ -165,7 +167,7 @@ def _warm_start(directory: Path, seed: int, console: Console) -> None:
 
 
 def _train(name: str, directory: Path, seed: int, steps: int, console: Console) -> bool:
-    """One variant, unless it is finished; whether it is now."""
+    """Train one variant unless it is finished; returns whether it is finished now."""
     run = directory / name
     config = run / "variant.json"
     settings = settings_of(name, directory, seed, steps)
@@ -182,7 +184,7 @@ def _train(name: str, directory: Path, seed: int, steps: int, console: Console) 
 
 
 def settings_of(name: str, directory: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The run configuration of one variant: run.yaml, BUDGET, and what is its own."""
+    """Run configuration of one variant: run.yaml, BUDGET and its own settings."""
     heldout = directory / "task" / "heldout.jsonl"
     base = read_values(QUICKSTART / "run.yaml")
     base["algorithm"] = {k: v for k, v in base["algorithm"].items() if k not in OF_THE_LOSS}
@@ -198,11 +200,11 @@ def settings_of(name: str, directory: Path, seed: int, steps: int) -> dict[str, 
 
 
 def state_of(settings: Mapping[str, Any], before: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:
-    """new, continue, done, or other: a run with other settings is in the way.
+    """State of a run directory: `new`, `continue`, `done`, or `other` if it holds a run with other settings.
 
     Args:
-        settings, before: configuration of this run, and that which the directory was made with (None: nothing there).
-        rows: what it measured so far.
+        settings, before: configuration of this run, and of the run in the directory (None: no run).
+        rows: its metrics so far.
     """
     if before is None:
         return "new"
@@ -220,7 +222,7 @@ def _rows(run: Path) -> list[dict[str, float]]:
 
 
 def _curves(out: Path, name: str, seeds: Sequence[int], steps: int) -> dict[int, Curve]:
-    """By seed, those that are there, up to `steps`."""
+    """Available curves by seed, up to `steps`."""
     runs = {seed: [r for r in _rows(out / f"seed{seed}" / name) if r["step"] <= steps] for seed in seeds}
     return {seed: curve_of(rows) for seed, rows in runs.items() if len(rows) > 1}
 
@@ -232,7 +234,7 @@ MEANS = (
 
 
 def curve_of(rows: Sequence[Mapping[str, float | None]]) -> Curve:
-    """The curve of a run from the rows of its metrics.jsonl."""
+    """Curve of a run from the rows of its metrics.jsonl."""
     steps = [r for r in rows if "perf/step_seconds" in r]
     metrics = {n: fmean(found) for n in MEANS if (found := [v for r in steps if (v := r.get(n)) is not None])}
     for name in ("staleness/max", "mismatch/kl"):
@@ -252,7 +254,7 @@ def _scores(rows: Sequence[Mapping[str, float | None]], name: str) -> dict[int, 
 
 
 def steps_to(scores: Mapping[int, float], threshold: float) -> float | None:
-    """Where the line through `scores` (by step) first reaches `threshold`; None: never."""
+    """Step at which the line through `scores` (by step) first reaches `threshold`; None: never."""
     points = sorted(scores.items())
     for (x0, y0), (x1, y1) in pairwise(points):
         if y1 >= threshold:
@@ -264,7 +266,7 @@ def steps_to(scores: Mapping[int, float], threshold: float) -> float | None:
 
 
 def table(curves: Mapping[str, Mapping[int, Curve]], threshold: float) -> str:
-    """Markdown: a row a variant; several seeds stand side by side."""
+    """Markdown table: one row per variant, several seeds side by side."""
     heads = [
         "variant", "greedy at the end", "sampled at the end", "sampled, mean over the run",
         f"steps to {threshold:.0%} sampled", "s a step", "age mean, max", "mismatch KL mean, max", "ESS",
@@ -300,7 +302,7 @@ def _cells(curve: Curve, threshold: float) -> list[str]:
 
 
 def _nats(value: float) -> str:
-    return "0" if value < 1e-9 else f"{value:.2g}"  # what rounding leaves is not worth its digits
+    return "0" if value < 1e-9 else f"{value:.2g}"  # rounding errors are shown as 0
 
 
 def _last(scores: Mapping[int, float]) -> float:

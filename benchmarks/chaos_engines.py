@@ -55,7 +55,7 @@ PATIENCE_S = 420.0
 
 @dataclass(frozen=True)
 class Event:
-    """One accident and what followed."""
+    """One injected failure and its consequences."""
 
     engine: str
     part: str
@@ -67,7 +67,7 @@ class Event:
 
 
 def settings(model: Path, prompts: Path, engines: int, transport: str) -> dict[str, Any]:
-    """Of a run that never ends by itself."""
+    """Settings of a run without a last step."""
     return {
         "model": {"path": str(model)},
         "data": {
@@ -91,7 +91,7 @@ def settings(model: Path, prompts: Path, engines: int, transport: str) -> dict[s
 
 
 def family(run: Run, engine: str) -> list[psutil.Process]:
-    """The guard of an engine and all below it; empty while there is none."""
+    """Processes of an engine: its guard and all descendants; empty if it has none."""
     index = engine.removeprefix("engine")
     for process in run.look():
         with suppress(psutil.Error):
@@ -102,7 +102,7 @@ def family(run: Run, engine: str) -> list[psutil.Process]:
 
 
 def part_of(processes: Iterable[psutil.Process], part: str) -> psutil.Process | None:
-    """The process that plays this part."""
+    """Process with this role."""
     found = list(processes)
     if not found or part == "guard":
         return found[0] if found else None
@@ -117,7 +117,7 @@ def part_of(processes: Iterable[psutil.Process], part: str) -> psutil.Process | 
 
 
 def states(run: Run) -> dict[str, dict[str, Any]]:
-    """The engines as `mslime scale` shows them."""
+    """States of the engines as `mslime scale` shows them."""
     try:
         found = asyncio.run(ask(run.directory))
     except UserError:
@@ -131,7 +131,7 @@ def whole(run: Run, engines: int) -> bool:
 
 
 def paused(url: str) -> bool:
-    """Whether an engine is up and paused."""
+    """Whether an engine serves and is paused."""
     try:
         return httpx.get(f"{url}/ready", timeout=2).status_code == 503
     except httpx.HTTPError:
@@ -139,7 +139,7 @@ def paused(url: str) -> bool:
 
 
 def wait(run: Run, what: str, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
-    """Until it holds; how long that took. Ends the program when the run has ended, or time is up."""
+    """Wait until the condition holds; returns the seconds. Exits if the run has ended or the time limit is reached."""
     begin = time.monotonic()
     while not condition():
         if run.process.poll() is not None:
@@ -151,7 +151,7 @@ def wait(run: Run, what: str, condition: Callable[[], bool], seconds: float = PA
 
 
 def strike(run: Run, dice: random.Random, engines: int) -> Event:
-    """One accident; returns when the run has got over it."""
+    """Inject one failure and wait until the run has recovered."""
     engine, moment = f"engine{dice.randrange(engines)}", dice.choice(MOMENTS)
     part, name = dice.choice(PARTS), dice.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
     if moment == "sync":
@@ -174,10 +174,10 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
         victim.send_signal(getattr(signal, name))
     wait(run, "two more steps", lambda: len(by_step(run.rows())) >= rows + 2)
     next_step = time.monotonic() - begin
-    # Its death is noticed at a sync, so an engine that still counts as serving may be dead.
+    # Death is noticed at a sync, so an engine that still counts as serving may be dead.
     wait(run, "all engines", lambda: bool(family(run, engine)) and whole(run, engines))
     if name == "SIGSTOP" and part == "guard":
-        with suppress(psutil.NoSuchProcess):  # it only watches, so nobody misses it
+        with suppress(psutil.NoSuchProcess):  # this process only watches, so its loss has no effect
             victim.resume()
     elif name == "SIGSTOP":
         wait(run, "the stopped process to be gone", lambda: not _stopped(victim))
@@ -187,7 +187,7 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
 
 
 class Watch:
-    """What state each engine was in, twice a second (a thread of its own)."""
+    """Thread that records the state of each engine twice a second."""
 
     def __init__(self, run: Run) -> None:
         self.seen: list[tuple[float, dict[str, str]]] = []
@@ -204,7 +204,7 @@ class Watch:
         self._thread.join()
 
     def back_after(self, engine: str, begin: float) -> float | None:
-        """Seconds from an accident until the engine serves again; None when it never stopped serving."""
+        """Seconds from a failure until the engine serves again; None if it never stopped serving."""
         away = False
         for moment, engines in self.seen:
             state = engines.get(engine)
@@ -217,7 +217,7 @@ class Watch:
 
 
 def strike_early(run: Run, dice: random.Random, engines: int) -> tuple[Event, float, psutil.Process]:
-    """One accident beside earlier ones; returns after two more steps, with its moment and its victim."""
+    """Inject one failure during earlier ones; returns it with its time and its process after two more steps."""
     engine = f"engine{dice.randrange(engines)}"
     wait(run, "another engine that serves", lambda: _another(run, engine))
     part, name = dice.choice(PARTS), dice.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
@@ -234,7 +234,7 @@ def strike_early(run: Run, dice: random.Random, engines: int) -> tuple[Event, fl
         time.sleep(dice.uniform(0, 4))
     wait(run, f"the {part} of {engine}", lambda: part_of(family(run, engine), part) is not None, 200)
     victim, rows = part_of(family(run, engine), part), len(by_step(run.rows()))
-    while victim is None:  # it was there a moment ago
+    while victim is None:  # processes may have ended since the last look
         victim = part_of(family(run, engine), part)
     begin = time.monotonic()
     with suppress(psutil.NoSuchProcess):
@@ -242,7 +242,7 @@ def strike_early(run: Run, dice: random.Random, engines: int) -> tuple[Event, fl
     wait(run, "two more steps", lambda: len(by_step(run.rows())) >= rows + 2)
     took = time.monotonic() - begin
     if name == "SIGSTOP" and part == "guard":
-        with suppress(psutil.NoSuchProcess):  # it only watches, so nobody misses it
+        with suppress(psutil.NoSuchProcess):  # this process only watches, so its loss has no effect
             victim.resume()
     return Event(engine, part, name, moment, took, 0.0, len(by_step(run.rows())) - rows), begin, victim
 
@@ -260,7 +260,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def strike_all(run: Run, dice: random.Random, arguments: argparse.Namespace, console: Console) -> list[Event]:
-    """All accidents, the next one beside what is left of those before; returns when all engines serve."""
+    """Inject all failures, each while earlier ones are being repaired; returns when all engines serve."""
     watch, struck = Watch(run), list[tuple[Event, float, psutil.Process]]()
     ends = time.monotonic() + 60 * arguments.minutes
     try:
@@ -272,7 +272,7 @@ def strike_all(run: Run, dice: random.Random, arguments: argparse.Namespace, con
             console.print(f"{number + 1}/{arguments.kills} {struck[-1][0]}", soft_wrap=True)
         wait(run, "the stopped processes to be gone", lambda: not any(_stopped(victim) for _, _, victim in struck))
         wait(run, "all engines", lambda: whole(run, arguments.engines))
-        time.sleep(20)  # the last accident may not have been noticed yet
+        time.sleep(20)  # the last failure may not have been noticed yet
         wait(run, "all engines", lambda: whole(run, arguments.engines))
     finally:
         watch.stop()
@@ -287,8 +287,8 @@ def _stopped(process: psutil.Process) -> bool:
 
 
 def check_books(run: Run) -> int:
-    """The ledger is balanced in each step, and nothing too old was trained; the number of steps."""
-    rows = [row for row in by_step(run.rows()) if "ledger/trained_tokens" in row]  # not those of scores alone
+    """Check that the ledger balances in each step and that no trained token is too old; returns the number of steps."""
+    rows = [row for row in by_step(run.rows()) if "ledger/trained_tokens" in row]  # without rows that hold only scores
     assert_balanced(rows)
     for row in rows:
         assert row["staleness/max"] <= 1, f"step {row['step']}: tokens of age {row['staleness/max']} were trained"
@@ -296,7 +296,7 @@ def check_books(run: Run) -> int:
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> None:
-    """Run, strike, print."""
+    """Run, inject failures, print."""
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n"
                                for a in range(6) for b in range(4)))  # fmt: skip
@@ -330,7 +330,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
 def report(
     arguments: argparse.Namespace, events: list[Event], steps: int, rows: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """The table and the line of JSON."""
+    """Print the table and the line of JSON."""
     table = Table("signal", "part", "moment", "accidents", "next step, median s", "longest", "whole again, median s")
     keys = sorted({(e.signal, e.part, e.moment) for e in events})
     for key in keys:
@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and its run ends with it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the run ends with this process
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
         measure(arguments, arguments.keep)

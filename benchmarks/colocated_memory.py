@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """Make the model, run, read, compare."""
+    """Make the model, run, read memory, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=16)
@@ -71,7 +71,7 @@ def main() -> None:
 
 @dataclass
 class Watch:
-    """Reads the memory of a run's two sides until it is told to stop.
+    """Reads the memory of trainer and engine until it is stopped.
 
     Attributes:
         read: (time, bytes of the trainer rank, bytes of the engine's processes).
@@ -82,7 +82,7 @@ class Watch:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def watch(self) -> None:
-        """In a thread of its own."""
+        """Body of the thread."""
         trainer = engine = None
         while not self.ended.is_set():
             try:
@@ -107,7 +107,7 @@ def _pss(processes: Sequence[psutil.Process]) -> int:
 
 
 def measure(values: dict[str, object], directory: Path) -> dict[str, tuple[float, float]]:
-    """Bytes of (trainer, engine) in each phase: medians over its readings, the first two steps left out."""
+    """Bytes of (trainer, engine) in each phase: medians over its readings, without the first two steps."""
     run = start_run(values, directory)
     watch = Watch(run)
     thread = threading.Thread(target=watch.watch)
@@ -124,7 +124,7 @@ def measure(values: dict[str, object], directory: Path) -> dict[str, tuple[float
     for span in read_spans(run.directory):
         if span.step < 3 or span.name not in names:
             continue
-        margin = 0.2 * (span.end - span.start)  # memory changes hands at its ends
+        margin = 0.2 * (span.end - span.start)  # memory moves at both ends of a phase
         inside = [row for row in watch.read if span.start + margin <= row[0] <= span.end - margin]
         found.setdefault(names[span.name], []).extend(inside)
     assert found.keys() == set(names.values()) and all(found.values()), {k: len(v) for k, v in found.items()}
@@ -135,7 +135,7 @@ def measure(values: dict[str, object], directory: Path) -> dict[str, tuple[float
 
 
 def compare(measured: dict[str, tuple[float, float]], plan: RunPlan) -> dict[str, float]:
-    """What each side has in a phase more than where it has nothing: measured, planned, and their ratio."""
+    """Memory of each side in a phase above its offloaded state: measured, planned and their ratio."""
     memory, engine = plan.stages[0].memory, plan.engine
     assert engine is not None
     trainer = {phase: figures[0] - measured["generate"][0] for phase, figures in measured.items()}
@@ -155,7 +155,7 @@ def compare(measured: dict[str, tuple[float, float]], plan: RunPlan) -> dict[str
 
 
 def show(figures: dict[str, float]) -> None:
-    """A table for people."""
+    """Print the figures as a table."""
     table = Table(title="MiB more than while asleep")
     for head in ("", "measured", "planned", "ratio"):
         table.add_column(head, justify="right")

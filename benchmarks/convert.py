@@ -3,11 +3,11 @@
     python benchmarks/convert.py                  # 8 layers of 96 experts: 2,304 expert tensors, 2.6 GB
     python benchmarks/convert.py --hidden 512 --ffn 256   # 0.7 GB
 
-The copy reads every file of the checkpoint and writes it to a new one, synced to the disk: the floor. Conversion does
-the same and places, checksums and indexes every tensor; with verification it also reads everything again. Each run is
-paired with a copy right before it, because disk and processors are not equally fast all the time. mbridge loads the
-same files into a model on one rank, in which mslime's loader is timed too; as it is, it asks the model for its whole
-state dict once a parameter, and it is also timed with that answered from a cache.
+The copy is the floor: it reads every file of the checkpoint and writes it to a new one, synced to the disk. Conversion
+also places, checksums and indexes every tensor; with verification it reads everything again. Each run directly follows
+a copy, because the speed of disk and processors varies. mbridge loads the same files into a model on one rank, on which
+mslime's loader is timed too. mbridge requests the model's whole state dict once per parameter; it is also timed with a
+cached state dict.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHARD_BYTES = 512 << 20
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json of a Qwen3-MoE of the sizes asked for."""
+    """config.json of a Qwen3-MoE with the requested sizes."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_act": "silu",
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "vocab_size": 32000,
@@ -54,7 +54,7 @@ def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any]) -> int:
-    """Random bfloat16 weights in shards of `SHARD_BYTES`; returns their bytes."""
+    """Write random bfloat16 weights in shards of `SHARD_BYTES`; returns their bytes."""
     directory.mkdir()
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
@@ -81,7 +81,7 @@ def write_checkpoint(directory: Path, config: dict[str, Any]) -> int:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Every byte, synced."""
+    """Copy every byte and sync."""
     out.mkdir()
     for path in source.iterdir():
         shutil.copyfile(path, out / path.name)
@@ -90,7 +90,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 def seconds(work: Callable[[Path], object], root: Path) -> float:
-    """Of one call, which writes into a fresh directory that is then removed."""
+    """Seconds of one call, which writes into a fresh directory; the directory is then removed."""
     os.sync()
     begin = time.perf_counter()
     work(root / "out")
@@ -106,7 +106,7 @@ def _place(rank: int, world_size: int, init_method: str, config: dict[str, Any],
 
 
 class _TransformerEngineNames:
-    """Shows a local-spec model under the names that mbridge knows; what it renames is worked out once."""
+    """View of a local-spec model under the names that mbridge expects; names are computed once."""
 
     def __init__(self, model: Any, cached: bool) -> None:
         self._model, self.decoder, self.config, self._cached = model, model.decoder, model.config, cached
@@ -118,7 +118,7 @@ class _TransformerEngineNames:
 
     def state_dict(self) -> dict[str, Any]:
         if not self._cached:
-            self._model.state_dict()  # what a model with these names would cost
+            self._model.state_dict()  # the cost of a state dict with these names
         return self._state
 
 
@@ -132,7 +132,7 @@ def _renamed(name: str) -> str:
 
 
 def _load_both(rank: int, world_size: int, init_method: str, source: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of mslime's and mbridge's loading into one model in this process."""
+    """Time the loading by mslime and by mbridge into one model in this process."""
     from mbridge import AutoBridge
     from transformers import AutoConfig
 
@@ -207,7 +207,7 @@ def main() -> None:
 def compare_with_copy(
     root: Path, source: Path, config: dict[str, Any], placement: ModelPlacement, nbytes: int, rounds: int
 ) -> None:
-    """Every conversion, each run after a copy."""
+    """Time every conversion, each right after a copy."""
     megatron = root / "megatron"
     run_job(ToMegatron(source, config, placement, max_file_bytes=SHARD_BYTES), megatron)
 
@@ -242,7 +242,7 @@ def compare_with_copy(
 
 
 def compare_with_mbridge(source: Path, nbytes: int, rounds: int) -> None:
-    """Loading into a model, on one rank."""
+    """Time loading into a model on one rank."""
     taken = run_ranks(_load_both, 1, source, rounds, deadline_s=3600)[0]
     ours = statistics.median(taken["mslime"])
     for name, runs in taken.items():

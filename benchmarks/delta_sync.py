@@ -55,7 +55,7 @@ WAYS = ("delta", "broadcast")
 
 @dataclass
 class Found:
-    """Of one share: what each way took in each round, and bytes that delta moved and that there are."""
+    """Measurements for one share: seconds per way and round, bytes that delta moved, and bytes in all."""
 
     updates: dict[str, list[Update]]
     moved: list[int]
@@ -75,7 +75,7 @@ def change(params: dict[str, torch.Tensor], share: float, seed: int) -> None:
 
 
 def rank_main(shares: Sequence[float], rank: int, job: Job, store: str, pipe: Connection) -> None:
-    """One trainer rank with a sender for each way; sends what it found of each share."""
+    """One trainer rank with a sender for each way; sends its measurements of each share."""
     version, found = 1, list[Found]()
     with senders_by_transport(WAYS, rank, job, store) as (params, senders):
         for share in shares:
@@ -83,7 +83,7 @@ def rank_main(shares: Sequence[float], rank: int, job: Job, store: str, pipe: Co
             for _ in range(job.rounds):
                 version += 1
                 change(params, share, version)
-                for way in WAYS:  # in this order: changes that had arrived by broadcast would be refused
+                for way in WAYS:  # this order only: delta rejects changes that have already arrived by broadcast
                     of_share.updates[way].append(update(senders[way], version))
                 of_share.moved.append(of_share.updates["delta"][-1].bytes)
             version += 1
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def show(over: str, by_share: dict[str, dict[str, Any]], rounds: int) -> None:
-    """The figures of one way, as a table."""
+    """Print the figures of one way as a table."""
     title = f"delta over {over}, medians of {rounds} rounds, load {os.getloadavg()[0]:.1f}"
     table = Table("changed", *next(iter(by_share.values())), title=title)
     for share, values in by_share.items():

@@ -1,10 +1,10 @@
-"""What a server on a CPU costs to start: its processes forked, as mslime does, or spawned, as SGLang does.
+"""Cost of starting a server on a CPU: with forked processes, as in mslime, or spawned ones, as in SGLang.
 
     python benchmarks/engine_start.py [--rounds 3]
 
-One server of a tiny model at a time, both ways in turn, until it serves. `ratio` in the last line, one of JSON, is the
-median over the rounds of the CPU seconds spawned over those forked: CPU seconds, because imports are all CPU, and other
-work on the machine changes them little. The floor is one import of torch and SGLang, which the server itself makes.
+Starts one server of a tiny model at a time, both ways in turn, until it serves. `ratio` in the last line, one of JSON,
+is the median over the rounds of the CPU seconds spawned over those forked. CPU seconds, because imports are all CPU,
+and other work on the machine changes them little. The floor is one import of torch and SGLang by the server itself.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def start(run: RunConfig, logs: Path, program: Path | None) -> tuple[float, float, float]:
-    """(CPU seconds, wall seconds, MiB that no other process shares) of a server until it serves.
+    """(CPU seconds, wall seconds, unshared MiB) of a server until it serves.
 
     Args:
-        program: what is run instead of mslime's own server.
+        program: replaces mslime's own server program.
     """
 
     def command(fields: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def make_model(path: Path, kinds: int) -> Path:
-    """Random, but tokens of one kind have a part of their embedding in common, which some experts' routers look for."""
+    """Save a random model. Tokens of one kind share a part of their embedding, which some experts' routers select."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def make_model(path: Path, kinds: int) -> Path:
         num_attention_heads=4, num_key_value_heads=2, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
-    network: Any = Qwen3MoeForCausalLM(config)  # its layers have no types
+    network: Any = Qwen3MoeForCausalLM(config)  # its layers are untyped
     with torch.no_grad():
         rows = network.model.embed_tokens.weight
         common = torch.randn(kinds, rows.shape[1])
@@ -93,8 +93,9 @@ def make_model(path: Path, kinds: int) -> Path:
 
 
 def _balance(network: PreTrainedModel, kinds: int) -> None:
-    """Move routers towards equal use of all experts by tokens of all kinds, as a load-balancing bias is moved in
-    training (DeepSeek-V3, section 2.1.2): here along a direction that all tokens share."""
+    """Balance expert use over tokens of all kinds by shifting routers, as load-balancing biases do in training
+    (DeepSeek-V3, section 2.1.2). The shift is along a direction that all tokens share.
+    """
     rng = np.random.default_rng(1)
     shared = torch.randn(network.config.hidden_size)
     with torch.no_grad():
@@ -110,12 +111,12 @@ def _balance(network: PreTrainedModel, kinds: int) -> None:
 
 
 def tokens_of(rng: np.random.Generator, index: int, kinds: int, length: int) -> NDArray[np.int64]:
-    """Sequence `index`, of tokens of its kind."""
+    """Random tokens of sequence `index`, of its kind."""
     return rng.integers(0, VOCAB // kinds, length) * kinds + index % kinds
 
 
 def make_samples(model: Path, args: argparse.Namespace) -> list[Sample]:
-    """Sequences of one kind's tokens each, with the routes that transformers chooses."""
+    """Sequences of one kind of tokens each, with the routes that transformers chooses."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -139,7 +140,7 @@ def make_samples(model: Path, args: argparse.Namespace) -> list[Sample]:
 
 
 def measure(model: Path, samples: list[Sample], ep: int, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
-    """Balance, loss and time of both ways on so many ranks."""
+    """Balance, loss and time of both ways on `ep` ranks."""
     layout = ParallelLayout(dp=ep, ep=ep)
     loads = loads_of([s.routes for s in samples], [len(s) for s in samples], EXPERTS, ep)
     begin = time.perf_counter()
@@ -174,7 +175,7 @@ def measure(model: Path, samples: list[Sample], ep: int, args: argparse.Namespac
 def shards_of(
     samples: list[Sample], layout: ParallelLayout, budget: int, loads: NDArray[np.float32] | None
 ) -> list[TrainShard]:
-    """One optimizer step's, packed by lengths alone or balanced."""
+    """Shards of one optimizer step, packed by lengths alone or balanced."""
     advantages = [float(s.reward or 0) - 0.5 for s in samples]
     (shards,) = build_shards(samples, advantages, layout, budget, version=0, loads=loads)
     return shards
@@ -192,7 +193,7 @@ class Stretches:
             setattr(dist, name, self._counted(getattr(dist, name)))
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Clear the measurements."""
         self.seconds, self._since = [], time.thread_time()
 
     def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,8 +211,10 @@ class Stretches:
 def in_turn(
     trainer: MegatronTrainer, ways: list[list[TrainShard]], rounds: int
 ) -> tuple[list[list[float]], list[list[list[float]]], list[float]]:
-    """([rounds][ways] wall seconds of this rank's steps, [rounds][ways] its stretches of work, loss of each way), after
-    a round to warm up."""
+    """Time the steps of both ways in turn after a warm-up round.
+
+    Returns ([rounds][ways] wall seconds, [rounds][ways] stretches of work, loss of each way) of this rank.
+    """
     mine = [shards[trainer.spec.layout.dp_rank(trainer.parallel.rank)] for shards in ways]
     times, stretches, losses = list[list[float]](), list[list[list[float]]](), [0.0, 0.0]
     counter = Stretches()
@@ -232,7 +235,7 @@ def in_turn(
 
 
 def show(ep: int, figures: dict[str, float], micro_batches: int) -> None:
-    """A table for people."""
+    """Print the figures as a table."""
     table = Table(title=f"EP{ep} DP{ep}, {micro_batches} micro-batches a rank")
     for head in ("", "by lengths alone", "balanced", "least"):
         table.add_column(head, justify="right")

@@ -80,7 +80,7 @@ def measure(vocab: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> LogProbs:
-    """As the step does where logits are within the limit."""
+    """Log-probs from whole logits, as in a step within the limit."""
     return vocab_parallel_log_probs(
         hidden @ weight.t(), labels, tp_group=None, vocab_start=0, vocab_size=len(weight), with_entropy=True,
         reuse_logits=True,
@@ -88,7 +88,7 @@ def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> LogProbs:
 
 
 def blocks(hidden: Tensor, weight: Tensor, labels: Tensor, limit: int) -> LogProbs:
-    """As the step does above the limit."""
+    """Log-probs in blocks, as in a step above the limit."""
     return hidden_log_probs(
         hidden, weight, labels, tp_group=None, vocab_start=0, vocab_size=len(weight), with_entropy=True,
         most_bytes=limit,
@@ -96,7 +96,7 @@ def blocks(hidden: Tensor, weight: Tensor, labels: Tensor, limit: int) -> LogPro
 
 
 def step(way: Function, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    """Forward, and backward where the inputs want gradients."""
+    """Forward pass, then backward if the inputs require gradients."""
     hidden.grad = weight.grad = None
     out = way(hidden, weight, labels)
     if hidden.requires_grad:
@@ -104,7 +104,7 @@ def step(way: Function, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Seconds: of the process on a CPU, by the clock on a device, which has finished."""
+    """Current seconds: process time on a CPU, synchronised wall clock on a device."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -133,7 +133,7 @@ def peak(way: Function, hidden: Tensor, weight: Tensor, labels: Tensor) -> int:
 
 
 def show(found: list[dict[str, float]], args: argparse.Namespace) -> None:
-    """A table."""
+    """Print the figures as a table."""
     sizes = f"{args.rows} tokens, hidden size {args.hidden}, {args.dtype}, blocks of {args.mib:g} MiB"
     table = Table(title=f"{sizes}, {args.which} pass")
     for head in ("vocabulary", "blocks", "whole ms", "blocks ms", "time ratio", "whole MB", "blocks MB"):

@@ -85,12 +85,12 @@ def main() -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """As the title says it."""
+    """Name of the device for the title."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def ways(device: torch.device, args: argparse.Namespace) -> dict[str, Function]:
-    """Those that run here."""
+    """Ways that run on this device."""
 
     def ours(way: Way, *, reuse: bool = False) -> Function:
         def run(logits: Tensor, labels: Tensor) -> Outputs:
@@ -123,7 +123,7 @@ def ways(device: torch.device, args: argparse.Namespace) -> dict[str, Function]:
 
 
 def _megatron(temperature: float) -> Function:
-    """megatron-core's fused cross entropy, on logits that are made float32 and divided as its users must."""
+    """megatron-core's fused cross entropy on float32 logits, divided by the temperature, as its users must do."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     from mslime.network import free_port
@@ -160,7 +160,7 @@ def measure(dtype: str, device: torch.device, args: argparse.Namespace) -> Itera
     for turn in range(args.rounds + 1):
         for name, function in entered.items():
             measured = _time(function, logits, labels, upstream, args.entropy)
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 seconds[name].append(measured)
     floors = _floors(logits) if device.type == "cuda" else (None, None)
     for name, function in entered.items():
@@ -172,7 +172,7 @@ def measure(dtype: str, device: torch.device, args: argparse.Namespace) -> Itera
 
 
 def _time(function: Function, logits: Tensor, labels: Tensor, upstream: Tensor, entropy: str) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass, on a copy of the logits, which some ways overwrite."""
+    """Seconds of the forward and the backward pass, on a copy of the logits because some ways overwrite them."""
     x = logits.clone().requires_grad_()
     y = x.view_as(x)
     begin = _now(logits.device)
@@ -229,7 +229,7 @@ def _balance(profile: torch.profiler.profile) -> tuple[int, int]:
 
 
 def _floors(logits: Tensor) -> tuple[float, float]:
-    """Seconds to read the logits, and to read and write them, at the bandwidth of a copy of them."""
+    """Seconds to read the logits, and to read and write them, at the measured copy bandwidth."""
     target = torch.empty_like(logits)
     seconds = []
     for _ in range(20):
@@ -247,7 +247,7 @@ def _error(function: Function, logits: Tensor, labels: Tensor, temperature: floa
 
 
 def show(found: list[Figures], title: str, elements: int) -> None:
-    """A table; ratios are to the materialised way of the same dtype."""
+    """Print the figures as a table; ratios are to the materialised way of the same dtype."""
     table = Table(title=title)
     floors = any(f.forward_floor for f in found)
     heads = [

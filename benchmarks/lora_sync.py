@@ -65,7 +65,7 @@ RESPONSES, TOKENS = 4, 1900
 
 
 def configured(model: Path, root: Path, targets: dict[str, Any], rank: int, sync: str) -> RunConfig:
-    """A run of one trainer rank; `targets` is what the section lora says of layers."""
+    """Configuration of a run of one trainer rank; `targets` are the layers of the section `lora`."""
     return build(
         {
             "model": {"path": str(model)},
@@ -82,7 +82,7 @@ def configured(model: Path, root: Path, targets: dict[str, Any], rank: int, sync
 
 
 class Engine:
-    """A server, with one client and its pool on an event loop of the caller's."""
+    """A server with one client and its pool on the caller's event loop."""
 
     def __init__(self, config: RunConfig, root: Path, adapted: tuple[str, ...]) -> None:
         self.process = ServerProcess(engine_spec(config, adapted), 0, root)
@@ -112,7 +112,7 @@ class Engine:
 
 
 async def merged(engine: Engine, sender: Any, version: int) -> tuple[float, float, int]:
-    """Seconds of a sync and of the engine's rest, and bytes."""
+    """Sync merged weights; returns (seconds, seconds of the engine's pause, bytes)."""
     begin = time.perf_counter()
     await engine.pool.pause("in_place")
     paused = time.perf_counter()
@@ -126,7 +126,7 @@ async def merged(engine: Engine, sender: Any, version: int) -> tuple[float, floa
 
 
 async def alone(engine: Engine, trainer: MegatronTrainer, root: Path, version: int) -> tuple[float, float, Path]:
-    """Seconds of a sync and of its first part, and what was written."""
+    """Sync adapters alone; returns (seconds, seconds of the write, path of the written file)."""
     begin, directory = time.perf_counter(), root / f"adapter{version}"
     await asyncio.to_thread(trainer.write_adapter, directory, False)
     written = time.perf_counter()
@@ -145,7 +145,7 @@ async def cpu_of(engine: Engine, sync: Callable[[], Awaitable[Any]]) -> float:
 async def cpu_of_both(
     engines: tuple[Engine, Engine], trainer: MegatronTrainer, sender: Any, root: Path, first: int, rounds: int
 ) -> dict[str, float]:
-    """CPU seconds of a sync of each way, in turn, while nothing is generated."""
+    """CPU seconds of a sync of each way, in turn, without generation."""
     whole, beside = engines
     found: list[tuple[float, float]] = []
     for version in range(first, first + rounds):
@@ -162,7 +162,7 @@ async def cpu_of_both(
 async def measure(
     engines: tuple[Engine, Engine], trainer: MegatronTrainer, sender: Any, root: Path, rounds: int
 ) -> dict[str, Any]:
-    """Both ways in turn, with responses under way; the first round of each is not counted."""
+    """Measure both ways in turn while responses run; the first round of each is not counted."""
     whole, beside = engines
     found: list[tuple[float, float, float, float]] = []
     bytes_of, file = (0, 0), root
@@ -201,7 +201,7 @@ async def measure(
 
 
 async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One choice of layers: a trainer, a server for each way, and what they take."""
+    """Measure one choice of layers, with one trainer and a server for each way."""
     config = configured(model, root, TARGETS[name], arguments.rank, "adapter")
     hf_config = read_hf_config(model)
     adapted = served_modules(make_adapters(get_family(hf_config).rules(hf_config), config.lora))
@@ -221,7 +221,7 @@ async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace
 
 
 def run(coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Its result, on an event loop of its own."""
+    """Run a coroutine on a new event loop; returns its result."""
     return asyncio.run(coroutine)
 
 

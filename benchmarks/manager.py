@@ -70,8 +70,9 @@ CUT = {"top_p": 0.9, "top_k": 4096}
 
 @dataclass(frozen=True)
 class Case:
-    """Responses of `tokens` tokens, of a model that routes in `layers` layers to `top_k` of `experts` experts, with
-    sampling masks or without; `narrow`: an expert is one byte on the wire, as from engines that mslime starts."""
+    """Workload of one case: `tokens` a response, `layers` MoE layers, `top_k` of `experts` experts, with or without
+    sampling masks. `narrow`: one byte per expert on the wire, as from engines that mslime starts.
+    """
 
     tokens: int
     layers: int
@@ -82,14 +83,14 @@ class Case:
 
     @property
     def facts(self) -> ModelFacts:
-        """What clients and service know of the model."""
+        """Facts of the model for clients and service."""
         return ModelFacts(
             vocab_size=VOCABULARY, max_positions=1 << 20, num_layers=self.layers, num_experts=self.experts,
             moe_layer_ids=tuple(range(self.layers)), top_k=self.top_k,
         )  # fmt: skip
 
     def answer(self) -> bytes:
-        """What an engine says to any prompt."""
+        """Reply of an engine to any prompt."""
         random, n = np.random.default_rng(0), self.tokens
         ids = random.integers(1, 200, n).tolist()
         shape, wire = (PROMPT + n - 1, self.layers, self.top_k), np.uint8 if self.narrow else np.int32
@@ -106,7 +107,7 @@ class Case:
             rows = [random.choice(np.arange(200, VOCABULARY), size, replace=False) for size in sizes]
             meta["output_token_sampling_mask"] = [[t, *row[1:].tolist()] for t, row in zip(ids, rows, strict=True)]
             meta["output_token_sampling_logprobs"] = [-float(x) for x in random.random(n) * 3]
-        return orjson.dumps({"text": "x" * n, "output_ids": ids, "meta_info": meta})  # as SGLang does
+        return orjson.dumps({"text": "x" * n, "output_ids": ids, "meta_info": meta})  # as SGLang serialises it
 
     def request(self, number: int) -> GenerateRequest:
         """One of the requests."""
@@ -128,7 +129,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Load:
-    """What a case is measured with: so many requests, and so many of them at the engines at once."""
+    """Load of a measurement: number of requests, and number of concurrent requests."""
 
     case: Case
     requests: int
@@ -136,7 +137,7 @@ class Load:
 
 
 def fake_fleet(pipe: Connection, engines: int, answer: bytes) -> None:
-    """Servers that send `answer` to every request, until the process is ended. Their ports go into the pipe."""
+    """Serve `answer` to every request until the process is ended. The ports are sent through the pipe."""
 
     async def reply(request: web.Request) -> web.Response:
         await request.read()
@@ -172,7 +173,7 @@ class FakeScorer(RewardScorer):
 
 
 async def floor(urls: Sequence[str], load: Load) -> float:
-    """CPU seconds of posting so many requests and reading their answers."""
+    """CPU seconds of a bare client that posts the requests and reads the replies."""
     slots, body = asyncio.Semaphore(load.in_flight), json.dumps(load.case.request(0).payload()).encode()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -186,7 +187,7 @@ async def floor(urls: Sequence[str], load: Load) -> float:
 
 
 async def clients(urls: Sequence[str], load: Load) -> float:
-    """CPU seconds of the same requests through the pool: answers are parsed and compared with what was asked."""
+    """CPU seconds of the same requests through the pool, which parses and validates replies."""
     pool = make_pool(urls, load)
 
     async def one(number: int) -> None:
@@ -202,7 +203,7 @@ async def clients(urls: Sequence[str], load: Load) -> float:
 async def one_manager(
     urls: Sequence[str], load: Load, directory: Path, profile: cProfile.Profile | None = None
 ) -> tuple[float, float, float]:
-    """CPU seconds of a whole step of the rollout service, of its assembly into shards, and wall seconds of the step."""
+    """(CPU seconds of a rollout service's step, CPU seconds of its assembly into shards, wall seconds of the step)."""
     config = make_config(directory, load, len(urls))
     tokenizer, pool = load_tokenizer(directory), make_pool(urls, load)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
@@ -228,10 +229,10 @@ class BenchedManager(ManagerActor):
     """A manager over fake engines."""
 
     def __init__(self) -> None:
-        """Nothing of a run."""
+        """Skip the setup of a real run."""
 
     async def begin(self, urls: Sequence[str], load: Load, directory: Path) -> None:
-        """A new manager with these engines."""
+        """Start a new manager with these engines."""
         config, tokenizer = make_config(directory, load, len(urls)), load_tokenizer(directory)
         self._pool = make_pool(urls, load)
         manager = Manager(config, self._pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
@@ -249,7 +250,7 @@ class BenchedManager(ManagerActor):
 
 
 async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Sequence[Any]) -> tuple[float, float, float]:
-    """CPU seconds of a step of several managers: of the busiest, of the front, and of the front's assembly."""
+    """CPU seconds of a step with several managers: the busiest manager, the front, and the front's assembly."""
     config, every = make_config(directory, load, len(urls)), len(actors)
     shares = [Load(load.case, load.requests, load.in_flight // every)] * every
     begun = [
@@ -280,10 +281,10 @@ async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Seque
 def measure_joined(
     urls: Sequence[str], load: Load, directory: Path, repeats: int, managers: int, alone_s: float
 ) -> dict[str, float]:
-    """CPU of managers and front by response, and the speed-up over `alone_s`, one service's CPU with its assembly."""
+    """CPU of managers and front per response, and the speed-up over `alone_s`, one service's CPU with its assembly."""
     made = remote_class(BenchedManager).options(num_cpus=0, max_concurrency=64)
     actors = [made.remote() for _ in range(managers)]
-    asyncio.run(joined(urls, Load(load.case, 2 * GROUP, load.in_flight), directory, actors))  # imports
+    asyncio.run(joined(urls, Load(load.case, 2 * GROUP, load.in_flight), directory, actors))  # warm-up: imports
     passes = [asyncio.run(joined(urls, load, directory, actors)) for _ in range(repeats)]
     busiest, front, assembled = (min(values) for values in zip(*passes, strict=True))
     for actor in actors:
@@ -304,7 +305,7 @@ def make_pool(urls: Sequence[str], load: Load) -> EnginePool:
 
 
 def make_config(directory: Path, load: Load, engines: int) -> RunConfig:
-    """A step of so many responses."""
+    """Configuration with a step of `load` responses."""
     requests, cut = load.requests, CUT if load.case.masks else {}
     path = directory / "prompts.jsonl"
     lines = (json.dumps({"prompt": f"{i:0{PROMPT}d}", "label": "1"}) for i in range(requests // GROUP))
@@ -321,7 +322,7 @@ def make_config(directory: Path, load: Load, engines: int) -> RunConfig:
 
 @contextmanager
 def fleet(engines: int, case: Case) -> Iterator[list[str]]:
-    """URLs of so many engines that run inside."""
+    """Run fake engines inside the block; yields their URLs."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=fake_fleet, args=(theirs, engines, case.answer()), daemon=True
@@ -330,7 +331,7 @@ def fleet(engines: int, case: Case) -> Iterator[list[str]]:
     try:
         yield [f"http://127.0.0.1:{port}" for port in ours.recv()]
     finally:
-        process.kill()  # Ray, where it is there, would tell of a SIGTERM
+        process.kill()  # Ray, if it runs, would report a SIGTERM
         process.join()
 
 
@@ -338,7 +339,7 @@ def measure(load: Load, engines: int, repeats: int, directory: Path, managers: i
     """Microseconds of CPU, and tokens a second of one core."""
     warm = Load(load.case, 2 * GROUP, load.in_flight)
     with fleet(engines, load.case) as urls:
-        asyncio.run(one_manager(urls, warm, directory))  # imports
+        asyncio.run(one_manager(urls, warm, directory))  # warm-up: imports
         bare = min(asyncio.run(floor(urls, load)) for _ in range(repeats))
         parsed = min(asyncio.run(clients(urls, load)) for _ in range(repeats))
         passes = [asyncio.run(one_manager(urls, load, directory)) for _ in range(repeats)]
@@ -362,7 +363,7 @@ def measure(load: Load, engines: int, repeats: int, directory: Path, managers: i
 
 
 def show_profile(load: Load, engines: int, directory: Path) -> None:
-    """Where the rollout service spends its time."""
+    """Print a profile of the rollout service."""
     profile = cProfile.Profile()
     with fleet(engines, load.case) as urls:
         asyncio.run(one_manager(urls, Load(load.case, 2 * GROUP, load.in_flight), directory))
@@ -425,7 +426,7 @@ def show_columns(figures: dict[str, Any], title: str, columns: Sequence[str]) ->
 
 
 def start_ray() -> None:
-    """On this machine, for processes that find what this one finds."""
+    """Start Ray on this machine; workers get this process's import path."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}
@@ -433,7 +434,7 @@ def start_ray() -> None:
 
 
 def make_tokenizer(directory: Path) -> None:
-    """The tests' byte tokenizer, and a config.json that nobody reads."""
+    """Write the tests' byte tokenizer and a placeholder config.json."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.fixtures import tiny_models
 

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _say(what: str) -> None:
-    """Where it is: the first steps of a process compile kernels, and take their time."""
+    """Print the progress: the first steps of a process compile kernels and take long."""
     print(f"{time.perf_counter() - BEGIN:6.0f} s  {what}", file=sys.stderr, flush=True)
 
 
@@ -92,7 +92,7 @@ def _release(device: str) -> None:
 
 
 def _median(work: Callable[[], object], times: int, device: str, warm: int = 2) -> float:
-    """Seconds of a call."""
+    """Median seconds of a call."""
     found: list[float] = []
     for _ in range(times + warm):
         _finish(device)
@@ -104,7 +104,7 @@ def _median(work: Callable[[], object], times: int, device: str, warm: int = 2) 
 
 
 def _rates(device: str, size: int) -> dict[str, float]:
-    """What the card does: operations a second, and bytes a second that are copied within and to and from the host."""
+    """Measured rates of the card: operations/s, and copied bytes/s within the card and to and from the host."""
     n = 8192 if device == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -144,7 +144,7 @@ def _model(root: Path, layers: int, small: bool, device: str) -> Path:
 
 
 def _active(config: dict[str, Any]) -> int:
-    """Parameters that a token is multiplied with."""
+    """Active parameters per token."""
     hidden, dim = config["hidden_size"], config["head_dim"]
     attention = hidden * dim * (2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"])
     experts = config["num_experts_per_tok"] * 3 * hidden * config["moe_intermediate_size"]
@@ -153,7 +153,7 @@ def _active(config: dict[str, Any]) -> int:
 
 
 def _shards(config: Any, tokens: int, vocab: int, most: int) -> Sequence[Any]:
-    """A step of supervised training on sequences of random tokens, half as long as the longest to as long."""
+    """Shards of a supervised step on random tokens; lengths are between half the longest and the longest."""
     from mslime.data.packing import build_shards
     from mslime.data.sample import Sample
 
@@ -212,7 +212,7 @@ def _measure(
 
 
 def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
-    """The allocator's peak of a step beside the plan's."""
+    """The allocator's peak of a step beside the planned peak."""
     from mslime_plugins.planner.plan import make_plan
 
     (stage,) = make_plan(config, published).stages
@@ -223,40 +223,40 @@ def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
 
 
 class Nowhere(Transport):
-    """A transport whose buckets arrive when they are filled."""
+    """Transport whose buckets arrive as soon as they are filled."""
 
     def __init__(self, link: Link) -> None:
-        """Nothing is needed."""
+        """Does nothing."""
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Nobody."""
+        """Does nothing."""
 
     def disconnect(self) -> None:
-        """Nobody."""
+        """Does nothing."""
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Arrived:
-        """At once."""
+        """Return an arrived bucket."""
         return Arrived()
 
 
 class Arrived:
-    """A bucket that was filled, on its device as well."""
+    """A bucket that is filled on its device."""
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Wait until the device has finished its queued work."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
 
 class OneEngine:
-    """An engine of which nothing is asked but what it is."""
+    """Stub of an engine that can only be described."""
 
     def describe(self, engine: Endpoint) -> EngineInfo:
-        """One rank."""
+        """Description of an engine with one rank."""
         return EngineInfo(engine.url, ranks=1)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 def _packing(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""What the probe after each weight sync costs, in a real run on real engines (tiny model, CPU).
+"""Cost of the probe after each weight sync, in a real run on real engines (tiny model, CPU).
 
     python benchmarks/probe.py [--steps 30] [--engines 1] [--layers 4] [--hidden 64] [--experts 8] [--ffn 64]
 
-The run compares no bits after its second sync; `weights.verify: probe` asks each engine and the trainer for a fixed
-text. `ratio` in the last line, one of JSON, is the pause of the engines over what it would have been without the probe
-(the same pauses less the probe), the median of all steps from the fourth on. The floor is one prefill of 128 tokens
-and 8 decoding steps on an engine, then one forward pass of 136 tokens on the trainer.
+The run compares no bits after its second sync; with `weights.verify: probe` each engine and the trainer score a fixed
+text. `ratio` in the last line, one of JSON, is the pause of the engines over the same pause without the probe, the
+median of all steps from the fourth on. The floor is one prefill of 128 tokens and 8 decoding steps on an engine, then
+one forward pass of 136 tokens on the trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.e2e.harness import start_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 SETTLED = 3
-"""Steps until engines have recorded how to load, and use it."""
+"""Steps until engines have recorded how to load, and use the recording."""
 SHOWN = ("weights/seconds", "weights/pause_seconds", "weights/send_seconds", "weights/probe_seconds",
          "weights/probe_log_probs", "weights/probe_routes")  # fmt: skip
 

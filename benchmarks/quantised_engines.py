@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
 MSLIME = (sys.executable, "-m", "mslime")
 SIZES = {"moe_intermediate_size": 128, "num_key_value_heads": 4}
-"""Whole blocks, also of keys and values: 4 heads of 32."""
+"""Sizes that give whole FP8 blocks, also for keys and values: 4 heads of 32."""
 ONE_RANK = {"megatron": {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}}
 BUDGET: dict[str, Any] = {
     "rollout": {"max_staleness": 0, "partial": False, "over_sampling": 1.0, "concurrency": 256},
@@ -45,7 +45,7 @@ BUDGET: dict[str, Any] = {
     "observe": {"eval_every": 8, "save_rollouts": "none"},
 }
 FORMATS = {"fp8": (), "int4": ("--group", "32")}
-"""What `mslime convert` is told."""
+"""Arguments of `mslime convert`."""
 
 
 def _variant(weights: str, correction: str, replay: str) -> tuple[str, dict[str, Any]]:
@@ -61,7 +61,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_both": _variant("fp8", "tis", "r3"),
     "int4_both": _variant("int4", "tis", "r3"),
 }
-"""Weights of the engines, and the settings that are the variant's own."""
+"""Weights of the engines, and the settings of each variant."""
 LABELS = {
     "plain": "float32", "plain_r3": "float32 + R3", "fp8": "FP8", "fp8_tis": "FP8 + TIS", "fp8_r3": "FP8 + R3",
     "fp8_both": "FP8 + TIS + R3", "int4_both": "INT4 experts + TIS + R3",
@@ -73,11 +73,11 @@ COLUMNS = {
     "least layer": ("replay/agreement_min_layer", "{:.2%}"),
     "weights bounded": ("correction/clipped_fraction", "{:.2%}"),
 }  # fmt: skip
-"""Means over the steps, and how they are shown."""
+"""Metrics averaged over the steps, with their formats."""
 
 
 def main() -> int:
-    """Run what is missing, then print; 1 when a variant failed."""
+    """Run missing variants, then print; returns 1 if a variant failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--steps", type=int, default=16, help="rollouts of 256 responses (default 16)")
@@ -108,7 +108,7 @@ def _names(text: str) -> list[str]:
 
 
 def _warm_start(out: Path, seed: int, console: Console) -> None:
-    """Task, model, and supervised training as in scripts/quickstart.sh, on one rank; then the quantised copies."""
+    """Make the task and the model, train supervised as in scripts/quickstart.sh on one rank, then quantise copies."""
     task = out.resolve() / "task"
     if not (task / "heldout.jsonl").exists():
         subprocess.run(
@@ -132,7 +132,7 @@ def _warm_start(out: Path, seed: int, console: Console) -> None:
 
 
 def _train(name: str, out: Path, seed: int, steps: int) -> bool:
-    """One variant, unless it is finished; whether it is now."""
+    """Train one variant unless it is finished; returns whether it is finished now."""
     run, config = out / name, out / f"{name}.json"
     settings = settings_of(name, out, seed, steps)
     if config.exists() and json.loads(config.read_text()) != settings:
@@ -146,7 +146,7 @@ def _train(name: str, out: Path, seed: int, steps: int) -> bool:
 
 
 def settings_of(name: str, out: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The run configuration of one variant: run.yaml, BUDGET, and what is its own."""
+    """Run configuration of one variant: run.yaml, BUDGET and its own settings."""
     weights, own = VARIANTS[name]
     heldout = out / "task" / "heldout.jsonl"
     sets = [
@@ -167,7 +167,7 @@ def _rows(run: Path) -> list[dict[str, float]]:
 
 
 def measured(rows: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Of a run's rows: means over its steps, rewards by step, and held-out scores by step."""
+    """Figures from a run's rows: means over its steps, rewards by step, and held-out scores by step."""
     steps = [row for row in rows if "perf/step_seconds" in row]
     means = {}
     for name, _ in COLUMNS.values():
@@ -187,7 +187,7 @@ def _scores(rows: Sequence[Mapping[str, float | None]], name: str) -> dict[int, 
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row a variant."""
+    """Table with one row per variant."""
     made = Table(title="Engines under one trainer of float32", title_justify="left")
     heads = ("engines hold", *COLUMNS, "reward: first, middle, last quarter", "held out, greedy", "held out, sampled")
     for name in heads:

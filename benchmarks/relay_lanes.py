@@ -45,14 +45,14 @@ DEADLINE = timedelta(seconds=120)
 
 
 def ip(*words: str, space: str = "") -> None:
-    """One command of iproute2."""
+    """Run one command of iproute2."""
     inside = ["ip", "netns", "exec", space] if space else []
     subprocess.run([*inside, *words], check=True)
 
 
 @contextmanager
 def adapters(count: int, linked: range, mbit: float) -> Iterator[list[str]]:
-    """Network namespaces with an adapter each, 10.88.0.x; those of `linked` also with a fast link, 10.89.0.x."""
+    """Create network namespaces with an adapter each, 10.88.0.x; those in `linked` also get a fast link, 10.89.0.x."""
     hub = f"mslime-{os.getpid()}"
     spaces = [f"{hub}-{i}" for i in range(count)]
     made: list[str] = []
@@ -82,7 +82,7 @@ def adapters(count: int, linked: range, mbit: float) -> Iterator[list[str]]:
 
 
 def group(ranks: list[int], link: str) -> dist.ProcessGroup | None:
-    """Over an adapter; None on ranks that are not in it, and do not make it."""
+    """Process group over an adapter; None on ranks outside of it."""
     if dist.get_rank() not in ranks:
         return None
     os.environ["GLOO_SOCKET_IFNAME"] = link
@@ -92,7 +92,7 @@ def group(ranks: list[int], link: str) -> dist.ProcessGroup | None:
 
 
 def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
-    """Ranks 0 to `lanes` - 1 send, those after them are the engine's. The last one writes what it has measured."""
+    """Worker: ranks 0 to `lanes` - 1 send, the others are engine ranks. The last rank writes the measurements."""
     os.environ["GLOO_SOCKET_IFNAME"] = WIRE
     torch.set_num_threads(1)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # its public name
@@ -111,7 +111,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
         ((name, tensor),) = received
         return float(tensor[1]) == 1 + int(name), "loaded"
 
-    # No recorded copies: whole buckets are passed on.
+    # Without recorded copies, whole buckets are passed on.
     relay = Relay(Buckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
     told = EngineRankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else EngineRankGroup()
     for number in range(rounds + 1):
@@ -135,12 +135,12 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
         dist.barrier()
         syncs.append(time.monotonic() - begin)
     if rank == lanes:
-        # The first round makes connections.
+        # The first round sets up connections.
         out.write_text(json.dumps({"rate": median(raw[1:]), "seconds": median(syncs[1:])}))
 
 
 def measure(lanes: int, mbit: float, mib: int, rounds: int) -> dict[str, float]:
-    """The figures of an engine of so many ranks with as many senders."""
+    """Figures of an engine with `lanes` ranks and as many senders."""
     with TemporaryDirectory() as directory, adapters(2 * lanes, range(lanes, 2 * lanes), mbit) as spaces:
         out = Path(directory) / "found"
         me = [

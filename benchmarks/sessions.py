@@ -76,7 +76,7 @@ TOOLS = [
 
 
 class FakeEngines:
-    """Engines that say the same at once, with routes of random experts."""
+    """Engines that immediately return the same reply, with routes of random experts."""
 
     def __init__(self, said: Sequence[int], longest: int) -> None:
         self.clients: list[object] = [self]
@@ -87,16 +87,16 @@ class FakeEngines:
         self._routes = np.random.default_rng(0).integers(0, EXPERTS, shape, np.uint8)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The canned answer. SGLang's own would have to be read: see benchmarks/manager.py for that."""
+        """The canned reply. Real replies also need parsing: benchmarks/manager.py measures that."""
         await asyncio.sleep(0)
         n = len(self._said)
         rows = len(request.input_ids) + n - 1 - request.routes_start
-        routes = self._routes[:rows].copy()  # as the decoder of an answer makes them
+        routes = self._routes[:rows].copy()  # as the decoder of a reply makes them
         return GenerateResult(self._said, self._log_probs, "stop", ((0, 0, n),), routes, None, 0, "", "fake")
 
 
 class Sessions:
-    """Live rollouts, each behind a URL of its own until it is ended."""
+    """Live rollouts, each behind its own URL until it ends."""
 
     def __init__(self) -> None:
         tokenizer = made_tokenizer()
@@ -119,7 +119,7 @@ class Sessions:
         self._limit_s, self._begun = config.deadlines.rollout_function_s, 0
 
     async def begin(self) -> dict[str, str]:
-        """Begin a rollout, and say where its model is."""
+        """Begin a rollout; returns the address of its model."""
         where: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         over = asyncio.Event()
 
@@ -141,13 +141,13 @@ class Sessions:
         return found
 
     async def end(self, url: str) -> None:
-        """Let the function of a rollout return."""
+        """Let the rollout's function return."""
         _, work, over = self._live.pop(url)
         over.set()
         await work
 
     def held(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each live session its tokens, bytes of their routes, and bytes of memory reserved for routes."""
+        """Per live session: tokens, bytes of their routes, and bytes of memory reserved for routes."""
         found = [r.samples for r, _, _ in self._live.values()]
         routes = [[s.routes for s in samples if s.routes is not None] for samples in found]
         return (
@@ -157,7 +157,7 @@ class Sessions:
         )
 
     async def close(self) -> None:
-        """End them all."""
+        """End all rollouts."""
         works = [work for _, work, _ in self._live.values()]
         for work in works:
             work.cancel()
@@ -169,7 +169,7 @@ class Sessions:
 
 
 async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str, Any]:
-    """Serve sessions, an echo and the clients' questions about this process until they have told their figures.
+    """Serve sessions, an echo, and control requests about this process until the clients have sent their figures.
 
     Args:
         settings: of the clients; see `measure`.
@@ -221,7 +221,7 @@ async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str
 
 
 async def profiled(work: asyncio.Future[dict[str, Any]], path: str | None) -> dict[str, Any]:
-    """What comes of the work; a profile of this thread meanwhile goes to `path`."""
+    """Await the work, and write a profile of this thread to `path`."""
     if path is None:
         return await work
     import cProfile
@@ -242,7 +242,7 @@ def resident() -> int:
 
 @dataclass
 class Slot:
-    """A session as its agent sees it."""
+    """A session from its agent's side."""
 
     url: str
     key: str
@@ -250,11 +250,11 @@ class Slot:
     messages: list[Any] = field(default_factory=lambda: [{"role": "user", "content": QUESTION}])
 
     def body(self) -> bytes:
-        """Its next request."""
+        """Body of its next request."""
         return orjson.dumps({"model": "policy", "messages": self.messages, "tools": TOOLS})
 
     def take(self, said: bytes) -> None:
-        """The reply, and what its tool answers."""
+        """Append the reply and the tool's result."""
         message = orjson.loads(said)["choices"][0]["message"]
         answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": RESULT}
         self.messages += [message, answer]
@@ -263,7 +263,7 @@ class Slot:
 
 @dataclass
 class Window:
-    """Requests of some seconds: how long each took, and CPU seconds of the server and of the clients."""
+    """Measurements of a window: seconds of each request, and CPU seconds of the server and of the clients."""
 
     seconds: list[float] = field(default_factory=list[float])
     server: float = 0.0
@@ -281,12 +281,12 @@ class Clients:
         self._free, self._bodies = asyncio.Queue[Slot](), list[bytes]()
 
     async def control(self, path: str, body: str | bytes = b"") -> Any:
-        """Ask the serving process about itself."""
+        """Send a control request to the serving process."""
         async with self._http.post(f"{self._server}/{path}", data=body) as response:
             return orjson.loads(await response.read() or b"null")
 
     async def begin(self, sessions: int) -> None:
-        """Open sessions, and bring each as far as agents are that began at different times."""
+        """Open sessions, and advance each to a different turn, as if agents had started at different times."""
         slots = [Slot(**await self.control("begin"), left=self._turns) for _ in range(sessions)]
         gate, ages = asyncio.Semaphore(4), random.Random(0)
 
@@ -300,7 +300,7 @@ class Clients:
             self._free.put_nowait(slot)
 
     async def ask(self, slot: Slot) -> float:
-        """A request and its reply; seconds."""
+        """Send a request and read its reply; returns the seconds."""
         body, key = slot.body(), {"Authorization": f"Bearer {slot.key}"}
         self._bodies.append(body)
         started = time.perf_counter()
@@ -312,7 +312,7 @@ class Clients:
         return seconds
 
     async def turn(self) -> float:
-        """A request of the session that has waited longest; one that has had its turns is followed by another."""
+        """Send a request of the longest-waiting session; a finished session is replaced by a new one."""
         slot = await self._free.get()
         if not slot.left:
             slot = Slot(**await self.control("begin", slot.url), left=self._turns)
@@ -321,7 +321,7 @@ class Clients:
         return seconds
 
     async def echoed(self) -> float:
-        """A request that was sent before, to the echo."""
+        """Send an earlier request to the echo."""
         body = self._bodies.pop()
         started = time.perf_counter()
         async with self._http.post(f"{self._server}/echo", data=body) as response:
@@ -329,7 +329,7 @@ class Clients:
         return time.perf_counter() - started
 
     async def window(self, one: Callable[[], Coroutine[Any, Any, float]], rate: float, count: int) -> Window:
-        """So many requests at a rate, each when its time has come."""
+        """Send `count` requests at `rate`, each at its scheduled time."""
         before, mine, begun = await self.control("state"), time.process_time(), time.perf_counter()
         tasks = list[asyncio.Task[float]]()
         for number in range(count):
@@ -341,7 +341,7 @@ class Clients:
 
 
 async def measure(server: str, sessions: int, rate: float, seconds: float, turns: int) -> dict[str, Any]:
-    """The figures of one number of sessions."""
+    """Figures for one number of sessions."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         clients = Clients(http, server, turns)
         empty = await clients.control("state")
@@ -359,7 +359,7 @@ async def measure(server: str, sessions: int, rate: float, seconds: float, turns
 
 
 def figures(ours: Window, echo: Window) -> dict[str, float]:
-    """Of requests to the model server, and to the echo."""
+    """Figures of requests to the model server and to the echo."""
     n, us, them = len(ours.seconds), ours.seconds, echo.seconds
     return {
         "requests": n,
@@ -374,7 +374,7 @@ def figures(ours: Window, echo: Window) -> dict[str, float]:
 
 
 def held(empty: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]:
-    """Of live sessions: bytes of routes by token, least and most of any, of all, and what is reserved for them."""
+    """Figures of live sessions: bytes of routes per token (least, most, overall) and bytes reserved for routes."""
     tokens, routes, room = (np.asarray(full[name], float) for name in ("tokens", "routes", "room"))
     each = routes[routes > 0] / tokens[routes > 0]
     return {
@@ -388,7 +388,7 @@ def held(empty: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, float]:
 
 
 def clients_of(server: str, *settings: Any) -> None:
-    """The process of the clients."""
+    """Entry point of the clients' process."""
     asyncio.run(measure(server, *settings))
 
 
@@ -423,7 +423,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for sessions in map(int, args.sessions.split(",")):
         settings = (sessions, args.rate, args.seconds, args.turns)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray has for actors
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray uses for actors
             found[str(sessions)] = runner.run(serve(settings, args.profile))
     load = os.getloadavg()[0]
     table = Table(title=f"{args.rate:g} requests/s, {args.turns} turns a session; load average {load:.1f}")

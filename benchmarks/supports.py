@@ -48,7 +48,7 @@ REPEATS = 7
 
 @torch.no_grad()
 def draws(model: Any, tokenizer: Any, args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
-    """(kept ids, likeliest first; the drawn id) of every token of the answers to `PROMPTS`."""
+    """(kept ids, likeliest first; the drawn id) of every token of the responses to `PROMPTS`."""
     rows: list[list[int]] = []
     drawn: list[int] = []
     for prompt in PROMPTS:
@@ -69,7 +69,7 @@ def draws(model: Any, tokenizer: Any, args: argparse.Namespace) -> tuple[list[li
 
 
 def answer_of(rows: list[list[int]] | None, drawn: list[int]) -> bytes:
-    """An engine's answer of these tokens, with the masks or without."""
+    """An engine's reply with these tokens, with or without masks."""
     n = len(drawn)
     meta: dict[str, Any] = {
         "finish_reason": {"type": "length"},
@@ -82,7 +82,7 @@ def answer_of(rows: list[list[int]] | None, drawn: list[int]) -> bytes:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """The median of some runs."""
+    """Median CPU seconds of several runs."""
     times: list[float] = []
     for _ in range(REPEATS):
         begin = time.process_time()
@@ -92,7 +92,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def reading(rows: list[list[int]] | None, drawn: list[int], vocab: int, args: argparse.Namespace) -> float:
-    """CPU seconds for one answer."""
+    """CPU seconds to parse one reply."""
     content = answer_of(rows, drawn)
     model = ModelFacts(vocab_size=vocab, max_positions=1 << 20, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0)
     cut = {"top_p": args.top_p, "top_k": args.top_k} if rows is not None else {}

@@ -114,7 +114,7 @@ def _active_parameters(config: dict[str, int]) -> int:
 
 
 def _matmul_rate(n: int = 1024) -> float:
-    """Operations per second of a large fp32 matrix product on the present threads."""
+    """Operations per second of a large fp32 matrix product with the current threads."""
     a, b = torch.randn(n, n), torch.randn(n, n)
     a @ b
     begin = time.perf_counter()
@@ -135,7 +135,7 @@ def _in_turn(ours: Step, theirs: Step, steps: int) -> tuple[Times, Times]:
 
 
 def _mslime(model: Path, threads: int) -> tuple[Callable[[list[np.ndarray]], Step], Step]:
-    """What makes a training step on given sequences, and what ends the trainer."""
+    """A function that makes a training step for given sequences, and a function that closes the trainer."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
     from mslime.config.resolved import policy_spec

@@ -41,19 +41,19 @@ class Process:
         self.buckets = [torch.randint(256, (SIZE,), dtype=torch.uint8) for _ in range(BUCKETS)]
 
     def one_sender(self) -> None:
-        """All by the first."""
+        """All buckets by the first sender."""
         for index in range(BUCKETS):
             if self.rank != 1:
                 self._move(0, self.buckets[0 if self.rank == RECEIVER else index]).wait()
 
     def in_turn(self) -> None:
-        """By both, one after the other."""
+        """Buckets of both senders, one after the other."""
         for index in range(BUCKETS):
             if self.rank in (index % 2, RECEIVER):
                 self._move(index % 2, self.buckets[index % 2 if self.rank == RECEIVER else index]).wait()
 
     def ahead(self) -> None:
-        """By both; the receiver asks for the next bucket before it waits for one."""
+        """Buckets of both senders; the receiver requests the next one before it waits for the current one."""
         if self.rank != RECEIVER:
             self.in_turn()
             return
@@ -70,13 +70,13 @@ class Process:
 
 
 def process_main(rank: int, rounds: int, store: str, pipe: Connection) -> None:
-    """All ways in turn; the seconds of each round."""
+    """Run all ways in turn; sends the seconds of each round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     process = Process(rank)
     ways = {"one_sender": process.one_sender, "in_turn": process.in_turn, "ahead": process.ahead}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):  # the first is thrown away
+    for number in range(rounds + 1):  # the first round is discarded
         for name, way in ways.items():
             dist.barrier()
             begin = time.perf_counter()

@@ -75,13 +75,14 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-"""Environment in which glibc gives nothing back to the operating system, of all processes. Torch's large tensors find
-only some of it again: they begin at multiples of 64 bytes, for which glibc wants more than was freed."""
+"""Environment of all processes in which glibc returns no memory to the operating system. Torch's large tensors reuse
+only part of it: they are aligned to 64 bytes, for which glibc needs more than was freed.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank needs to know."""
+    """Parameters of a measurement, for every rank."""
 
     config: dict[str, Any]
     layout: ParallelLayout
@@ -97,12 +98,12 @@ class Job:
     engine_pid: int | None = None
 
     def settings(self, transport: str) -> dict[str, str]:
-        """Those that this transport alone reads."""
+        """Settings that only this transport reads."""
         return WeightsConfig.model_validate({"transport": transport, "delta_over": self.delta_over}).own_settings
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json of a Qwen3-MoE of the sizes asked for."""
+    """config.json of a Qwen3-MoE with the requested sizes."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "max_position_embeddings": 4096, "vocab_size": args.vocab, "num_hidden_layers": args.layers,
@@ -114,7 +115,7 @@ def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tensor]:
-    """Random parameters of one rank, in buffers like megatron-core's."""
+    """Random parameters of one rank, in buffers laid out as megatron-core's."""
     place, layout = job.layout.place(rank), job.layout
     layers = sorted({rule.layer for rule in table.bound.values()} - {-1})
     per_stage = len(layers) // layout.pp
@@ -137,7 +138,7 @@ def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tens
 
 
 class Ways:
-    """The three ways, on one rank; all ranks call the same one at the same time."""
+    """The three ways on one rank; all ranks call the same one at the same time."""
 
     def __init__(self, job: Job) -> None:
         family = get_family(job.config)
@@ -156,7 +157,7 @@ class Ways:
         self.sender = WeightSender(table, groups, self.params.items, options, engine_port)
         self.sender.connect([job.engine])
         self.connection = ""
-        if groups.sends:  # for the ways that are not ours
+        if groups.sends:  # needed by the other two ways
             self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
             link = Link(self.connection, "gloo", DEADLINE_S, engine_port)
             self.group, self._store = meet(link, self.sender.engines, [1])
@@ -168,11 +169,11 @@ class Ways:
         self.buffers = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
 
     def ours(self) -> None:
-        """What a run does."""
+        """The sync of a run."""
         self.sender.send(1)
 
     def per_tensor(self) -> None:
-        """Stage by stage."""
+        """One broadcast per tensor, stage by stage."""
         for stage in range(self.job.layout.pp):
             if stage == self.groups.stage:
                 self._stage_per_tensor(stage)
@@ -206,7 +207,7 @@ class Ways:
             answer.result().raise_for_status()
 
     def raw(self) -> None:
-        """Nothing but broadcasts by the first rank, and one request over a connection that is open."""
+        """Only broadcasts by the first rank, and one request over an open connection."""
         if dist.get_rank() == 0:
             body = {"group_name": self.connection, "sizes": [len(buffer) for buffer in self.buffers]}
             answer = in_thread(self.url.post, "/raw", json=body)
@@ -215,7 +216,7 @@ class Ways:
             answer.result().raise_for_status()
 
     def whole_update(self) -> None:
-        """Ours between the requests that begin and end an update."""
+        """The sync of a run, between the requests that begin and end an update."""
         engines, first = self.sender.engines, dist.get_rank() == 0
         if first:
             with_pool(engines, lambda pool: pool.begin_update())
@@ -226,7 +227,7 @@ class Ways:
 
 
 def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
-    """One trainer rank; sends the seconds of every round and way, and its CPU seconds in ours."""
+    """One trainer rank; sends the seconds of every round and way, and its CPU seconds of the run's way."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     ways = Ways(job)
@@ -237,7 +238,7 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     names = [name for name in chosen if name != "server"]
     cpu = dict.fromkeys([*names, "engine ours", "engine raw"], 0.0)
-    for number in range(job.rounds + 1):  # the first is thrown away
+    for number in range(job.rounds + 1):  # the first round is discarded
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before = engine_seconds(job) if rank == 0 else 0.0
             elapsed, used = timed(chosen[name])
@@ -259,7 +260,7 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
 
 
 def engine_seconds(job: Job) -> float:
-    """CPU time that the stand-in has taken so far; 0 where there is none."""
+    """CPU time of the stand-in engine so far; 0 without one."""
     if job.engine_pid is None:
         return 0.0
     return time.clock_gettime(~job.engine_pid << 3 | 2)  # Linux's clock of another process's CPU time
@@ -276,7 +277,7 @@ def timed(way: Callable[[], None]) -> tuple[float, float]:
 
 @dataclass
 class Update:
-    """One whole update: wall seconds, CPU seconds of this rank, the slowest sender's phases, bytes to each engine."""
+    """Measurements of an update: wall and CPU seconds of this rank, slowest sender's phases, bytes to each engine."""
 
     seconds: float
     cpu: float
@@ -289,12 +290,12 @@ class Update:
 def senders_by_transport(
     names: Iterable[str], rank: int, job: Job, store: str
 ) -> Generator[tuple[dict[str, torch.Tensor], dict[str, WeightSender]]]:
-    """One trainer rank's parameters, and a sender for each transport, which has sent and been compared."""
+    """Parameters of one trainer rank, and a sender per transport that has already sent and been verified."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     family = get_family(job.config)
     table = family.rules(job.config)
-    torch.manual_seed(0)  # what several ranks hold is alike: it is compared
+    torch.manual_seed(0)  # replicated tensors must be equal: they are compared
     params = parameters_of(table, job, rank)
     groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
     senders: dict[str, WeightSender] = {}
@@ -308,7 +309,7 @@ def senders_by_transport(
         senders[name] = WeightSender(table, groups, params.items, options, engine_port)
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)
-        update(senders[name])  # the first sync records how to load; what every transport uses is alike from here on
+        update(senders[name])  # the first sync records how to load; all transports share the recording
     yield params, senders
     for sender in senders.values():
         sender.disconnect()
@@ -316,7 +317,7 @@ def senders_by_transport(
 
 
 def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
-    """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
+    """One trainer rank that uses a sender for each transport in turn; sends the updates of each."""
     left_out = {"delta", "checkpoint_engine"}  # delta_sync.py has the changes; engines are not on the ranks' GPUs
     left_out |= {"mooncake"} if find_spec("mooncake") is None else set()
     names = [name for name in transports() if name not in left_out]
@@ -330,7 +331,7 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
 
 
 def update(sender: WeightSender, version: int = 1, verify: bool = False) -> Update:
-    """begin, send, compare where asked for, end."""
+    """Begin, send, compare if `verify`, end."""
     first, reports = dist.get_rank() == 0, list[SendReport]()
 
     def whole() -> None:
@@ -351,7 +352,7 @@ def update(sender: WeightSender, version: int = 1, verify: bool = False) -> Upda
 
 
 def compare_transports(job: Job) -> dict[str, dict[str, Any]]:
-    """Run all ranks; the figures of each transport."""
+    """Run all ranks; returns the figures of each transport."""
     ranks = on_all_ranks(transports_main, job)
     (tensors, size, buckets), by_name = ranks[0][1], ranks[0][0]
     return {
@@ -368,7 +369,7 @@ def compare_transports(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def on_all_ranks(work: Callable[[int, Job, str, Connection], None], job: Job) -> list[Any]:
-    """What `work` sends on every rank, in rank order."""
+    """Results of `work` on every rank, in rank order."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as directory:
         pipes = [context.Pipe() for _ in range(job.layout.world_size)]
@@ -387,7 +388,7 @@ def on_all_ranks(work: Callable[[int, Job, str, Connection], None], job: Job) ->
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Run all ranks; the figures of one layout."""
+    """Run all ranks; returns the figures of one layout."""
     found = on_all_ranks(rank_main, job)
     seconds: dict[str, list[float]] = found[0][0]
     tensors, size, buckets = found[0][2]
@@ -404,19 +405,19 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def ratio(above: Iterable[float], below: Iterable[float]) -> float:
-    """Median of the rounds' own ratios: what disturbs a round disturbs both."""
+    """Median of per-round ratios: a disturbance affects both sides of a round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def layout_of(words: str) -> ParallelLayout:
-    """`tp2ep2`: sizes by name; data parallelism is what expert parallelism needs."""
+    """Layout from words such as `tp2ep2`; data parallelism is the minimum that expert parallelism needs."""
     sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", words)}
     tp = sizes.get("tp", 1)
     return ParallelLayout(**sizes, dp=max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // tp))
 
 
 def parse_args() -> argparse.Namespace:
-    """Flags."""
+    """Parse flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="of the trainer, by comma")
     parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
@@ -444,7 +445,7 @@ def parse_args() -> argparse.Namespace:
 def figures_of(
     args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None, transport: str = AUTO
 ) -> dict[str, Any]:
-    """One layout and transport, into a server or the stand-in."""
+    """Figures of one layout and transport, into a server or the stand-in."""
     stand_in = None if engine else StandInEngine()
     if stand_in is not None:
         stand_in.set_mode("discard")
@@ -463,7 +464,7 @@ def figures_of(
 
 
 def by_loader(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every layout into a server of either loader, and how their updates compare."""
+    """Figures of every layout into a server of either loader, and the ratio of their updates."""
     found: dict[str, dict[str, Any]] = {}
     with TemporaryDirectory() as directory:
         sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
@@ -483,7 +484,7 @@ def by_loader(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dic
 
 
 def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every layout and transport into one server."""
+    """Figures of every layout and transport into one server."""
     found: dict[str, dict[str, Any]] = {}
     with TemporaryDirectory() as directory:
         sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
@@ -501,7 +502,7 @@ def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, 
 
 
 def cell(value: float | str) -> str:
-    """A figure in the table."""
+    """Format a figure for the table."""
     if isinstance(value, float):
         return f"{value:.3f}" if 0.001 < value < 1e6 else f"{value:.2e}"
     return f"{value:,}" if value != "" else ""

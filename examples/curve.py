@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def read_steps(path: Path) -> Steps:
-    """The metrics of each step. A step may have a second row, with what was evaluated beside training."""
+    """Metrics of each step. A step may have a second row, with evaluations that ran beside training."""
     steps: Steps = {}
     for row in map(json.loads, path.read_text().splitlines()):
         steps.setdefault(int(row["step"]), {}).update(row)
@@ -32,7 +32,7 @@ def read_steps(path: Path) -> Steps:
 
 
 def table(runs: Sequence[Steps], metrics: Sequence[str], every: int) -> list[str]:
-    """Lines of a Markdown table: before the first step, then each `every` steps; numbers of several runs by `/`."""
+    """Lines of a Markdown table: before the first step, then every `every` steps; `/` separates values of runs."""
     last = max(max(steps) for steps in runs)
     spans = [(0, 0), *((first, min(first + every - 1, last)) for first in range(1, last + 1, every))]
     lines = ["| steps | " + " | ".join(f"`{name}`" for name in metrics) + " |", "|---" * (len(metrics) + 1) + "|"]

@@ -1,6 +1,6 @@
-"""What the examples on CPU start from: a tiny Qwen3-MoE with random weights, and its tokenizer.
+"""Tiny Qwen3-MoE with random weights, and its tokenizer, for the examples on a CPU.
 
-Most examples get by with 32 symbols. Those that chat have a chat template, and tokens for roles, calls and whole words.
+Most examples use 32 symbols. Those with chat have a chat template, and tokens for roles, calls and whole words.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CHAT_TEMPLATE = (
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""A reply ends with `<eos>`; calls of tools have Hermes' form. Definitions of tools are left out, to keep it short."""
+"""A reply ends with `<eos>`; tool calls have Hermes' form. Tool definitions are left out to save tokens."""
 
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Of a task's files, by the file's name: sft, train and heldout."""
+"""Rows of a task's files by file name: sft, train and heldout."""
 
 
 def make_task(described: str | None, make_rows: Callable[[int], Rows], words: Sequence[str] | None = None) -> None:
-    """The command line of an example's `make_task`: write its model and its files below --out.
+    """Command line of an example's `make_task`: write its model and its files below --out.
 
     Args:
         described: the module's docstring, for --help.
         make_rows: from a seed.
-        words: the model chats, and has tokens for these words (see `make_chat_tokenizer`).
+        words: tokens of a model that chats (see `make_chat_tokenizer`).
     """
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
@@ -53,13 +53,13 @@ def make_task(described: str | None, make_rows: Callable[[int], Rows], words: Se
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_tokenizer(symbols: str = SYMBOLS) -> PreTrainedTokenizerFast:
-    """One token per symbol; decoding puts nothing between them."""
+    """One token per symbol; decoding inserts nothing between them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -86,10 +86,10 @@ def make_chat_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def model_config(vocab_size: int, **other: int) -> Qwen3MoeConfig:
-    """2.6 M parameters, of which 0.5 M work on a token; `other`: sizes that are not to be these.
+    """2.6 M parameters, of which 0.5 M are active per token; `other`: sizes to override.
 
     Two KV heads and an even vocabulary let tensor parallelism of 2 divide everything. The initialisation is wide (0.06,
-    near 1/sqrt(hidden)), so that layers of so few units hand on signals of a useful size.
+    near 1/sqrt(hidden)), which keeps signals large enough in such small layers.
     """
     from transformers import Qwen3MoeConfig
 
@@ -111,7 +111,7 @@ def write_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast |
     """Write a random fp32 checkpoint and its tokenizer (default: 32 symbols); return the number of parameters.
 
     Args:
-        sizes: of the model that are not to be `model_config`'s own.
+        sizes: of the model, if different from `model_config`.
     """
     import torch
     from transformers import GenerationConfig, Qwen3MoeForCausalLM
@@ -121,8 +121,8 @@ def write_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast |
     tokenizer = tokenizer or make_tokenizer()
     config = model_config(len(tokenizer) + len(tokenizer) % 2, **sizes)
     model = Qwen3MoeForCausalLM(config).float()
-    # transformers starts the padding token at 0, where the gradient of RMSNorm is 1/sqrt(eps): a policy that samples it
-    # once would have a gradient norm of thousands, and clipping would throw the step away.
+    # transformers initialises the padding token to 0, where the gradient of RMSNorm is 1/sqrt(eps). A policy that
+    # samples it once would have a gradient norm of thousands, and clipping would nullify the step.
     with torch.no_grad():
         model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)

@@ -1,4 +1,4 @@
-"""`python -m mslime`, as `mslime`."""
+"""`python -m mslime`, the same as `mslime`."""
 
 import sys
 

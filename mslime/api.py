@@ -1,7 +1,7 @@
-"""The Python API: what the commands do, as functions that take and return values.
+"""The Python API: the commands as functions that take and return values.
 
-They raise `UserError` for a mistake, print nothing unless `observe.progress` asks for it, and work in any thread. Heavy
-packages are imported by the function that needs them.
+They raise `UserError` for a mistake, print nothing unless `observe.progress` asks for it, and work in any thread. Each
+function imports the heavy packages that it needs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from mslime.run.debug import Scores
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""A run: a configuration, the path of a YAML file, or a mapping of what such a file says."""
+"""A run: a configuration, the path of a YAML file, or a mapping with the content of such a file."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has come to.
+    """Result of a training run.
 
     Attributes:
-        run_dir: where everything that it wrote lies.
+        run_dir: directory with everything that the run wrote.
         steps: done over the whole life of the run, resumed parts included.
-        metrics: row of the last step in metrics.jsonl; None stands for what was not finite.
+        metrics: row of the last step in metrics.jsonl; None stands for a non-finite value.
         checkpoint: the newest, from which the run would continue.
         hf: the trained model as a Hugging Face checkpoint, with `checkpoint.save_hf`.
-        adapters: the same of each of several adapters, by name. `steps` are theirs together then, and the rest is
+        adapters: the results of several adapters, by name. Then `steps` is their total, and the other fields are
             empty.
     """
 
@@ -49,11 +49,11 @@ class TrainResult:
 
 
 def load_config(source: Source | None = None, *settings: str, **sections: Any) -> RunConfig:
-    """A validated configuration.
+    """Load and validate a configuration.
 
     Args:
-        source: path of a YAML file, or a mapping; None when the rest says everything.
-        settings: `"train.lr=1e-6"`, read as the flag of the command is; they win over everything else.
+        source: path of a YAML file, or a mapping; None if the other arguments suffice.
+        settings: `"train.lr=1e-6"`, parsed like the flag of the command; they override everything else.
         sections: `train={"lr": 1e-6}, name="run-2"`, merged into the source.
 
     Raises:
@@ -65,10 +65,10 @@ def load_config(source: Source | None = None, *settings: str, **sections: Any) -
 
 
 def check(source: Source) -> ResolvedRun:
-    """Everything that can be known before a GPU is claimed, as `mslime check`. Raises UserError for the first mistake.
+    """Check a run before a GPU is claimed, as `mslime check`. Raises UserError for the first mistake.
 
     Returns:
-        The configuration with nothing left open, what the checkpoint says, and notes on prompts and reward.
+        The complete configuration, facts from the checkpoint, and notes on prompts and reward.
     """
     from mslime.checks.resolve import resolve
 
@@ -78,15 +78,15 @@ def check(source: Source) -> ResolvedRun:
 def train(source: Source, *, stop: Event | None = None) -> TrainResult:
     """Run the training, or continue it from its newest checkpoint, as `mslime train`. One run at a time in a process.
 
-    In the main thread signals are followed, and the handlers that were there before are set again at the end. No
-    process of the run is left when this returns or raises.
+    In the main thread it handles signals, and restores the earlier handlers at the end. No process of the run is left
+    when this returns or raises.
 
     Args:
         stop: once set, by another thread or a callback, the run is saved and ended as by SIGTERM.
 
     Raises:
         UserError: a mistake, or a failed part of the run.
-        Stopped: a signal or `stop` ended it; a KeyboardInterrupt that says what was saved.
+        Stopped: a signal or `stop` ended it; a KeyboardInterrupt whose text describes what was saved.
     """
     from mslime.run.run import run
 
@@ -106,7 +106,7 @@ def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None 
             `model.path`.
 
     Returns:
-        `weights`, `step`, `metrics` (`eval/<set>/...`) and `path` of the file that says the same.
+        `weights`, `step`, `metrics` (`eval/<set>/...`) and `path` of the file with the same content.
 
     Raises:
         UserError: a mistake, or a failed part.
@@ -135,7 +135,7 @@ def _config(source: Source) -> RunConfig:
 
 
 def values_of(source: Source | None) -> dict[str, Any]:
-    """The settings of a source, not yet validated. Raises ConfigError for a file that cannot be read."""
+    """Settings of a source, not yet validated. Raises ConfigError for an unreadable file."""
     from mslime.config.loader import read_yaml
 
     if source is None:

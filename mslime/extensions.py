@@ -1,6 +1,6 @@
-"""A user's own functions: found by their `module:function` name, and looked at before they are called.
+"""A user's own functions: loaded by their `module:function` name and checked before they are called.
 
-Every room may import this module; it imports nothing of ours but the errors.
+Every package may import this module; it imports only the errors of mslime.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_function(spec: str, setting: str) -> Callable[..., Any]:
-    """The function that `spec` names.
+    """Load the function `spec`.
 
     Args:
         spec: `package.module:function`.
@@ -37,7 +37,7 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(setting, spec, "a function is named `module:function`", "for example rewards:score")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except Exception as error:  # a user's module may raise anything during import
         raise ConfigError(
             setting,
             spec,
@@ -55,13 +55,13 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
 
 
 def check_parameters(function: Callable[..., Any], spec: str, setting: str, *parameters: str) -> None:
-    """Refuse a function that cannot be called with as many positional arguments as it will be given.
+    """Reject a function that does not take the given number of positional arguments.
 
     Args:
-        parameters: names of the arguments, in their order; the function may name them otherwise.
+        parameters: names of the arguments, in their order; the function may use other names.
 
     Raises:
-        ConfigError: the function takes fewer, or needs more. One without a readable signature (written in C) passes.
+        ConfigError: the function takes fewer, or needs more. A function without a readable signature (in C) passes.
     """
     try:
         signature = inspect.signature(function)
@@ -81,10 +81,10 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
 
 @contextmanager
 def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
-    """Whatever a user's function raises inside is a ConfigError outside, with the line that raised it.
+    """Convert any exception of a user's function inside the block to a ConfigError with the line that raised it.
 
     Args:
-        about: what the function was called for, in words.
+        about: purpose of the call, in words.
     """
     try:
         yield
@@ -100,12 +100,12 @@ _LOGGED = set[str]()
 
 
 def raised(error: BaseException, about: str = "") -> str:
-    """What a user's function raised, with the last line of the user's own files on the way there.
+    """Describe an exception of a user's function, with the last line of the user's own files in its traceback.
 
-    The log of the process gets the whole traceback at level info, once for each such line.
+    The process log gets the whole traceback at level info, once per line.
 
     Args:
-        about: what the function was called for, in words.
+        about: purpose of the call, in words.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = ([frame for frame in frames if not _of_a_library(frame.filename)] or frames)[-1]
@@ -127,19 +127,19 @@ def _of_a_library(file: str) -> bool:
 
 
 MOST_METRICS = 64
-"""Numbers that one function of the user's may have logged."""
+"""Most metrics that one user function may log."""
 _METRIC_NAME = re.compile(r"[\w.@+-]+")
 
 
 def bad_metric_name(name: object) -> str | None:
-    """What is wrong with the name of a metric that a user's function returned, in words."""
+    """Error in the name of a metric that a user's function returned, in words; None if it is valid."""
     if isinstance(name, str) and _METRIC_NAME.fullmatch(name) is not None:
         return None
     return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
 
 
 def checked_metrics(metrics: object) -> dict[str, float] | str:
-    """Numbers that a user's function returned for the log, by name; or what is wrong with them, in words."""
+    """Metrics that a user's function returned, by name; or a description of their error."""
     if not isinstance(metrics, Mapping):
         return f"returned metrics {metrics!r:.80}, which are not an object of names and numbers"
     given = cast("Mapping[object, object]", metrics)

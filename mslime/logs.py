@@ -1,9 +1,8 @@
-"""How every process of a run logs: a line begins with the time and the process; phases say when they begin and end.
+"""Logging of every process of a run: lines start with time and process; phases log their start and end.
 
-Our lines go through `logging` under the names `mslime` and `mslime_plugins`. A process that is all ours (a rank, an
-engine's actor, the rollout service) logs to its standard error, which is its file in RUN/logs, warnings of its
-libraries included. The driver may be somebody's notebook: there only our own lines are taken, into RUN/logs/driver.log.
-Standard library only.
+mslime's own lines use the loggers `mslime` and `mslime_plugins`. A process of mslime (a rank, an engine's actor, the
+rollout service) logs to its standard error, its file in RUN/logs, including warnings of libraries. The driver may be a
+user's notebook: only mslime's own lines go into RUN/logs/driver.log. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from datetime import datetime
 from pathlib import Path
 
 OURS = ("mslime", "mslime_plugins")
-"""Names of our packages' loggers."""
+"""Names of mslime's loggers."""
 _HIDDEN: set[str] = set()
 _log = logging.getLogger(__name__)
 
 
 def hide(*secrets: str) -> None:
-    """From now on no line of this process shows these texts."""
+    """Mask these texts in all later lines of this process."""
     _HIDDEN.update(secret for secret in secrets if secret)
 
 
 class Lines(logging.Formatter):
-    """`2026-11-22 12:03:04.123+0000 trainer 3 INFO text`, in local time; a library's line also says whose it is."""
+    """`2026-11-22 12:03:04.123+0000 trainer 3 INFO text`, in local time; lines of libraries also name their logger."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -45,11 +44,11 @@ class Lines(logging.Formatter):
 
 
 def log_process(process: str, level: str) -> None:
-    """Let this process, which is all ours, log to its standard error; once for each process.
+    """Log to the standard error of this process of mslime; once for each process.
 
     Args:
-        process: what it is called, for example `trainer 3`.
-        level: the least of our own lines that is written (`observe.log_level`); of libraries it is warning.
+        process: its name, for example `trainer 3`.
+        level: lowest level of mslime's own lines (`observe.log_level`); warning for libraries.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(Lines(process))
@@ -60,7 +59,7 @@ def log_process(process: str, level: str) -> None:
 
 @contextmanager
 def log_file(path: Path, process: str, level: str) -> Iterator[None]:
-    """Append our lines to a file as long as the block lasts; what ends it early is the last of them."""
+    """Append mslime's lines to a file inside the block; an exception that ends the block is the last of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler, loggers = logging.FileHandler(path, encoding="utf-8"), [logging.getLogger(name) for name in OURS]
     handler.setFormatter(Lines(process))
@@ -82,7 +81,7 @@ def log_file(path: Path, process: str, level: str) -> Iterator[None]:
 
 @contextmanager
 def phase(log: logging.Logger, what: str) -> Iterator[None]:
-    """Say that a piece of work begins, and how long it took or what it failed with."""
+    """Log the start of a piece of work, and its duration or its error."""
     log.info("%s", what)
     begin = time.monotonic()
     try:

@@ -1,8 +1,8 @@
 """Ports and listening sockets of a run's own services. Standard library only.
 
-A port that is looked up and let go again is bound by its service only seconds or minutes later. In between, every
-socket that the kernel numbers itself (gloo, NCCL, Ray, outgoing connections) may take it, if it lies in the range that
-the kernel draws from. So ports are chosen outside that range; who can, keeps the socket and hands it on.
+A port that is chosen and released is bound by its service only seconds or minutes later. In between, any socket with a
+port from the kernel (gloo, NCCL, Ray, outgoing connections) may take it if it lies in the kernel's range. So ports are
+chosen outside that range; if possible, the socket is kept open and passed on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST, HIGHEST = 20000, 65535
-"""Ports that we choose from. Those below 20000 belong to well-known services and to Ray's workers (10002 to 19999)."""
+"""Range of chosen ports. Lower ones belong to well-known services and to Ray's workers (10002 to 19999)."""
 _USUAL_EPHEMERAL = (32768, 60999)
 _ENOUGH = 512
 _ATTEMPTS = 200
@@ -24,7 +24,7 @@ _random = random.SystemRandom()
 
 
 def ephemeral_ports() -> tuple[int, int]:
-    """First and last port that the kernel gives to sockets without one of their own."""
+    """First and last port that the kernel assigns to sockets without one."""
     try:
         first, last = EPHEMERAL.read_text().split()
         return int(first), int(last)
@@ -33,7 +33,7 @@ def ephemeral_ports() -> tuple[int, int]:
 
 
 def own_ports() -> list[int]:
-    """Ports that the kernel does not give away by itself; every port where it keeps (nearly) none for us."""
+    """Ports that the kernel does not assign; all ports if its range leaves (nearly) none."""
     first, last = ephemeral_ports()
     outside = [*range(LOWEST, min(first, HIGHEST + 1)), *range(max(last + 1, LOWEST), HIGHEST + 1)]
     return outside if len(outside) >= _ENOUGH else list(range(LOWEST, HIGHEST + 1))
@@ -61,13 +61,13 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `own_ports` on which nobody listens now."""
+    """A TCP port of `own_ports` without a listener."""
     with listen(host) as probe:
         return probe.getsockname()[1]
 
 
 def own_address(url: str) -> str:
-    """The local address from which this machine reaches a URL: where its server finds us."""
+    """Local address from which this machine reaches a URL, at which the URL's server can reach this machine."""
     there = urlsplit(url)
     family, _, _, _, address = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -76,15 +76,15 @@ def own_address(url: str) -> str:
 
 
 def url_of(host: str, port: int | str) -> str:
-    """The URL of a service: an IPv6 address stands in brackets (RFC 3986, 3.2.2)."""
+    """URL of a service: an IPv6 address stands in brackets (RFC 3986, 3.2.2)."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_address(record: Path, listening: socket.socket, key: str, **more: str) -> str:
-    """Write where a service on loopback listens and what opens it, for its user's eyes alone; returns its URL.
+    """Write the address and key of a loopback service to a file readable only by its user; returns the URL.
 
     Args:
-        more: what else is said of it.
+        more: further entries of the file.
     """
     host, port = listening.getsockname()[:2]
     said = {"url": url_of(host, port), "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
@@ -96,7 +96,7 @@ def write_address(record: Path, listening: socket.socket, key: str, **more: str)
 
 
 def port_in_use(host: str, port: int) -> bool:
-    """Whether somebody listens on the port."""
+    """Whether a process listens on the port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""Memory that others read by Mooncake's transfer engine: its name, and an end that shares it or reads it.
+"""Memory that other processes read by Mooncake's transfer engine: its name, and endpoints that share or read it.
 
-Mooncake's package (the extra `mooncake`) is imported when an end is made, and nowhere else.
+Mooncake's package (the extra `mooncake`) is imported only when an endpoint is created.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, cast, get_args
 from mslime.config.transports import MooncakeOver
 
 _FORCE_TCP = "MC_FORCE_TCP"
-"""Mooncake looks at it when an end is made; its argument `protocol` chooses nothing where adapters are found."""
+"""Read by Mooncake when an endpoint is created; its argument `protocol` has no effect if adapters are found."""
 
 
 @dataclass(frozen=True)
 class RemoteMemory:
-    """Memory of a process, as others name it.
+    """Address of a process's memory for other processes.
 
     Attributes:
-        over: what it is read over.
-        session: host and port of the end that shares it.
+        over: network protocol.
+        session: host and port of the endpoint that shares it.
         address: in its process.
     """
 
@@ -33,12 +33,12 @@ class RemoteMemory:
     address: int
 
     def as_path(self) -> Path:
-        """In the form in which requests name files."""
+        """Path that encodes the address, for requests that name files."""
         return Path(self.over, self.session, str(self.address))
 
     @classmethod
     def of_path(cls, path: Path) -> RemoteMemory:
-        """What `as_path` wrote. Raises ValueError."""
+        """Address from the path of `as_path`. Raises ValueError."""
         match path.parts:
             case (over, session, address) if over in get_args(MooncakeOver) and address.isdecimal():
                 return cls(cast("MooncakeOver", over), session, int(address))
@@ -47,15 +47,15 @@ class RemoteMemory:
 
 
 class End:
-    """One end of Mooncake's transfers, in this process: a port that others read its registered memory through.
+    """An endpoint of Mooncake's transfers in this process: a port through which others read its registered memory.
 
     Args:
-        host: this machine's address, as the other ends reach it.
-        over: the same at all ends.
+        host: this machine's address, as the other endpoints reach it.
+        over: network protocol, the same at all endpoints.
 
     Raises:
         ImportError: the package is missing, or a library that it needs (libibverbs).
-        OSError: Mooncake refused to start.
+        OSError: Mooncake failed to start.
     """
 
     def __init__(self, host: str, over: MooncakeOver) -> None:
@@ -70,21 +70,21 @@ class End:
         self._session = f"{f'[{host}]' if ':' in host else host}:{self._engine.get_rpc_port()}"
 
     def share(self, address: int, size: int) -> RemoteMemory:
-        """Let others read so many bytes from there on, until `unshare`. Raises OSError."""
+        """Share `size` bytes from `address` on until `unshare`. Raises OSError."""
         self.register(address, size)
         return RemoteMemory(self.over, self._session, address)
 
     def register(self, address: int, size: int) -> None:
-        """Let memory take part in transfers. Raises OSError."""
+        """Register memory for transfers. Raises OSError."""
         if refused := self._engine.register_memory(address, size):
             raise OSError(f"Mooncake cannot register {size:,} bytes: it answered {refused}")
 
     def unregister(self, address: int) -> None:
-        """Let memory take no part any more. One that Mooncake does not know is none."""
+        """Unregister memory; unknown memory is ignored."""
         self._engine.unregister_memory(address)
 
     def read(self, memory: RemoteMemory, offset: int, into: int, size: int) -> None:
-        """Copy bytes of another process into registered memory of this one; returns when they are there.
+        """Copy bytes of another process into registered memory of this one; returns when they have arrived.
 
         Raises:
             OSError: its process is gone, shares no such memory, or cannot be reached.
@@ -95,7 +95,7 @@ class End:
 
 @contextmanager
 def _environment(over: MooncakeOver) -> Generator[None]:
-    """What an end is made in: SGLang makes others in the same process, which are not to be told."""
+    """Environment for creating an endpoint; restored afterwards, for SGLang's own endpoints in this process."""
     before = os.environ.get(_FORCE_TCP)
     if over == "tcp":
         os.environ[_FORCE_TCP] = "1"

@@ -1,4 +1,4 @@
-"""Tables for a terminal, as every command prints them."""
+"""Tables for a terminal, in the format of every command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def facts_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """A titled list of facts: what, and its value."""
+    """Titled list of facts: name and value."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
     for row in rows:
         table.add_row(*row)

@@ -1,7 +1,7 @@
-"""Sums of tensors by which an engine's weights are compared with the trainer's, the same on every device.
+"""Checksums of tensors that compare an engine's weights with the trainer's, the same on every device.
 
-They are linear: parts of a tensor, each with zeros in place of the others, have sums that add up to the whole's. So the
-ranks of an engine can each sum what they hold of a tensor. All arithmetic is modulo 2^64, on signed numbers.
+They are linear: parts of a tensor, each with zeros in place of the others, have sums that add up to the whole's. So
+each rank of an engine can sum its part of a tensor. All arithmetic is modulo 2^64, on signed numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over a tensor's elements, as integers of their size, each times an odd number that belongs to its place.
+    """Sum over a tensor's elements, as integers of their size, each times an odd number that depends on its place.
 
-    It differs where one element does; where more do, it is the same once in 2^64 cases.
+    It differs if one element does; if several do, it is the same once in 2^64 cases.
 
     Returns:
         [] int64, on the tensor's device.
@@ -45,7 +45,7 @@ def whole_sum(tensor: torch.Tensor) -> tuple[int, int]:
 
 @cache
 def all_places(numel: int) -> int:
-    """The sum of a tensor of so many elements whose bits are each 1: it tells that none is missing."""
+    """Sum for `numel` elements whose bits are each 1, which reveals missing elements."""
     ends = torch.cumsum(_places(torch.device("cpu")), 0)
     blocks = [min(BLOCK, numel - start) for start in range(0, numel, BLOCK)]
     return signed(sum(_integer(ends[size - 1]) * _of_block(number) for number, size in enumerate(blocks)))
@@ -54,7 +54,7 @@ def all_places(numel: int) -> int:
 def word_sum(tensor: torch.Tensor) -> int:
     """Sum of a tensor's bytes as 64-bit words; a tail of less than a word byte by byte.
 
-    One pass at the speed of memory. It differs where one word does; it does not tell two words that changed places.
+    One pass at the speed of memory. It differs if one word does; it does not detect that two words changed places.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.data_ptr() % 8:
@@ -64,13 +64,13 @@ def word_sum(tensor: torch.Tensor) -> int:
 
 
 def signed(value: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """A number modulo 2^64 as a signed int64."""
     return (value + (1 << 63) & _M64) - (1 << 63)
 
 
 @cache
 def _places(device: torch.device) -> torch.Tensor:
-    """[BLOCK] int64: the odd numbers of a block's places, splitmix64 of their indices."""
+    """[BLOCK] int64: odd factors of a block's places, splitmix64 of their indices."""
     x = np.arange(BLOCK, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -79,7 +79,7 @@ def _places(device: torch.device) -> torch.Tensor:
 
 
 def _of_block(number: int) -> int:
-    """The odd number of a block."""
+    """Odd factor of a block."""
     x = (number + 1) * 0xD1342543DE82EF95 & _M64
     return signed((x ^ (x >> 32)) * 0xDABA0B6EB09322E3 | 1)
 

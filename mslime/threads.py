@@ -1,4 +1,4 @@
-"""Calls in daemon threads, which nobody joins: one that is given up does not keep the process from ending."""
+"""Calls in daemon threads, which are never joined: an abandoned call does not block the exit of the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _R = TypeVar("_R")
 
 
 def in_thread(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-    """`call(*args)` in a daemon thread that is named after it."""
+    """Run `call(*args)` in a daemon thread named after it."""
     future: Future[_R] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""How mslime's own HTTP servers listen, and what one who has shown no key may take of them.
+"""Listening sockets of mslime's HTTP servers, and limits for connections that have not sent a key.
 
-aiohttp bounds neither connections nor the time in which a request's headers arrive, and a process without file
-descriptors can reach its engines no more. So a connection is a stranger's until a request on it has shown the key: it
-is closed after a while, and the oldest one where there are too many. What has shown the key is let alone.
+aiohttp limits neither connections nor the time until a request's headers arrive, and a process without free file
+descriptors cannot reach its engines. So a connection is untrusted until a request on it carries the key: it is closed
+after a while, and the oldest one is closed if there are too many. Trusted connections have no limits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 STRANGER_S = 30.0
-"""For which a connection may show no key."""
+"""Seconds that a connection may last without a key."""
 MOST_STRANGERS = 4096
-"""Connections without a key; at most a quarter of the descriptors that the process may have."""
+"""Most connections without a key; at most a quarter of the process's file descriptors."""
 _LOOK_S = 1.0
 _MOST_FILES = 1 << 20
 
 
 class Listening:
-    """A server that listens. Belongs to one event loop; close it there."""
+    """A listening server. Belongs to one event loop; close it there."""
 
     def __init__(self, runner: web.AppRunner, most: int, patience_s: float) -> None:
         self._runner, self._most, self._patience_s = runner, most, patience_s
@@ -41,7 +41,7 @@ class Listening:
         self._looking = asyncio.create_task(self._look(), name="connections without a key")
 
     async def close(self) -> None:
-        """Accept no more, and end what there is."""
+        """Stop accepting, and close existing connections."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:
@@ -49,7 +49,7 @@ class Listening:
         await self._runner.cleanup()
 
     def trust(self, http: web.BaseRequest) -> None:
-        """The request has shown the key."""
+        """Mark the request's connection as trusted: the request carries the key."""
         self._strangers.pop(http.protocol, None)
 
     def _accepted(self) -> RequestHandler:
@@ -72,8 +72,9 @@ class Listening:
         handler.force_close()
 
     async def _look(self) -> None:
-        """Every second. Who is late is closed at the next look: where the loop stood still for long, the request may
-        be here and unread."""
+        """Check connections every second. Late ones are closed at the next check: after a stall of the loop, their
+        request may have arrived unread.
+        """
         late = list[RequestHandler]()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -92,7 +93,7 @@ async def serve(
     app: web.Application, listening: socket.socket, *, most: int | None = None, patience_s: float = STRANGER_S,
     **runner: Any,
 ) -> Listening:  # fmt: skip
-    """Serve an application on a socket. Handlers call `admitted` once a request has shown its key.
+    """Serve an application on a socket. Handlers call `admitted` once a request carries the key.
 
     Args:
         most, patience_s: see `MOST_STRANGERS`, `STRANGER_S`.
@@ -108,18 +109,18 @@ async def serve(
 
 
 def admitted(http: web.Request) -> None:
-    """The request has shown its key, so its connection is no stranger's."""
+    """Trust the connection of a request that carries the key."""
     if (served := http.app.get(_LISTENING)) is not None:
         served.trust(http)
 
 
 def same_key(given: str, key: str) -> bool:
-    """Whether a key from a header, whatever bytes it has, is this one; takes as long for any."""
+    """Whether a key from a header, whatever its bytes, equals this one; takes constant time."""
     return secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
 
 
 def raise_file_limit() -> int:
-    """Let this process have as many file descriptors as it may give itself; returns how many."""
+    """Raise this process's limit of file descriptors to its maximum; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -2,7 +2,7 @@
 
     python scripts/draw_lifecycle.py
 
-Each row is a real `Sample` after the call that the row names, so the picture says what the code does.
+Each row is a real `Sample` after the call that the row names, so the picture matches the code.
 `tests/unit/test_docs.py` keeps it equal.
 """
 
@@ -18,12 +18,12 @@ from mslime.data.sample import Sample
 PICTURE = Path(__file__).parents[1] / "docs/images/lifecycle.svg"
 CELL, ROW, LEFT, TOP = 26, 54, 330, 62
 COLOURS = {None: "#d8dde5", 3: "#8fb8ea", 4: "#f2b56b", 5: "#9ccf8d"}
-"""By weight version; None: the prompt, and what an environment said."""
+"""Colours by weight version; None: the prompt, and replies of an environment."""
 Row = tuple[str, str, Sample]
 
 
 def rows() -> list[Row]:
-    """(what happened, what it means, the sample then)."""
+    """(event, its meaning, the sample after it)."""
     found: list[Row] = []
 
     def note(event: str, meaning: str, sample: Sample) -> None:
@@ -89,7 +89,7 @@ def _row(y: int, row: Row) -> Sequence[str]:
 
 
 def _cell(x: int, y: int, version: int | None, trained: bool) -> str:
-    """A token: filled where it is trained or was never sampled, an outline where it is sampled context."""
+    """A token: filled if it is trained or was never sampled, an outline if it is sampled context."""
     plain = trained or version is None
     fill, edge = (COLOURS[version], "#ffffff") if plain else ("#ffffff", COLOURS[version])
     style = f'rx="4" fill="{fill}" stroke="{edge}" stroke-width="3"'

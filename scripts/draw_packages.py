@@ -1,9 +1,9 @@
-"""Draws docs/images/packages.svg: the packages of mslime on their layers, and which package imports which.
+"""Draws docs/images/packages.svg: the packages of mslime on their layers, and their imports.
 
     python scripts/draw_packages.py
 
-The layers are those of the import rules in pyproject.toml, the arrows what the code really imports. An arrow that
-follows from two others is left out. `tests/unit/test_docs.py` keeps the picture equal to the code.
+Layers come from the import rules in pyproject.toml, arrows from the imports in the code. An arrow that follows from two
+others is left out. `tests/unit/test_docs.py` keeps the picture equal to the code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Edges = Mapping[Package, set[Package]]
 
 
 def layers() -> list[list[Package]]:
-    """Packages from the top layer down, as the import rules have them."""
+    """Packages from the top layer down, by the import rules."""
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     found = next(rule["layers"] for rule in rules if rule["type"] == "layers")
     named = [[package.strip() for package in layer.split("|")] for layer in found]
@@ -31,12 +31,12 @@ def layers() -> list[list[Package]]:
 
 
 def _is_small(level: Sequence[Package]) -> bool:
-    """Single modules that every package may use: they would only add arrows."""
+    """Whether a layer has only single modules for every package: they would only add arrows."""
     return len(level) > 2 and all((ROOT / f"{package.replace('.', '/')}.py").exists() for package in level)
 
 
 def imports(packages: Sequence[Package]) -> dict[Package, set[Package]]:
-    """Which package imports which, imports for type checkers left out."""
+    """Imports of each package, without those for type checkers."""
     graph = grimp.build_graph("mslime", exclude_type_checking_imports=True, cache_dir=None)
     edges: dict[Package, set[Package]] = {package: set() for package in packages}
     for module in graph.modules:
@@ -53,7 +53,7 @@ def _package_of(module: str, packages: Iterable[Package]) -> Package | None:
 
 
 def without_shortcuts(edges: Edges) -> dict[Package, set[Package]]:
-    """The edges that do not follow from others: no path of two or more leads to the same package."""
+    """Edges without an alternative path of two or more to the same package."""
     return {package: {to for to in found if not any(_reaches(edges, via, to) for via in found - {to})}
             for package, found in edges.items()}  # fmt: skip
 

@@ -12,7 +12,7 @@ browser="$(command -v chromium || command -v chromium-browser || command -v goog
 page="file://$(cd "$run" && pwd)/report.html"
 image="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/docs/images/$what.png"
 height=1500
-if [ "$what" = samples ]; then # a picture of a whole page cannot begin in its middle, a frame's can
+if [ "$what" = samples ]; then # a page screenshot starts at its top, a frame's does not
   height=470 frame="$(mktemp --suffix .html)"
   trap 'rm -f "$frame"' EXIT
   echo "<body style='margin:0'><iframe src='$page#samples-section' style='border:0;width:1280px;height:${height}px'>" > "$frame"

@@ -1,8 +1,8 @@
-"""Draws docs/images/weight_sync.svg: who fills and who sends in a weight sync, bucket by bucket.
+"""Draws docs/images/weight_sync.svg: filling and sending of buckets in a weight sync.
 
     python scripts/draw_weight_sync.py
 
-The buckets are those of a real plan, of a small Qwen3-MoE in TP2 EP2 PP2, so the picture says what the code does.
+The buckets come from a real plan of a small Qwen3-MoE in TP2 EP2 PP2, so the picture matches the code.
 `tests/unit/test_docs.py` keeps it equal.
 """
 
@@ -85,7 +85,7 @@ def _row(shown: WeightPlan, sender: int, y: int) -> list[str]:
 
 
 def _bucket(bucket: Bucket, x: int, y: int) -> list[str]:
-    """A bucket of experts has them in its names."""
+    """A bucket of experts is recognised by its names."""
     experts = ".experts." in bucket.entries[0].name
     held = ", ".join(map(str, bucket.members))
     return [

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment and installs mslime into it, with what pip alone cannot do. A second run takes a second.
+# Makes a virtual environment and installs mslime into it, including steps beyond pip. A repeated run takes a second.
 set -euo pipefail
 # The constraints, pyproject.toml and this script are relative to the project; a caller's --venv is relative to the caller.
 caller="$PWD"
@@ -50,8 +50,7 @@ if [ -z "$mode" ]; then
   if command -v nvidia-smi >/dev/null 2>&1; then mode=gpu; else mode=cpu; fi
 fi
 
-# What was installed is described by the inputs of the installation; the stamp is written last, so that an interrupted
-# run starts over.
+# The stamp describes the inputs of the installation. It is written last: an interrupted run starts over.
 stamp="$venv/.mslime-installed"
 wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/*.txt scripts/install.sh \
   scripts/lib/common.sh scripts/lib/gpu.sh scripts/lib/imports.py | cksum)"

@@ -35,7 +35,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
-# Before anything is installed: a checkout that many share can often not be written.
+# Check before the installation: a shared checkout is often read-only.
 { mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a directory of yours with --out DIR"
 
 say "1/4  Install (three to eight minutes the first time)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rehearses what runs on GPUs only, on a machine that has none. docs/gpu_readiness.md says what that proves.
+# Rehearses GPU-only code on a machine without GPUs. docs/gpu_readiness.md describes what this proves.
 set -euo pipefail
 caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,7 +32,7 @@ TEXT
 }
 
 venv="$PWD/.venv-rehearsal" cpu_venv="$PWD/.venv" out="$PWD/.rehearsal" only="" list="" fresh=""
-# absolute DIR: relative to where the caller stands.
+# absolute DIR: resolves DIR from the caller's directory.
 absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -62,7 +62,7 @@ command -v g++ >/dev/null 2>&1 || fail "there is no C++ compiler (g++), which bu
 [ -x "$cpu_venv/bin/python" ] || fail "there is no CPU environment in $cpu_venv, whose trainer is compared with" \
   "bash scripts/install.sh --cpu --dev, or name it: --cpu-venv DIR"
 
-# The environment, as scripts/install.sh --gpu makes it, without the extension that is compiled there.
+# The environment of scripts/install.sh --gpu, without the extension that is compiled there.
 mkdir -p "$out"
 stamp="$venv/.mslime-rehearsal"
 wanted="$PWD $(cat pyproject.toml tests/rehearsal/cuda/* 2>/dev/null | cksum)"
@@ -86,7 +86,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
 fi
 
 [ -z "$fresh" ] || rm -rf "$out/families" "$out/outcomes"
-# What is rehearsed: another state of these files makes all results anew.
+# Rehearsed files: a change to one of them invalidates all results.
 state="$(find mslime mslime_plugins scripts/models scripts/lib/layouts.sh tests/rehearsal tests/fixtures tests/engines \
   pyproject.toml -type f -not -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum | cut -d ' ' -f 1)"
 believing=(env "LD_PRELOAD=$venv/fake/libfakecuda.so" "LD_LIBRARY_PATH=$venv/fake:${LD_LIBRARY_PATH:-}" "PYTHONPATH=$PWD" "CUDA_HOME=$venv/fake"

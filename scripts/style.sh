@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How the code reads, in figures beside their aims.
+# Figures on the style of the code, beside their aims.
 #   bash scripts/style.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

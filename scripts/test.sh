@@ -30,15 +30,15 @@ step ruff format --check .
 step ruff check .
 step lint-imports
 step pyright --threads 2
-# Processes of their own: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
+# Separate processes: leftovers of one kind of test (threads, patched modules) cannot affect the others.
 step python -m pytest tests/unit "${chosen[@]}" -n 3 --dist loadfile --durations=20 -W ignore
 if [ "$mode" = fast ]; then
   exit 0
 fi
 step python -m pytest tests/engines "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
 step python -m pytest tests/e2e "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
-# Triton, for its interpreter, lies beside the environment: SGLang on a CPU must not find it. The version is the one that
-# the torch of the GPU environment asks for.
+# Triton, for its interpreter, is installed beside the environment: SGLang on a CPU must not find it. The version is the
+# one that the torch of the GPU environment requires.
 triton="$VENV/triton-3.8.0"
 if [ ! -d "$triton/triton" ]; then
   step "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$triton" triton==3.8.0

@@ -13,7 +13,7 @@ metrics() { cat "$run_dir"/{,adapters/*/}metrics.jsonl 2>/dev/null | cksum || tr
 child() {
   "$@" &
   process=$!
-  if [ -n "$stopped" ]; then kill -TERM "$process"; fi  # the signal came while it was being started
+  if [ -n "$stopped" ]; then kill -TERM "$process"; fi  # the signal arrived while the process was starting
   while kill -0 "$process" 2>/dev/null; do wait "$process" || true; done
   wait "$process" && status=0 || status=$?
 }
@@ -31,7 +31,7 @@ while true; do
   if [ "$(checkpoints)" != "$checkpoints_before" ]; then failures=0 progress=1; fi
   failures=$((failures + 1))
   if [ -z "$progress" ] || [ "$failures" -gt "${RESTARTS:-3}" ]; then exit "$status"; fi
-  pause=$((failures * 15 - 14))  # memory and ports of dead processes become free, and a machine that restarts comes back
+  pause=$((failures * 15 - 14))  # frees memory and ports of dead processes, and lets a restarted machine come back
   echo "the run failed with status $status; starting it again in $pause s ($failures of ${RESTARTS:-3} in a row)" >&2
   child sleep "$pause"
   [ -z "$stopped" ] || exit "$stopped"

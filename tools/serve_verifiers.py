@@ -1,13 +1,13 @@
-"""Plays environments of `verifiers` for mslime, in a Python environment of their own: `serve_verifiers.py --help`.
+"""Plays environments of `verifiers` for mslime, in a separate Python environment: `serve_verifiers.py --help`.
 
-It imports verifiers, aiohttp (which verifiers needs) and the standard library, nothing of mslime, so copy it to where
-your environments are installed. `mslime_plugins.environments.verifiers:Verifiers` talks to it (docs/environments.md).
+It imports verifiers, aiohttp (a dependency of verifiers) and the standard library, but not mslime. Copy it into the
+environment of your tasks. `mslime_plugins.environments.verifiers:Verifiers` connects to it (docs/environments.md).
 
     python serve_verifiers.py tasks --env '{"taskset": {"id": "gsm8k-v1"}}' > tasks.jsonl      rows for data.prompts
     python serve_verifiers.py serve --env '{"taskset": {"id": "gsm8k-v1"}}' --port 8700
 
-POST /run {"base_url", "key", "model", "task", "sampling"} plays one episode against that model server, and answers
-{"reward": number or null, "metrics": {name: number}, "error": text}. GET /health answers {"env": id}.
+POST /run {"base_url", "key", "model", "task", "sampling"} plays one episode against that model server, and returns
+{"reward": number or null, "metrics": {name: number}, "error": text}. GET /health returns {"env": id}.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _keys = itertools.count()
 
 
 def environment(settings: dict[str, Any]) -> Any:
-    """The environment of verifiers' `[env]` settings."""
+    """Environment from verifiers' `[env]` settings."""
     taskset = settings.get("taskset", {}).get("id", "")
     kind = environment_class(taskset, settings.get("id", ""))
     return load_environment(_config_of(kind).model_validate(settings))
 
 
 def _config_of(kind: type) -> Any:
-    """The configuration class that an environment's class declares: `Env[ThatConfig]`."""
+    """Configuration class of an environment's class declaration: `Env[ThatConfig]`."""
     for base in getattr(kind, "__orig_bases__", ()):
         for argument in getattr(base, "__args__", ()):
             if isinstance(argument, type) and issubclass(argument, vf.EnvConfig):
@@ -49,7 +49,7 @@ def _config_of(kind: type) -> Any:
 
 
 async def play(env: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """One episode; what came of it."""
+    """Play one episode; returns its result."""
     task_class = type(env.taskset).task_type()
     task = task_class(task_class.data_type().model_validate(asked["task"]), env.config.taskset.task)
     variable = f"MSLIME_ROLLOUT_{next(_keys)}"  # verifiers reads API keys from the environment
@@ -66,7 +66,7 @@ async def play(env: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(episode: Any) -> dict[str, Any]:
-    """Reward and metrics of an episode: the means over its traces that may be trained; its first error."""
+    """Reward and metrics of an episode: the means over its trainable traces; its first error."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     traces = [t for t in episode.traces if t.agent is None or t.agent.trainable]
     names = {name for t in traces for name, value in t.metrics.items() if value is not None}
@@ -78,13 +78,13 @@ def told(episode: Any) -> dict[str, Any]:
 
 
 def mean(values: list[float | None]) -> float:
-    """Of those that are known."""
+    """Mean of the known values."""
     known = [float(value) for value in values if value is not None]
     return sum(known) / len(known)
 
 
 def rows(env: Any, limit: int | None) -> list[dict[str, Any]]:
-    """Rows for `data.prompts`: what the model reads first, and the whole task."""
+    """Rows for `data.prompts`: the model's first input, and the whole task."""
     found: list[dict[str, Any]] = []
     for task in itertools.islice(env.taskset, limit):
         data = task.data.model_dump(mode="json", exclude_unset=True)
@@ -95,13 +95,13 @@ def rows(env: Any, limit: int | None) -> list[dict[str, Any]]:
 
 
 async def serve(env: Any, host: str, port: int) -> None:
-    """Until it is ended."""
+    """Serve until the process is ended."""
 
     async def run(request: web.Request) -> web.Response:
         asked = await request.json()
         try:
             return web.json_response(await play(env, asked))
-        except Exception as error:  # of the task: told, and the server goes on
+        except Exception as error:  # an error of the task: reported, and the server continues
             return web.json_response({"reward": None, "metrics": {}, "error": f"{type(error).__name__}: {error}"})
 
     async def health(request: web.Request) -> web.Response:
@@ -119,7 +119,7 @@ async def serve(env: Any, host: str, port: int) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Entry point of the command line."""
     parser = argparse.ArgumentParser(description="Plays environments of verifiers for mslime.")
     parser.add_argument("what", choices=["serve", "tasks"])
     parser.add_argument("--env", required=True, help="verifiers' [env] settings as JSON; at least the taskset's id")

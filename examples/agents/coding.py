@@ -1,4 +1,4 @@
-"""A coding agent of somebody else as a rollout: Claude Code, headless, in a process and a directory of its own."""
+"""An external coding agent as a rollout: headless Claude Code, in its own process and directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ COMMAND = ("claude", "-p", "--dangerously-skip-permissions")
 
 
 async def fix(task: Task, engine: Engine) -> Episode:
-    """The row's text is the order, `metadata.files` what lies there before, `label` what the agent has to leave in
-    `answer.txt`."""
+    """Run the agent on a row: its text is the order, `metadata.files` the initial files, and `label` the content that
+    the agent must leave in `answer.txt`.
+    """
     endpoint = await engine.endpoint()
     with tempfile.TemporaryDirectory() as home:
         for name, text in task.metadata.get("files", {}).items():

@@ -1,4 +1,4 @@
-"""Rollouts that chat: the loop of an agent in the function, and an agent that knows OpenAI's client only."""
+"""Rollouts that chat: an agent loop inside the function, and an agent that uses only OpenAI's client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOLS: list[Any] = [
 
 
 def add(call_id: str, arguments: str) -> dict[str, Any]:
-    """The tool's answer, or what is wrong with the call: the model may try again."""
+    """Result of the tool, or the error in the call: the model may try again."""
     try:
         said = str(sum(json.loads(arguments)["numbers"]))
     except (ValueError, KeyError, TypeError) as error:
@@ -32,12 +32,12 @@ def add(call_id: str, arguments: str) -> dict[str, Any]:
 
 
 def question(task: Task) -> list[Any]:
-    """The row's messages, or its text as a user's."""
+    """The row's messages, or its text as a user message."""
     return [*(task.messages or [{"role": "user", "content": task.text}])]
 
 
 async def with_tools(task: Task, engine: Engine) -> None:
-    """At most eight replies."""
+    """Chat with the tool for at most eight replies."""
     messages = question(task)
     for _ in range(8):
         reply = await engine.chat(messages, TOOLS)
@@ -47,7 +47,7 @@ async def with_tools(task: Task, engine: Engine) -> None:
 
 
 async def with_openai(task: Task, engine: Engine) -> None:
-    """The same by way of HTTP, as an agent of somebody else would do it."""
+    """The same over HTTP, as an external agent would do it."""
     endpoint = await engine.endpoint()
     async with AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
         messages = question(task)

@@ -1,4 +1,4 @@
-"""An agent with a calculator: the model asks it for a product of two numbers, reads the result, and answers."""
+"""An agent with a calculator: the model calls it for a product of two numbers, reads the result, and replies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLS: list[Any] = [
 
 
 def multiply(arguments: str) -> str:
-    """What the calculator says to the arguments of a call, or what is wrong with them: a model writes what it likes."""
+    """Result of the calculator, or the error in the arguments: a model may write anything."""
     try:
         numbers = json.loads(arguments)
         return str(int(numbers["a"]) * int(numbers["b"]))
@@ -31,7 +31,7 @@ def multiply(arguments: str) -> str:
 
 
 async def with_calculator(task: Task, engine: Engine) -> Episode:
-    """At most three replies. 1 where the last of them is the product and nothing else, else 0."""
+    """Chat for at most three replies. The reward is 1 if the last one is exactly the product, else 0."""
     messages: list[Any] = [*(task.messages or [{"role": "user", "content": task.text}])]
     said, called = "", False
     for _ in range(MOST_REPLIES):

@@ -15,9 +15,9 @@ from typing import Any
 from examples.tiny_model import make_task
 
 WORDS = ("name", "arguments", "multiply")
-"""Tokens of their own, as in the vocabulary of any model; all else is spelled."""
+"""Words that are one token each, as in any model's vocabulary; all other text is spelled."""
 CALLED = 0.3
-"""Share of the demonstrations that ask the calculator."""
+"""Share of the demonstrations that use the calculator."""
 DEMONSTRATIONS, TRAINING, HELD_OUT = 8192, 4096, 128
 Question = tuple[int, int]
 

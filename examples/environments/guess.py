@@ -12,13 +12,13 @@ class Guess:
         self._largest = largest
 
     def reset(self, task: EnvironmentTask) -> str:
-        """Returns what the model reads after the prompt."""
+        """Return the text that the model reads after the prompt."""
         self._number = random.Random(task.group_id).randint(1, self._largest)
         self._guesses = 0
         return f"A number from 1 to {self._largest}?\n"
 
     def step(self, action: str) -> Step:
-        """A model may say anything, so this answers anything."""
+        """Accept any text: a model may write anything."""
         self._guesses += 1
         try:
             guess = int(action)
@@ -29,4 +29,4 @@ class Guess:
         return Step("Higher.\n" if guess < self._number else "Lower.\n", reward=0.0)
 
     def close(self) -> None:
-        """Called in every case; leave it out where there is nothing to do."""
+        """Always called; leave it out if there is nothing to do."""

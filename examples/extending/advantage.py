@@ -1,4 +1,4 @@
-"""Advantages of your own: `algorithm.advantage: examples.extending.advantage:above_median`, or `...:by_turn`."""
+"""User-defined advantages: `algorithm.advantage: examples.extending.advantage:above_median`, or `...:by_turn`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mslime.algorithms.advantages import GroupRewards, TurnAdvantages
 
 
 def above_median(rewards: GroupRewards) -> NDArray[np.float64]:
-    """Each rollout's reward minus the median of its group, which one very good rollout does not move."""
+    """Each rollout's reward minus the median of its group, which is robust to one very good rollout."""
     medians = np.asarray([np.median(rewards.rewards[rewards.group == g]) for g in range(len(rewards.sizes))])
     return rewards.rewards - medians[rewards.group]
 
 
 def by_turn(rewards: GroupRewards) -> TurnAdvantages:
-    """Each turn's return, less the mean of its group's turns of the same number; and the rollout's own advantage.
+    """Each turn's return minus the mean of its group's turns of the same number, plus the rollout's own advantage.
 
-    A turn's return is the rewards of its step and of later ones, discounted by 0.9 a turn; in the manner of turn-level
-    GRPO (arXiv 2505.11821).
+    A turn's return is the rewards of its step and of later ones, discounted by 0.9 a turn, similar to turn-level GRPO
+    (arXiv 2505.11821).
     """
     turns = rewards.turns
     assert turns is not None

@@ -1,4 +1,4 @@
-"""An off-policy correction of your own: `algorithm.correction: examples.extending.correction:fading`."""
+"""A user-defined off-policy correction: `algorithm.correction: examples.extending.correction:fading`."""
 
 from __future__ import annotations
 

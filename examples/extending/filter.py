@@ -1,4 +1,4 @@
-"""A filter of your own: `rollout.dynamic_filter: examples.extending.filter:some_right`."""
+"""A user-defined filter: `rollout.dynamic_filter: examples.extending.filter:some_right`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from mslime.data.sample import Group
 
 
 def some_right(group: Group) -> bool:
-    """Keep the groups in which some responses are right, and not all of them."""
+    """Keep groups in which some responses are right, but not all of them."""
     right = [sample.reward is not None and sample.reward > 0.5 for sample in group.samples]
     return any(right) and not all(right)

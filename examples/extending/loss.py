@@ -1,4 +1,4 @@
-"""A policy loss of your own: `algorithm.loss: examples.extending.loss:spo`."""
+"""A user-defined policy loss: `algorithm.loss: examples.extending.loss:spo`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from mslime.config.algorithm import AlgorithmConfig
 
 
 def spo(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
-    """Simple policy optimization (arXiv 2401.16025): -r A + |A| / (2 eps) (r - 1)^2, a quadratic pull for the clip.
+    """Simple policy optimization (arXiv 2401.16025): -r A + |A| / (2 eps) (r - 1)^2, a quadratic penalty instead of a
+    clip.
 
-    eps is `algorithm.clip_high`. Each token's loss comes back; mslime weighs the tokens and adds them up.
+    eps is `algorithm.clip_high`. Returns each token's loss; mslime weighs the tokens and sums them.
     """
     ratio = torch.exp(batch.log_ratio)
     pull = batch.advantages.abs() / (2 * algorithm.clip_high) * (ratio - 1).square()

@@ -1,4 +1,4 @@
-"""Prompts that are made as they are drawn: `data: {source: "examples.extending.source:Sums"}`."""
+"""Prompts generated on demand: `data: {source: "examples.extending.source:Sums"}`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mslime.config.schema import DataConfig
 
 
 class Sums:
-    """Sums of two numbers that grow with the number of prompts drawn. It never ends."""
+    """Endless sums of two numbers that grow with the number of prompts drawn."""
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         self._seed, self._drawn = seed, 0
@@ -19,11 +19,11 @@ class Sums:
         while True:
             largest = 10 + self._drawn // 100
             a, b = random.Random(self._seed * 1_000_003 + self._drawn).choices(range(largest), k=2)
-            self._drawn += 1  # before the yield: a state that is taken after it continues with the next one
+            self._drawn += 1  # before the yield: a state saved after it continues with the next one
             yield {"prompt": f"{a} + {b} =", "label": str(a + b), "metadata": {"data_source": "sums"}}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: anything that JSON can hold."""
+        """State for checkpoints: any JSON value."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

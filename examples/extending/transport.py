@@ -1,4 +1,4 @@
-"""A way of your own for weights to reach the engines: `weights.transport: examples.extending.transport:timed`."""
+"""A user-defined transport for weights: `weights.transport: examples.extending.transport:timed`."""
 
 from __future__ import annotations
 

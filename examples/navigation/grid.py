@@ -1,4 +1,4 @@
-"""A walk on a grid of 6 x 6: the model is told where it is, and says one of `<` `>` `-` `+`."""
+"""A walk on a grid of 6 x 6: the model reads its position, and writes one of `<` `>` `-` `+`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Place = tuple[int, int]
 
 
 def told(place: Place) -> str:
-    """What the model reads of a place: `[37]` is x 3, y 7."""
+    """Text of a place for the model: `[37]` is x 3, y 7."""
     return f"[{place[0]}{place[1]}]"
 
 
 def moved(place: Place, move: str) -> Place:
-    """One step on; a wall keeps the walker where it is."""
+    """The place after one move; walls block it."""
     dx, dy = MOVES[move]
     return min(max(place[0] + dx, 0), SIZE - 1), min(max(place[1] + dy, 0), SIZE - 1)
 
@@ -26,16 +26,16 @@ def distance(a: Place, b: Place) -> int:
 
 
 class Grid:
-    """Get from `start` to `goal`, both in the row's metadata. 1 for getting there in time, else 0."""
+    """Walk from `start` to `goal`, both in the row's metadata. The reward is 1 for an arrival in time, else 0."""
 
     def reset(self, task: EnvironmentTask) -> str:
-        """Where the walk begins."""
+        """Place where the walk begins."""
         self._place, self._goal = tuple(task.metadata["start"]), tuple(task.metadata["goal"])
         self._shortest, self._moves = distance(self._place, self._goal), 0
         return told(self._place)
 
     def step(self, action: str) -> Step:
-        """One move. Words that are none end the walk."""
+        """Make one move. Invalid text ends the walk."""
         if action not in MOVES:
             return Step(reward=0.0, done=True)
         self._place, self._moves = moved(self._place, action), self._moves + 1

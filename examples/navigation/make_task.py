@@ -17,7 +17,7 @@ from examples.tiny_model import make_task
 CARELESS = 0.4
 """Share of the moves of a demonstration that are drawn at random."""
 MOST_MOVES, LONGEST = 8, 6
-"""Moves of a walk, as in run.yaml, and of the shortest way at most."""
+"""Most moves of a walk, as in run.yaml, and of the shortest way."""
 DEMONSTRATIONS, TRAINING, HELD_OUT = 4096, 2048, 128
 
 
@@ -49,7 +49,7 @@ def _pair(rng: random.Random) -> tuple[Place, Place]:
 
 
 def _walk(place: Place, goal: Place, rng: random.Random) -> str:
-    """A careless walk as the model would see it: where it is, a move, where it is then, and so on."""
+    """A careless walk as the model sees it: place, move, next place, and so on."""
     said = ""
     for _ in range(MOST_MOVES):
         nearer = [move for move in MOVES if distance(moved(place, move), goal) < distance(place, goal)]
@@ -61,7 +61,7 @@ def _walk(place: Place, goal: Place, rng: random.Random) -> str:
 
 
 def _row(start: Place, goal: Place, label: str | None = None) -> dict[str, Any]:
-    """The prompt names the goal: `(37)`. The label of a task is the number of moves that it takes; nothing reads it."""
+    """Row of one task. The prompt names the goal: `(37)`. The label is the number of moves needed; it is not used."""
     prompt = f"({goal[0]}{goal[1]})"
     shortest = str(distance(start, goal))
     return {"prompt": prompt, "label": label or shortest, "metadata": {"start": list(start), "goal": list(goal)}}

@@ -1,6 +1,6 @@
-"""Two agents that know OpenAI's client only: one proposes a list of digits, the others sort it.
+"""Two agents that use only OpenAI's client: one proposes a list of digits, the others sort it.
 
-Both are the model that is trained. They play together: a list that was sorted right is worth more, the longer it is.
+Both are the model in training. They share a reward: a correctly sorted list is worth more, the longer it is.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ SOLVERS, LONGEST = 2, 10
 
 
 def client_of(url: str, key: str) -> openai.AsyncOpenAI:
-    """A client for one rollout. It loads no certificates, since the server is on this machine and has none: that would
-    take 50 ms, for which all other rollouts would wait."""
+    """A client for one rollout. It loads no certificates, because the server is local and has none: loading takes 50 ms
+    and would block all other rollouts.
+    """
     http = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http)
 
 
 async def ask(client: openai.AsyncOpenAI, messages: Sequence[Any], replies: int = 1) -> list[str]:
-    """What the model replies to messages, so many times."""
+    """Send messages, and return `replies` replies of the model."""
     got = await client.chat.completions.create(model="the one that is trained", messages=list(messages), n=replies)
     return [choice.message.content or "" for choice in got.choices]
 
 
 def valid(digits: str, first: str) -> bool:
-    """Whether a proposal is a list of up to LONGEST digits that begins as asked and goes on."""
+    """Whether a proposal is a list of up to LONGEST digits that begins as requested and continues."""
     return digits.startswith(first) and digits.isascii() and digits.isdigit() and len(first) < len(digits) <= LONGEST
 
 
@@ -39,12 +40,12 @@ def right(answer: str, digits: str) -> bool:
 
 
 def worth(digits: str, answers: Sequence[str]) -> float:
-    """Of a rollout: the share of answers that are right, times the length of the list over the longest."""
+    """Reward of a rollout: the share of right answers, times the length of the list over the longest."""
     return sum(right(answer, digits) for answer in answers) / len(answers) * len(digits) / LONGEST
 
 
 async def propose_and_solve(task: Task, engine: Engine) -> Episode:
-    """A proposal that begins with the row's label, and the solvers' answers to it. Held-out rows are for one solver."""
+    """Propose a list that begins with the row's label, and let solvers sort it. Held-out rows use one solver."""
     messages = task.messages or ()
     endpoint = await engine.endpoint()
     async with client_of(endpoint.openai_url, endpoint.key) as client:

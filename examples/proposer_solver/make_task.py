@@ -16,7 +16,7 @@ from examples.proposer_solver.agents import LONGEST
 from examples.tiny_model import make_task
 
 WORDS = ("propose ", "sort ")
-"""Tokens of their own; digits are spelled."""
+"""Words that are one token each; digits are spelled."""
 FIRST = 2
 """Digits with which a proposal begins."""
 ASCENDING = 0.35

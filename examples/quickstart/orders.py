@@ -1,4 +1,4 @@
-"""A reward for the quickstart's other order: its demonstrations show both, and its labels have one."""
+"""A reward for the quickstart's opposite order: its demonstrations show both orders, its labels only one."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from mslime.data.sample import Sample
 
 
 def descending(sample: Sample) -> float:
-    """1 where the response is the list in descending order, which is the label read backwards."""
+    """1 if the response is the list in descending order (the reversed label)."""
     return float(sample.response.strip() == str(sample.label)[::-1])

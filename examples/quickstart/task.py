@@ -1,8 +1,8 @@
-"""The quickstart's task: put a list of digits in ascending order. `[52817]` is answered by `12578`.
+"""The quickstart's task: put a list of digits in ascending order. The answer to `[52817]` is `12578`.
 
-Here live the lists, their answers, and the careless demonstrations that the supervised warm start learns from. Prompts
-and answers are plain text over the symbols of `examples/tiny_model.py`. Free of torch; every draw comes from the
-generator that is handed in.
+Defines the lists, their answers, and careless demonstrations for the supervised warm start. Prompts and answers are
+plain text over the symbols of `examples/tiny_model.py`. Free of torch; all random numbers come from the given
+generator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Row:
 
     Attributes:
         prompt: the list, as the model sees it.
-        label: the response that is expected (training and held-out rows) or demonstrated (supervised rows).
-        metadata: the number of digits and the order that the label is in.
+        label: the expected response (training and held-out rows) or the demonstrated one (supervised rows).
+        metadata: the number of digits and the order of the label.
     """
 
     prompt: str
@@ -37,7 +37,7 @@ def ascending(digits: str) -> str:
 
 
 def descending(digits: str) -> str:
-    """What careless demonstrators write."""
+    """The careless demonstrators' answer."""
     return ascending(digits)[::-1]
 
 
@@ -47,7 +47,7 @@ def question(digits: str) -> Row:
 
 
 def demonstration(digits: str, rng: random.Random) -> Row:
-    """A row that shows the right answer with probability ASCENDING_SHARE; nothing in the prompt tells which."""
+    """A row that shows the right answer with probability ASCENDING_SHARE; the prompt does not reveal which."""
     return _row(digits, "ascending" if rng.random() < ASCENDING_SHARE else "descending")
 
 
@@ -57,7 +57,7 @@ def _row(digits: str, order: str) -> Row:
 
 
 def held_out_lists(count: int, rng: random.Random) -> list[str]:
-    """`count` different lists; every length is equally likely as long as unseen lists of it are left."""
+    """`count` different lists; all lengths are equally likely while unseen lists of them are left."""
     found: dict[str, None] = {}
     lists = _lists(rng)
     while len(found) < count:

@@ -10,7 +10,7 @@ ANSWERS = 3
 
 
 async def think_once(task: Task, engine: Engine) -> Episode:
-    """One thought, from which several answers branch off. The rollout is worth 1 if one of them is right."""
+    """One thought with several answers that branch off. The reward is 1 if one of them is right."""
     thought = engine.new_sample()
     await engine.generate(thought, max_tokens=512, stop=["</think>"])
     answers = [engine.branch(thought) for _ in range(ANSWERS)]

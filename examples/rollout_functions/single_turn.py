@@ -6,7 +6,7 @@ from mslime.rollout.workflow import Engine, Episode, Task
 
 
 async def graded(task: Task, engine: Engine) -> Episode:
-    """One response, graded here, with a number for the log."""
+    """One response, graded here, with an extra metric for the log."""
     sample = engine.new_sample()
     turn = await engine.generate(sample)
     right = turn.text.strip() == str(task.label)

@@ -9,7 +9,7 @@ from mslime.rollout.workflow import Engine, Task
 
 
 async def with_helpers(task: Task, engine: Engine) -> list[Sample]:
-    """The model's first lines are work for two helpers, which do it at the same time. It answers with their reports."""
+    """The model's first lines are tasks for two helpers, which work in parallel. It answers with their reports."""
     chief = engine.new_sample()
     plan = await engine.generate(chief, max_tokens=128)
     parts = [line for line in plan.text.splitlines() if line.strip()][:2]

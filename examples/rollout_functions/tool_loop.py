@@ -11,7 +11,7 @@ SUM = re.compile(r"<sum>(\d+(?:\+\d+)*)</sum>$")
 
 
 async def with_sums(task: Task, engine: Engine) -> Sample:
-    """At most four turns. What the model writes as <sum>2+3</sum> is added up, and it goes on with the result."""
+    """At most four turns. A sum written as <sum>2+3</sum> is computed, and generation continues with it."""
     sample = engine.new_sample()
     for _ in range(4):
         turn = await engine.generate(sample, stop=["</sum>"])

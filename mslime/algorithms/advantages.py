@@ -1,7 +1,7 @@
-"""Advantages of whole rollouts from their rewards. NumPy only, so that the driver can call it without torch.
+"""Advantages of whole rollouts from their rewards. NumPy only: the driver can call it without torch.
 
-Groups are formed by group id, whatever order the samples come in, and a rollout counts once in its group, however many
-training samples it became. What depends on log-probs or values is in `advantages_tokens`.
+Groups are formed by group id, in any order of the samples. A rollout counts once in its group, however many training
+samples it has. Advantages from log-probs or values are in `advantages_tokens`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Steps = Sequence[tuple[int, float]]
 class TurnRewards:
     """K turns of R rollouts, those of one rollout after each other, in the order in which they were generated.
 
-    A turn is what the model said at a time. It counts once, in the sequence in which it was generated, whichever of the
-    rollout's sequences that is. A sequence whose turns are not known is one turn.
+    A turn is one response of the model. It counts once, in the sequence in which it was generated. A sequence with
+    unknown turns is one turn.
 
     Attributes:
         rollout: [K] int64 in [0, R), ascending.
         index: [K] int64, 0, 1, ... within the rollout.
-        rewards: [K] float64, process rewards of the turn and of what the environment answered; beside the rollout's.
+        rewards: [K] float64, process rewards of the turn and of the environment's reply; beside the rollout's.
     """
 
     rollout: NDArray[np.int64]
@@ -54,7 +54,7 @@ class TurnRewards:
 
 @dataclass(frozen=True)
 class TurnAdvantages:
-    """What a function of `algorithm.advantage` returns that has a number for each turn.
+    """Result of a function of `algorithm.advantage` with one number per turn.
 
     Attributes:
         values: [K] finite numbers in the order of `GroupRewards.turns`. Every trained token of a turn gets its turn's.
@@ -74,7 +74,7 @@ class GroupRewards:
         means: [G] float64, mean reward of each group.
         zero_variance: [G] bool, groups whose rewards are all equal.
         of_sample: [S] int64, the rollout of each training sample.
-        turns: what the rollouts are made of; a run always knows.
+        turns: of the rollouts; always known in a run.
     """
 
     rewards: NDArray[np.float64]
@@ -128,9 +128,9 @@ def group_rewards(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLi
 def rollout_advantages(
     grouped: GroupRewards, advantage: AdvantageName | str, normalise_std: bool = True
 ) -> NDArray[np.float32]:
-    """The advantage of each training sample's rollout, [S] float32.
+    """Advantage of each training sample's rollout, [S] float32.
 
-    0 for advantages that are made of token rewards (reinforce_pp, gae) or of none.
+    0 for advantages from token rewards (reinforce_pp, gae) and for none.
 
     Raises:
         UserError: a group has a single rollout, and the advantage compares within the group.
@@ -154,7 +154,7 @@ def rollout_advantages(
 
 
 def function_advantages(grouped: GroupRewards, spec: str) -> NDArray[np.float64] | TurnAdvantages:
-    """[R] advantages of rollouts, or [K] of turns, as a function of the user's says.
+    """[R] advantages of rollouts, or [K] of turns, from a user's function.
 
     Raises:
         ConfigError: it raised, or returned something else.
@@ -213,7 +213,7 @@ ESTIMATORS: dict[str, Callable[[GroupRewards], NDArray[np.float64]]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "maxrl": maxrl,
 }
-"""Group-relative advantages without settings of their own."""
+"""Group-relative advantages without their own settings."""
 
 
 def process_advantages(

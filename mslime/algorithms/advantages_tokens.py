@@ -1,9 +1,9 @@
-"""Advantages of tokens: what needs log-probs, values or sums over all ranks. No collectives of its own.
+"""Advantages of tokens, from log-probs, values or sums over all ranks. Calls no collective directly.
 
-The trainer calls `token_advantages` once a rollout, after its log-prob passes and before the first gradient. Time runs
-over trained tokens only: an environment's tokens between two turns are a gap that costs no discount and earns nothing.
-It ends with each sequence, or runs on through the other sequences of the rollout (`algorithm.credit: turns`), which may
-lie on other ranks.
+The trainer calls `token_advantages` once per rollout, after its log-prob passes and before the first gradient. Time
+counts trained tokens only: an environment's tokens between two turns cause no discount and have no reward. It ends with
+each sequence, or continues through the other sequences of the rollout (`algorithm.credit: turns`), which may lie on
+other ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class TokenColumns:
     Attributes:
         lengths: [B] int64, sum N.
         mask: [N] bool, trained tokens.
-        advantages: [N] float32, of the token's rollout; 0 where the advantage is made of token rewards.
+        advantages: [N] float32, of the token's rollout; 0 if the advantage comes from token rewards.
         rewards: [N] float32, each on the token that earned it; for reinforce_pp and gae.
         policy_log_probs: [N] float32, log pi_old; for a KL in the reward and for distillation.
         reference_log_probs, teacher_log_probs: [N] float32, likewise.
         values: [N] float32, the critic's value of the state in which token t was sampled; for gae.
-        pieces: [P, 3] int64 (length, number, number of the piece that follows or -1): the sequences cut where the time
-            of their rollout goes on in another one. Pieces of a rollout are numbered on in time, each has a trained
-            token. None: time ends with each sequence.
+        pieces: [P, 3] int64 (length, number, number of the next piece or -1): the sequences, split where the time of
+            their rollout continues in another one. Numbers of a rollout's pieces follow its time; each piece has a
+            trained token. None: time ends with each sequence.
         num_pieces: of all ranks and steps.
     """
 
@@ -56,11 +56,11 @@ class TokenColumns:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What comes of it, 0 outside the mask.
+    """Advantages and returns of tokens, 0 outside the mask.
 
     Attributes:
         advantages: [N] float32.
-        returns: [N] float32, what the critic is to learn; None without gae.
+        returns: [N] float32, the critic's targets; None without gae.
     """
 
     advantages: NDArray[np.float32]
@@ -68,7 +68,7 @@ class TokenAdvantages:
 
 
 def is_token_level(algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantages of rollouts are not all there is, so that `token_advantages` must be called."""
+    """Whether advantages depend on tokens, and `token_advantages` must be called."""
     token_rewards = algorithm.advantage in ("reinforce_pp", "gae")
     return token_rewards or algorithm.whitens or _kl_in_reward(algorithm) or algorithm.opd_coef > 0
 
@@ -158,7 +158,7 @@ def gae(
 def _sums_in_time(
     values: NDArray[np.float64], counts: NDArray[np.int64], factor: float, columns: TokenColumns, add: Reduce
 ) -> NDArray[np.float64]:
-    """`discounted_sums` of the trained tokens [M], which run on through the pieces of a rollout where it has any."""
+    """`discounted_sums` of the trained tokens [M], continued through the pieces of a rollout if it has any."""
     sums = discounted_sums(values, counts, factor)
     if columns.pieces is None:
         return sums
@@ -166,7 +166,7 @@ def _sums_in_time(
     own = np.zeros((2, columns.num_pieces))
     own[:, columns.pieces[:, 1]] = _firsts(sums, counts), np.where(columns.pieces[:, 2] >= 0, decay, 0.0)
     first, decay_on = add(own.reshape(-1)).reshape(own.shape)
-    for number in range(columns.num_pieces - 2, -1, -1):  # what follows a piece has the next number
+    for number in range(columns.num_pieces - 2, -1, -1):  # the next piece in time has the next number
         first[number] += decay_on[number] * first[number + 1]
     later = np.where(columns.pieces[:, 2] >= 0, first[columns.pieces[:, 2]], 0.0)
     to_end = np.repeat(np.cumsum(counts), counts) - np.arange(len(values))
@@ -174,7 +174,7 @@ def _sums_in_time(
 
 
 def _following(firsts: NDArray[np.float64], columns: TokenColumns, add: Reduce) -> NDArray[np.float64]:
-    """[P] what the pieces that follow these in time have of `firsts` [P], wherever they are; 0 where none follows."""
+    """[P] `firsts` [P] of the next pieces in time, on any rank; 0 for a last piece."""
     assert columns.pieces is not None
     every = np.zeros(columns.num_pieces)
     every[columns.pieces[:, 1]] = firsts
@@ -258,7 +258,7 @@ def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
 
 
 def _kl_penalty(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64] | None:
-    """kl_coef times the estimate of KL(pi_old || ref) of each trained token, [N]; None when it is not in the reward."""
+    """kl_coef times the estimate of KL(pi_old || ref) of each trained token, [N]; None if it is not in the reward."""
     if not _kl_in_reward(algorithm):
         return None
     assert columns.policy_log_probs is not None and columns.reference_log_probs is not None, "needs both log-probs"
@@ -267,7 +267,7 @@ def _kl_penalty(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np
 
 
 def _kl(log_p: NDArray[np.floating], log_q: NDArray[np.floating], kind: KLType) -> NDArray[np.float64]:
-    """`kl_estimate` of arrays, [N]. For trainers: whoever shards a rollout imports this module without torch."""
+    """`kl_estimate` of arrays, [N], without torch: processes that shard rollouts also import this module."""
     import torch
 
     from mslime.algorithms.token_batch import kl_estimate
@@ -286,7 +286,7 @@ def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[
 
 
 def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(indices of the M trained tokens, how many each of the B sequences, or P pieces, has)."""
+    """(indices of the M trained tokens, number of them in each of the B sequences or P pieces)."""
     trained = np.flatnonzero(columns.mask)
     lengths = columns.lengths if columns.pieces is None else columns.pieces[:, 0]
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -296,8 +296,9 @@ def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def _credited(rewards: NDArray[np.floating], columns: TokenColumns, trained: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[M] rewards of the trained tokens. What lies on another token goes to the sequence's last trained one before it;
-    nothing that was trained has earned what lies before the first."""
+    """[M] rewards of the trained tokens. A reward on another token moves to the sequence's last trained one before it;
+    without such a token it is left out.
+    """
     lying = np.flatnonzero(rewards)
     owner = np.repeat(np.arange(len(columns.lengths)), columns.lengths)
     earner = np.searchsorted(trained, lying, side="right") - 1

@@ -1,4 +1,4 @@
-"""Losses that clients of `mslime serve` name, as the public SDK's documentation defines them: sums over tokens.
+"""Losses for clients of `mslime serve`, as the public SDK's documentation defines them: sums over tokens.
 
 With p = exp(log_probs) of the trained policy, q of the policy that sampled, A the advantages, r = p / q and w weights:
 
@@ -41,13 +41,13 @@ def client_loss(
 
 
 def _terms(choice: LossChoice, log_p: Tensor, log_q: Tensor, weights: Tensor, advantages: Tensor) -> Tensor:
-    """[n] what the loss takes the negative sum of."""
+    """[n] terms; the loss is their negative sum."""
     if choice.name == "cross_entropy":
         return weights * log_p
     difference = log_p - log_q
     if choice.name == "dro":
         return advantages * log_p - choice.beta / 2 * difference.square()
-    ratio = clamp_log_ratio(difference).exp()  # a client may fill what it does not train with anything
+    ratio = clamp_log_ratio(difference).exp()  # untrained rows may hold arbitrary client values
     if choice.name == "importance_sampling":
         return ratio * advantages
     clipped = ratio.clamp(choice.low, choice.high)

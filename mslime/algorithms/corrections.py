@@ -1,7 +1,7 @@
-"""Off-policy corrections: from the three policies of a token to its weight in the loss.
+"""Off-policy corrections: a token's weight in the loss, from its three policies.
 
-Everything here is detached: a correction is a constant of the update. Which policies they are, and sums over
-sequences that are split over ranks: `mslime.algorithms.token_batch`.
+All values are detached: a correction is a constant of the update. `mslime.algorithms.token_batch` defines the policies,
+and sums over sequences that are split over ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTING = "algorithm.correction.function"
 
 @dataclass(frozen=True)
 class Correction:
-    """What the loss multiplies each token by.
+    """Factor of each token in the loss.
 
     Attributes:
         weights: [n] float32, 0 for tokens that left the loss.
@@ -36,7 +36,7 @@ class Correction:
 
 
 def needs_old_log_probs(config: CorrectionConfig, optimizer_steps_per_rollout: int) -> bool:
-    """Whether pi_old must be computed by a pass of its own before the first gradient pass.
+    """Whether pi_old needs its own pass before the first gradient pass.
 
     With one optimizer step a rollout, pi_old equals the current policy at its gradient pass. A step-wide mean of the
     weights is known only after all of them are.
@@ -85,7 +85,7 @@ def _by_ratio(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tens
 
 
 def _by_function(batch: TokenBatch, config: CorrectionConfig, spec: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, clipped, masked) as a function of the user's says, each [n]; its weights are constants of the update.
+    """(weights, clipped, masked) from a user's function, each [n]; its weights are constants of the update.
 
     Raises:
         ConfigError: the function raised, or returned something else than weights and mask.

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch from its tokens. A dataclass in, a dataclass out; no distributed calls.
+"""Loss of a micro-batch from its tokens. Dataclasses in and out; no distributed calls.
 
 Index i is one token's prediction. Denominators are inside `weights`, so the loss of a step is the plain sum over all
-ranks and micro-batches, in every layout. The policy losses themselves: `mslime.algorithms.policies`.
+ranks and micro-batches, in every layout. The policy losses are in `mslime.algorithms.policies`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mslime.config.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """Tokens of one micro-batch on one rank. All [n] on one device; what is outside the mask may hold anything finite.
+    """Tokens of one micro-batch on one rank. All [n] on one device; values outside the mask may be arbitrary but
+    finite.
 
     Attributes:
         log_probs: float32, of the policy being updated; the only input that carries a gradient, with `entropy`.
@@ -61,7 +62,7 @@ class LossOutput:
 
     Attributes:
         loss: 0-d float32; sum it over ranks and micro-batches, never average it.
-        statistics: what to add up over ranks and micro-batches for `statistics.finalise`.
+        statistics: to be summed over ranks and micro-batches for `statistics.finalise`.
     """
 
     loss: Tensor
@@ -75,9 +76,9 @@ def policy_loss(
 
         loss = sum of weights * (c * L + kl_coef * KL(pi || pi_ref) - entropy_coef * H)
 
-    L is the policy loss that `config.loss` names, c the (detached) correction weight times `weight_scale`. The
-    correction weighs the policy term only; a token that it masks keeps its KL and entropy terms, and denominators keep
-    their counts. With `kl_in: reward` the KL is reported, and not part of the loss.
+    L is the policy loss `config.loss`, c the (detached) correction weight times `weight_scale`. The correction weighs
+    the policy term only; a token that it masks keeps its KL and entropy terms, and denominators keep their counts. With
+    `kl_in: reward` the KL is reported, but is not part of the loss.
 
     Args:
         reduce: sums over the ranks that hold other tokens of the same sequences; None when sequences are whole. It is
@@ -153,7 +154,7 @@ def value_loss(
 
 
 def _token_batch(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None) -> TokenBatch:
-    """The tokens with zeros outside the mask, and how long their sequences are."""
+    """Batch with zeros outside the mask and with sequence lengths."""
     mask = inputs.mask
 
     def masked(column: Tensor) -> Tensor:
@@ -193,8 +194,8 @@ def _statistics(batch: TokenBatch, total: Tensor, terms: dict[str, Tensor], corr
     statistics.add("weight_squared", kept.square().sum())
     statistics.add("weight_clipped", correction.clipped.sum())
     statistics.add("weight_masked", correction.masked.sum())
-    # A sequence counts once, however its tokens are spread: each stands for 1 / length of it. It has left the loss
-    # when all of its tokens have.
+    # Sequences count equally, however their tokens are split: each token counts 1 / length. A sequence has left the
+    # loss when all of its tokens have.
     share = batch.mask / batch.lengths.double()
     gone = batch.sequences.sum(correction.masked.to(batch.lengths.dtype)) >= batch.lengths
     statistics.add("sequences", share.sum())
@@ -203,7 +204,8 @@ def _statistics(batch: TokenBatch, total: Tensor, terms: dict[str, Tensor], corr
 
 
 def _add_ratios(statistics: LossStatistics, batch: TokenBatch, policy: TokenLoss, inputs: PolicyLossInputs) -> None:
-    """How far pi is from its anchor and where the loss cut it off; how far the sampler was from the trainer; entropy.
+    """Add statistics: distance of pi from its anchor, share cut off by the loss, mismatch of sampler and trainer,
+    entropy.
 
     mismatch/kl is the mean of k3, an estimate of KL(mu || pi_old) with tokens from mu; kl_k1 is its unbiased, signed
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).

@@ -1,9 +1,9 @@
-"""The policy losses: one function each, and the table that names them.
+"""The policy losses: one function each, and a table of their names.
 
-A loss takes the tokens of a micro-batch and gives each its loss, before correction weights and denominators. r is pi
-over the anchor (pi_old, or mu in bypass mode), A the advantage. A loss over sequences takes its ratio's value from all
-ranks and its gradient from the tokens here, so no collective is differentiated: with `_carried(s, log r)` each token
-has the value s and the gradient s * d(log r). Formulas, papers and defaults: docs/algorithms.md.
+A loss maps the tokens of a micro-batch to one value each, before correction weights and denominators. r is pi over the
+anchor (pi_old, or mu in bypass mode), A the advantage. A loss over sequences takes its ratio's value from all ranks and
+its gradient from the tokens of this rank, so no collective is differentiated. With `_carried(s, log r)` each token has
+the value s and the gradient s * d(log r). Formulas, papers and defaults: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mslime.extensions import bad_metric_name, calling, load_function
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a policy loss gives for each token.
+    """Result of a policy loss for each token.
 
     Attributes:
         loss: [n] float32; carries the gradient.
@@ -137,7 +137,7 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def token_losses(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
-    """Each token's loss by the policy loss that `config.loss` names: a built-in one, or a function of the user's.
+    """Each token's loss by `config.loss`: a built-in loss, or a user's function.
 
     Raises:
         ConfigError: the user's function raised, or returned something else than [n] tensors.
@@ -150,7 +150,7 @@ def token_losses(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
 
 
 def _checked(found: object, batch: TokenBatch, spec: str) -> TokenLoss:
-    """What a user's loss returned: a TokenLoss, or the losses alone. What it says outside the mask is dropped."""
+    """Validated result of a user's loss: a TokenLoss, or the losses alone. Values outside the mask are dropped."""
     result = _unclipped(found) if isinstance(found, Tensor) else found
     if not isinstance(result, TokenLoss):
         raise ConfigError(

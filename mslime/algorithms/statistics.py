@@ -1,8 +1,8 @@
-"""What a loss reports, as flat vectors that ranks and micro-batches add up and `finalise` turns into numbers.
+"""Statistics of a loss as flat vectors that are summed over ranks and micro-batches; `finalise` computes the metrics.
 
-Sums are float64 and bins are fixed, so that the numbers are the same in every layout. Two vectors travel: `sums` under
-SUM and `maxima` under MAX, over the data-parallel and context-parallel ranks. Each metric's denominator stands beside
-its name in `mslime.observe.names`.
+Sums are float64 and bins are fixed, so the numbers are the same in every layout. Two vectors are reduced: `sums` by SUM
+and `maxima` by MAX, over the data-parallel and context-parallel ranks. `mslime.observe.names` defines each metric's
+denominator.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ POSITIONS = (0, 64, 256, 1024, 4096, 16384)
 """First positions of the buckets by position after a response's first trained token."""
 
 USER_METRICS = 16
-"""Metrics that a policy loss of the user's may report."""
+"""Most metrics that a user's policy loss may report."""
 
 _BLOCKS = {
     "mismatch_bins": BINS,
@@ -87,7 +87,7 @@ _EDGES = [FIRST_EDGE * math.exp(index * _LOG_STEP) for index in range(BINS)]
 
 
 def other_metrics(names: tuple[str, ...], others: tuple[str, ...]) -> ConfigError:
-    """That a loss of the user's reports other metrics for other tokens."""
+    """Error for a user's loss that reports different metrics for different tokens."""
     return ConfigError(
         LOSS_SETTING, f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
         "return the same metrics in every call, 0 for none",
@@ -101,8 +101,8 @@ class LossStatistics:
     Attributes:
         sums: [len(SUM_NAMES) + the blocks' bins] float64; add over micro-batches and ranks.
         maxima: [len(MAX_NAMES)] float64, at least 0; take the maximum over micro-batches and ranks.
-        user_names: of the metrics that a loss of the user's reports, in the order of their sums. A rank without a
-            loss (not the last pipeline stage) has none: it gets them from one that has (`reports_user_metrics`).
+        user_names: metrics of a user's loss, in the order of their sums. A rank without a loss (not the last pipeline
+            stage) has none: it gets them from a rank with one (`reports_user_metrics`).
     """
 
     sums: Tensor
@@ -149,7 +149,7 @@ class LossStatistics:
         self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, of_tokens)
 
     def add_user_metrics(self, of_tokens: Mapping[str, Tensor]) -> None:
-        """Sums of [n] numbers of trained tokens, by name, that a loss of the user's reports.
+        """Add sums of [n] numbers of trained tokens, by name, from a user's loss.
 
         Raises:
             ConfigError: there are more than USER_METRICS.
@@ -165,7 +165,7 @@ class LossStatistics:
 
     @property
     def reports_user_metrics(self) -> bool:
-        """Whether any of the ranks that these were summed over knows `user_names`. Equal on all of them."""
+        """Whether any of the summed ranks has `user_names`. Equal on all of them."""
         return bool(self.sums[SUM_NAMES.index("user_reports")] > 0)
 
     def _add_by(self, by: str, bucket: Tensor, of_tokens: dict[str, Tensor]) -> None:
@@ -185,13 +185,13 @@ class LossStatistics:
 
 
 def _bins(size: Tensor) -> Tensor:
-    """The bin of each |log ratio|, [n] float64 -> [n] int64; the last one for what is not a number."""
+    """Bin of each |log ratio|, [n] float64 -> [n] int64; the last one for NaN and infinity."""
     position = torch.log(size / FIRST_EDGE) / _LOG_STEP + 1
     return position.floor().nan_to_num(nan=BINS - 1).clamp(0, BINS - 1).long()
 
 
 def finalise(statistics: LossStatistics) -> dict[str, float]:
-    """Reported numbers, under the stable names of `metrics.jsonl`, from statistics summed over the whole step.
+    """Metrics, under their names in `metrics.jsonl`, from statistics summed over the whole step.
 
     A quantity without rows (no reference policy, no behaviour log-probs) is left out rather than reported as zero.
     """
@@ -215,7 +215,7 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
 
 
 def mean_weight(statistics: LossStatistics) -> float:
-    """Mean correction weight over the step, what `normalise` divides by (1 when there is none, or all are masked)."""
+    """Mean correction weight over the step, the divisor for `normalise` (1 when there is none, or all are masked)."""
     values = _named_sums(statistics)
     return values["weight"] / values["correction_tokens"] if values["weight"] > 0 else 1.0
 
@@ -251,7 +251,7 @@ def _policy(values: dict[str, float], statistics: LossStatistics) -> dict[str, f
 
 
 def _value(values: dict[str, float]) -> dict[str, float]:
-    """The critic's numbers; explained variance is 1 - Var(return - value) / Var(return) over the trained tokens."""
+    """Metrics of the critic; explained variance is 1 - Var(return - value) / Var(return) over the trained tokens."""
     count = values["value_tokens"]
     spread = values["return_squared"] / count - (values["return"] / count) ** 2
     left = values["residual_squared"] / count - (values["residual"] / count) ** 2
@@ -277,7 +277,7 @@ def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str,
 
 
 def _breakdowns(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
-    """By age and by position: how many tokens there are, and means over them. A bucket without a token is left out."""
+    """Metrics by age and by position: number of tokens, and means over them. A bucket without a token is left out."""
     out: dict[str, float] = {}
     for by, labels in (("age", range(AGES)), ("position", POSITIONS)):
         tokens, k3, clipped, entropy = (
@@ -310,7 +310,7 @@ def _correction(values: dict[str, float]) -> dict[str, float]:
 
 
 def _quantile(counts: list[float], edges: list[float], q: float) -> float:
-    """The q-quantile of what a histogram counted: the upper edge of its bin."""
+    """The q-quantile of a histogram: the upper edge of its bin."""
     target, seen = q * sum(counts), 0.0
     for count, edge in zip(counts, edges, strict=True):
         seen += count

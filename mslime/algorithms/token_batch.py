@@ -1,4 +1,4 @@
-"""Tokens of a micro-batch as losses and corrections see them, sums over sequences, and estimates of KL divergence.
+"""Tokens of a micro-batch for losses and corrections, sums over sequences, and estimates of KL divergence.
 
 mu is the policy that sampled a token, pi_old the trainer's before this update, pi the one being updated.
 """
@@ -20,7 +20,7 @@ LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 is still far from float32's limit, and no real token is beyond it."""
 
 LOW_VAR_BOUND = 10.0
-"""low_var cuts k3 off here, lest one token that the reference finds impossible own the step."""
+"""low_var bounds k3 here: otherwise one token that the reference finds impossible would dominate the step."""
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def kl_estimate(log_p: Tensor, log_q: Tensor, kind: KLType) -> Tensor:
 
 
 def kl_of(d: Tensor, kind: KLType) -> Tensor:
-    """`kl_estimate` from d = log p - log q, which is clamped already."""
+    """`kl_estimate` from a clamped d = log p - log q."""
     if kind == "k1":
         return d
     if kind == "k2":
@@ -65,11 +65,11 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SequenceIndex:
-    """Which tokens belong together: the sequences of a micro-batch, or their weight-version segments.
+    """Grouping of tokens: the sequences of a micro-batch, or their weight-version segments.
 
     Attributes:
         index: [n] int64 in [0, count), the same numbering on all ranks that `reduce` spans.
-        count: sequences of the micro-batch, also those with no token here.
+        count: sequences of the micro-batch, also those without a token on this rank.
         reduce: None when sequences are whole; called equally often on every rank, and never differentiated.
     """
 
@@ -93,13 +93,13 @@ class TokenBatch:
         log_probs: float32, log pi; carries the gradient.
         old_log_probs: float32, log pi_old.
         behaviour_log_probs: float32, log mu.
-        anchor: float32, what the loss's ratio is over: `old_log_probs`, or `behaviour_log_probs` in bypass mode.
+        anchor: float32, denominator of the loss's ratio: `old_log_probs`, or `behaviour_log_probs` in bypass mode.
         advantages: float32.
         mask: bool, tokens that are trained.
         sequences: the sequences of the tokens.
         lengths: float32, trained tokens of the token's sequence over all ranks, at least 1.
-        segments: their weight-version segments, each within one sequence; None: not known.
-        ages: int64, versions between the sampling of the token and this step; None: not known.
+        segments: their weight-version segments, each within one sequence; None: unknown.
+        ages: int64, versions between the sampling of the token and this step; None: unknown.
     """
 
     log_probs: Tensor

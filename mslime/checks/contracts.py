@@ -1,13 +1,13 @@
-"""Functions of the user's called on small made-up input: do they keep what docs/extending.md asks of them?
+"""Calls a user's functions on small synthetic input and checks them against docs/extending.md.
 
-`mslime check --try` calls each that the settings name; in a test of your own call the one that you need:
+`mslime check --try` calls each function that the settings name. In your own test, call the one that you need:
 
     from mslime.checks.contracts import check_loss
 
     def test_my_loss():
         check_loss("my_project.losses:mine")
 
-Each returns what was tried, one line each, and raises UserError for what the function broke. What it cannot tell:
+Each returns its findings, one line each, and raises UserError if the function breaks its contract. They cannot check
 whether the function does what you want.
 """
 
@@ -57,20 +57,20 @@ from mslime.rollout.function_contract import check_workflow
 from mslime.rollout.group_tracker import new_group
 
 LENGTHS = (7, 1, 12, 5)
-"""Tokens of the made-up sequences."""
+"""Tokens of the synthetic sequences."""
 MEET_S = 10.0
-"""For which one of two made-up ranks waits for the other."""
+"""Seconds that one of two simulated ranks waits for the other."""
 CLOSE = 1e-9
-"""Relative difference between layouts, in float64."""
+"""Largest relative difference between layouts, in float64."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What trying one function found.
+    """Result of trying one function.
 
     Attributes:
         findings: one line each.
-        error: what it broke; None when it kept everything.
+        error: broken rule; None if there is none.
     """
 
     setting: str
@@ -100,7 +100,7 @@ def _with(algorithm: AlgorithmConfig | None, **changes: Any) -> AlgorithmConfig:
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, setting: str, function: str) -> list[str]:
-    """One step whole, again, in micro-batches of a sequence, and on two context-parallel ranks."""
+    """Try one step as a whole, repeated, in micro-batches of one sequence, and on two context-parallel ranks."""
 
     def broken(rule: str, way_out: str) -> ConfigError:
         return ConfigError(setting, function, rule, way_out)
@@ -144,7 +144,7 @@ def _made_up_tokens() -> PolicyLossInputs:
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 
     def near(values: Tensor, spread: float) -> Tensor:
-        """Nearby log-probs; those of sequence 1 are equal, so that no bound takes them out of the loss."""
+        """Nearby log-probs; those of sequence 1 are equal, so no bound removes them from the loss."""
         apart = spread * (sequence != 1) * torch.randn(n, generator=random, dtype=torch.float64)
         return (values + apart).clamp(max=-1e-3)
 
@@ -169,7 +169,7 @@ def _made_up_tokens() -> PolicyLossInputs:
 
 
 def _part(inputs: PolicyLossInputs, chosen: Tensor, log_probs: Tensor) -> PolicyLossInputs:
-    """The chosen [n] bool of the tokens, with log-probs that carry a gradient."""
+    """The tokens `chosen` [n] bool, with log-probs that carry a gradient."""
     columns = {name: value[chosen] for name, value in _columns(inputs).items()}
     return replace(inputs, **columns | {"log_probs": log_probs[chosen]})
 
@@ -265,14 +265,14 @@ def check_advantage(function: str, group_size: int = 8) -> list[str]:
 
 
 def _with_turns(grouped: GroupRewards) -> GroupRewards:
-    """With two turns in every rollout, whose steps have a tenth of its reward."""
+    """The same rollouts with two turns each, whose steps have a tenth of the rollout's reward."""
     rollouts = np.arange(len(grouped.rewards))
     turns = TurnRewards(np.repeat(rollouts, 2), np.tile([0, 1], len(rollouts)), np.repeat(grouped.rewards / 10, 2))
     return replace(grouped, turns=turns)
 
 
 def _of_first_turns(grouped: GroupRewards, function: str) -> NDArray[np.float64]:
-    """[R] what the function gives the rollouts, or their first turns."""
+    """[R] the function's advantage of each rollout, or of its first turn."""
     found = function_advantages(grouped, function)
     return np.asarray(found.values[::2], np.float64) if isinstance(found, TurnAdvantages) else found
 
@@ -313,7 +313,7 @@ def _group(prompt: Prompt, rewards: list[float]) -> Group:
 
 
 def check_source(function: str, data: DataConfig, tokenizer: Tokenizer, seed: int = 0, count: int = 16) -> list[str]:
-    """Try a source of prompts: its items, and whether it goes on after a resume where it was."""
+    """Try a source of prompts: its items, and whether it continues at the same place after a resume."""
     first = UserSource(function, data, tokenizer, seed)
     for _ in range(count):
         first.next()
@@ -338,7 +338,7 @@ def check_source(function: str, data: DataConfig, tokenizer: Tokenizer, seed: in
 
 
 def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> list[str]:
-    """Try a hook after a step, in a directory that is removed afterwards. It is really called, whatever it does."""
+    """Try a hook after a step, in a directory that is removed afterwards. Its side effects are real."""
     made_up = dict.fromkeys((name for name in METRICS if "{" not in name), 1.0) if metrics is None else metrics
     with tempfile.TemporaryDirectory() as directory:
         told = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
@@ -348,18 +348,18 @@ def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> lis
 
 
 def check_sample_hook(function: str, prompt: Prompt) -> list[str]:
-    """Try a hook for samples, on two made-up responses to a prompt. It is really called, whatever it does."""
+    """Try a hook for samples, on two synthetic responses to a prompt. Its side effects are real."""
     group = _group(prompt, [0.0, 1.0])
     load_sample_hook(function)(group)
     names = ", ".join(f"{name} {value:.4g}" for name, value in group.samples[-1].scores.items()) or "nothing"
     return [f"returned for one of two responses: {names}"]
 
 
-# All that a run names
+# All functions of a run
 
 
 def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[Tried]:
-    """Every function that the settings name, called.
+    """Call every function that the settings name.
 
     Args:
         prompt: one of the run's, for the functions that see prompts.
@@ -403,7 +403,7 @@ def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | N
         return Tried(setting, function, ("not tried here: see docs/extending.md for a test of yours",))
     try:
         return Tried(setting, function, tuple(contract(function)))
-    except Exception as error:  # whatever it is: the other functions are tried all the same
+    except Exception as error:  # an arbitrary error must not stop the other functions
         return Tried(setting, function, (), error)
 
 
@@ -421,7 +421,7 @@ def _try_rollout(function: str, prompt: Prompt) -> list[str]:
 
 
 def try_run(config: RunConfig) -> list[Tried]:
-    """`try_functions` with the first prompt of a run. Raises UserError when there is none."""
+    """`try_functions` with the first prompt of a run. Raises UserError if there is none."""
     tokenizer = load_tokenizer(config.model.tokenizer)
     if config.train.task == "sft":
         return try_functions(config, Prompt([1], None, {}, ""), tokenizer)
@@ -429,7 +429,7 @@ def try_run(config: RunConfig) -> list[Tried]:
 
 
 def as_table(tried: list[Tried]) -> Table:
-    """What was tried, for a terminal."""
+    """Results as a table for a terminal."""
     table = Table(title="Functions of yours, called on made-up input", title_justify="left", title_style="bold")
     for head in ("setting", "function", "found"):
         table.add_column(head, overflow="fold")
@@ -440,7 +440,7 @@ def as_table(tried: list[Tried]) -> Table:
 
 
 def failed(tried: list[Tried]) -> ConfigError | None:
-    """One error for all that broke something; None when nothing did."""
+    """One error for all functions that broke a rule; None if none did."""
     broken = [one for one in tried if one.error is not None]
     if not broken:
         return None

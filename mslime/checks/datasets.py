@@ -1,4 +1,4 @@
-"""What can be known of the data before a run: every row read, prompts rendered and tokenised, one of them shown.
+"""Checks of the data before a run: reads every row, renders and tokenises prompts, shows one of them.
 
 All rows of small files are tried, and some thousands of large ones, spread over the file.
 """
@@ -29,13 +29,13 @@ from mslime.rollout.filters import load_filter
 Source = TypeVar("Source")
 TRIED = 2000
 DRAWN = 16
-"""Prompts that are drawn from `data.source`."""
+"""Number of prompts drawn from `data.source`."""
 TRIED_CHARACTERS = 400
-"""Of a rendered row, as far as it is shown."""
+"""Most characters shown of a rendered row."""
 
 
 def glance_at_files(data: DataConfig) -> None:
-    """Look for the files and at their first lines, before what takes seconds to import. Raises DataError."""
+    """Check that the files exist, and check their first lines, before slow imports. Raises DataError."""
 
     def look(specs: list[str], _shuffle: bool | None) -> None:
         for spec in specs:
@@ -46,9 +46,9 @@ def glance_at_files(data: DataConfig) -> None:
 
 
 def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
-    """Open every data file, which reads each row once and refuses the first bad one by file and line, and try the rows.
+    """Open every data file, which reads each row once and rejects the first invalid one by file and line, and try rows.
 
-    Returns what a person should know of prompts, labels and the reward.
+    Returns notes on prompts, labels and the reward.
     """
 
     if config.rollout.function == ATROPOS:
@@ -70,7 +70,7 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
 
 
 def _told_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
-    """What Atropos' environments have to be started with. Raises ConfigError when a token or filter is not found."""
+    """Settings for the start of Atropos' environments. Raises ConfigError if a token or filter is not found."""
     settings = rollout.atropos
     settings.secret()
     load_filter(rollout.dynamic_filter)
@@ -84,7 +84,7 @@ def _told_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
 def check_supervised_data(
     data: DataConfig, train: TrainConfig, seed: int, tokenizer: Tokenizer, limit: int
 ) -> list[str]:
-    """`check_data` of supervised training: rows with what is trained of them, and no reward."""
+    """`check_data` for supervised training: rows with their trained parts, and no reward."""
 
     def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
         return SupervisedSource(specs, data, train, seed, tokenizer, limit, shuffle=shuffle)
@@ -94,7 +94,7 @@ def check_supervised_data(
 
 
 def _held_in_files(data: DataConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
-    """The training rows, under "", and the held-out sets by name, opened. Raises DataError."""
+    """Open the training rows, under "", and the held-out sets by name. Raises DataError."""
     sources = {} if data.source is not None else {"": open_files(data.prompts, None)}
     for index, eval_set in enumerate(data.eval_sets):
         try:
@@ -110,10 +110,10 @@ def _held_in_files(data: DataConfig, open_files: Callable[[list[str], bool | Non
 
 
 def _check_prompts(data: DataConfig, source: PromptSource, limit: int) -> list[str]:
-    """Try the training rows; returns what a person should see of them, one rendered prompt first.
+    """Try the training rows; returns notes, one rendered prompt first.
 
     Args:
-        limit: a sequence of so many tokens, or more, has no room for a response.
+        limit: sequence length; a prompt of so many tokens leaves no space for a response.
 
     Raises:
         DataError: a row cannot be rendered or tokenised, its text is lost in the template, or it is too long.
@@ -141,7 +141,7 @@ def _check_prompts(data: DataConfig, source: PromptSource, limit: int) -> list[s
 
 
 class DrawnPrompts:
-    """The first prompts of `data.source`, from an object of their own: those of the run begin anew."""
+    """First prompts of `data.source`, from a separate object: the run starts again with a new one."""
 
     def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer) -> None:
         source = open_prompts(data, seed, tokenizer)
@@ -152,16 +152,16 @@ class DrawnPrompts:
         return len(self._prompts)
 
     def at(self, index: int) -> Prompt:
-        """The prompt that was drawn as number `index`."""
+        """Prompt with draw number `index`."""
         return self._prompts[index]
 
     def labels(self) -> Iterator[tuple[str, Any]]:
-        """(where, label) of each."""
+        """(row, label) of each prompt."""
         return ((prompt.where, prompt.label) for prompt in self._prompts)
 
 
 def _check_drawn(named: str, drawn: DrawnPrompts, limit: int) -> list[str]:
-    """`_check_prompts` of the first prompts of `data.source`."""
+    """`_check_prompts` for the first prompts of `data.source`."""
     prompts = [drawn.at(index) for index in range(len(drawn))]
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
     if len(longest.tokens) >= limit:
@@ -180,7 +180,7 @@ def _no_room(prompt: Prompt, limit: int) -> DataError:
 
 
 def _check_held_out(source: PromptSource, *, templated: bool) -> None:
-    """Try rows of a held-out set. Raises DataError like `_check_prompts`; none is too long, the longest are cut."""
+    """Try rows of a held-out set. Raises DataError like `_check_prompts`; long ones are cut, not rejected."""
     for index in _spread(len(source)):
         _tried(source, index, templated=templated)
 
@@ -200,7 +200,7 @@ def _tried(source: PromptSource, index: int, *, templated: bool) -> Prompt:
 
 
 def _refuse_lost_text(messages: Sequence[Mapping[str, Any]], rendered: str, where: str) -> None:
-    """A template that does not write the last user's words trains on prompts without the question. DataError."""
+    """Raise DataError if a template omits the user's last message: training would miss the question."""
     asked = [str(m["content"]).strip() for m in messages if m["role"] == "user" and m["content"]]
     if asked and asked[-1] not in rendered:
         raise DataError(where, asked[-1][:80], f"the chat template does not write the user's text: {rendered[:200]!r}",
@@ -230,8 +230,8 @@ class _Found:
 def _check_rows(
     data: DataConfig, train: TrainConfig, source: SupervisedSource, name: str, tokenizer: Tokenizer
 ) -> list[str]:
-    """Look at every row, and try them as the trainer would; returns what a person should see, of training rows the
-    first one with what is trained.
+    """Check every row, and try some as the trainer would. Returns notes; for training rows also the first row with its
+    trained parts.
 
     Args:
         name: of the held-out set; empty for the training rows.
@@ -258,7 +258,7 @@ def _check_rows(
 
 
 def _look_at(data: DataConfig, loss_on: SftLossOn, row: Row, tokenizer: Tokenizer) -> None:
-    """What can be told of a row without rendering it."""
+    """Checks of a row that need no rendering."""
     if data.messages_key is None:
         refuse_unlabelled(row.label, row.where, tokenizer)
     else:
@@ -266,7 +266,7 @@ def _look_at(data: DataConfig, loss_on: SftLossOn, row: Row, tokenizer: Tokenize
 
 
 def _try(data: DataConfig, source: SupervisedSource, index: int, found: _Found) -> str:
-    """Count a row; returns it as text, with what is trained marked."""
+    """Count a row; returns its text with the trained parts marked."""
     row = source.rows.row(index)
     fitted = source.fitted(row)
     found.tried, found.skipped, found.cut = found.tried + 1, found.skipped + fitted.skipped, found.cut + fitted.cut

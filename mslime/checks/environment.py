@@ -1,4 +1,4 @@
-"""`mslime env`: what is installed and which devices are seen, for a bug report; and why a run cannot use GPUs here."""
+"""`mslime env`: installed software and visible devices for a bug report, and obstacles for runs on GPUs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PACKAGES = (
     "pydantic",
 )
 NEEDED_DRIVER = 580
-"""The NVIDIA driver with which CUDA 13 begins; torch 2.14.1, as SGLang pins it, is built for that."""
+"""First NVIDIA driver for CUDA 13, for which torch 2.14.1, pinned by SGLang, is built."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _INSTALL = "bash scripts/install.sh --gpu"
 
 
 def describe_environment() -> str:
-    """Versions of what mslime stands on, cores, memory, disk and GPUs, one `name: value` a line."""
+    """Versions of mslime's dependencies, cores, memory, disk and GPUs, one `name: value` a line."""
     import psutil
     import torch
     from torch.cuda import nccl
@@ -62,7 +62,7 @@ def describe_environment() -> str:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version; None where there is none."""
+    """The NVIDIA driver's version; None without a driver."""
     try:
         found = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d[\d.]+)", _DRIVER_FILE.read_text())
     except OSError:
@@ -82,7 +82,7 @@ def _asked_version() -> str | None:
 
 @cache
 def gpu_problems() -> tuple[str, ...]:
-    """What keeps this machine from running trainer ranks on a GPU, each with a way out after `;`. Empty: nothing."""
+    """Reasons why this machine cannot run trainer ranks on a GPU, each with a remedy after `;`. Empty: none."""
     driver = driver_version()
     if driver is None:
         return ("this machine has no NVIDIA driver; run on one with GPUs, or set cluster.device: cpu",)
@@ -96,9 +96,9 @@ def gpu_problems() -> tuple[str, ...]:
 
 
 def failure(code: str) -> str | None:
-    """The last words of a Python process that runs `code`; None when it ends well.
+    """Last words of a Python process that runs `code`; None if it succeeds.
 
-    In a process of its own: this one must not touch a GPU that a rank will have.
+    A separate process, because this one must not touch a GPU that a rank will use.
     """
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -108,12 +108,12 @@ def failure(code: str) -> str | None:
 
 
 def gpu_warnings(cluster: ClusterConfig) -> list[str]:
-    """For `mslime check`, which may run where the run will not: what this machine lacks for a run on GPUs."""
+    """GPU requirements that this machine lacks, as warnings: `mslime check` may run on another machine than the run."""
     return [f"no part of it can use a GPU here: {text}" for text in gpu_problems()] if cluster.device == "cuda" else []
 
 
 def refuse_without_gpu(cluster: ClusterConfig) -> None:
-    """A run whose GPUs must be this machine's is refused before anything is started. Raises ConfigError."""
+    """Reject a run on GPUs of this machine before anything is started, if they are unusable. Raises ConfigError."""
     if cluster.device != "cuda" or cluster.ray_address is not None:
         return
     problems = gpu_problems()

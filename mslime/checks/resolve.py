@@ -1,4 +1,4 @@
-"""A run, validated: its configuration against its checkpoint, tokenizer and data."""
+"""Validates a run: its configuration against its checkpoint, tokenizer and data."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 
-# What a run from a quantised checkpoint must be like: its engines hold the weights as the checkpoint stores them.
+# Rules for a run from a quantised checkpoint: its engines hold the weights as the checkpoint stores them.
 
 
 def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -> None:
-    """Nothing for plain checkpoints, and for servers that run already: these are sent plain weights.
+    """Check a run from a quantised checkpoint. Plain checkpoints pass, and attached servers: these receive plain
+    weights.
 
     Raises:
-        CheckpointError: weights are quantised in a way that is not sent.
+        CheckpointError: weights are quantised in a way that syncs do not support.
         ConfigError: a setting does not fit engines that hold quantised weights.
     """
     if config.sglang.urls:
@@ -52,7 +53,7 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
     if encoded is None:
         return
     plain = f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it"
-    if config.weights.transport not in transport_names():  # one of a user's own may carry no bucket of several dtypes
+    if config.weights.transport not in transport_names():  # others may not support several dtypes a bucket
         raise ConfigError(
             "weights.transport", config.weights.transport,
             f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
@@ -75,7 +76,7 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
 
 
 def _check_shares(engine: SGLangConfig, text: Mapping[str, object], encoded: Encoded) -> None:
-    """SGLang gives each GPU whole blocks, or groups, of an expert."""
+    """Check that each GPU gets whole blocks, or groups, of an expert, as SGLang requires."""
     width, tp = text.get("moe_intermediate_size"), engine.tp_size
     tp //= int(str(engine.extra.get("ep_size") or 1))
     unit, size = _unit(encoded.encoding)
@@ -88,7 +89,7 @@ def _check_shares(engine: SGLangConfig, text: Mapping[str, object], encoded: Enc
 
 
 def _unit(encoding: Encoding) -> tuple[str, int]:
-    """What shares a scale, and how many of an expert's units it takes."""
+    """Name of the unit that shares a scale, and its size along an expert's features."""
     match encoding:
         case Fp8Blocks():
             return "blocks", encoding.block[0]
@@ -99,17 +100,18 @@ def _unit(encoding: Encoding) -> tuple[str, int]:
 
 
 EXACT_TOLERANCE, ROUNDED_TOLERANCE, QUANTISED_TOLERANCE = 5e-4, 0.25, 0.5
-"""Nats. In float32, engines and trainer differ by 1e-6, or some 1e-5 where layers are many and wide; in bfloat16, with
-experts chosen otherwise here and there, by some hundredths. What was forgotten in an engine grows with every step."""
+"""Nats. In float32, engines and trainer differ by 1e-6, or some 1e-5 with many and wide layers; in bfloat16, with some
+experts chosen differently, by some hundredths. Errors of state left in an engine grow with every step.
+"""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it.
+    """A validated run: the complete configuration, with facts from the checkpoint.
 
     Attributes:
-        notes: what a person should know of the labels and the reward.
-        adapters: the run of each of several adapters by name, in their order; empty where there is one.
+        notes: on the labels and the reward, for people.
+        adapters: the run of each of several adapters by name, in their order; empty for one.
     """
 
     config: RunConfig
@@ -121,12 +123,12 @@ class ResolvedRun:
 
     @property
     def replayed_layers(self) -> tuple[int, ...]:
-        """Layers whose routes the engines return and the trainer follows."""
+        """Layers whose routes the engines return and the trainer replays."""
         return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
 
     @property
     def adapted_modules(self) -> tuple[str, ...]:
-        """Ends of the names of modules with an adapter, where engines are given adapters; else none."""
+        """Name endings of modules with an adapter, if engines hold adapters; else none."""
         if not self.config.syncs_adapters:
             return ()
         table = self.family.rules(self.hf_config)
@@ -134,7 +136,7 @@ class ResolvedRun:
         return tuple(dict.fromkeys(module for modules in of_each for module in modules))
 
     def _with_adapters(self) -> list[RunConfig]:
-        """The runs whose adapters the engines hold."""
+        """Runs whose adapters the engines hold."""
         return [*self.config.adapter_runs.values()] or [self.config]
 
     @property
@@ -153,7 +155,7 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake.
 
     Args:
-        data: also prompts and reward, which a server has none of.
+        data: also check prompts and reward, which a server does not have.
     """
     run = _resolve_adapters(config, parts) if config.adapters else _resolve_one(config, parts, data)
     if parts == WHOLE:
@@ -163,12 +165,12 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
 
 
 def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
-    """Check a run of one model or adapter, but for the checks of plug-ins."""
+    """Check a run of one model or adapter, without the checks of plug-ins."""
     check_machines(config.cluster, config.claims(parts))
     check_seams(seams_of(config))
     _check_paths(config.run_dir, config.checkpoint.load, config.model)
     if data:
-        read_hf_config(config.model.path)  # the first thing that a run needs, and is told of
+        read_hf_config(config.model.path)  # checked first, because a run needs it first
         glance_at_files(config.data)
     hf_config, checkpoint = _read_model(policy_spec(config), config.model.ignored_config_fields)
     family = get_family(hf_config)
@@ -248,7 +250,7 @@ def _check_paths(run_dir: Path, load: Path | None, model: ModelConfig) -> None:
 
 
 def _takes_a_file(directory: Path) -> bool:
-    """Whether a file can really be made there: permissions do not tell of a read-only or a virtual file system."""
+    """Whether a file can be created there: permissions do not reveal a read-only or a virtual file system."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return True
@@ -316,7 +318,7 @@ def _check_engine_tp(tp: int, family: Family) -> None:
 
 
 def _check_teacher(path: Path | None, model: ModelFields, tokenizer: Tokenizer) -> None:
-    """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
+    """Check that a teacher served by mslime has the student's tokens; a running one is checked when it is connected."""
     from mslime.backends.sglang.handshake import embedding_rows
 
     if path is None:

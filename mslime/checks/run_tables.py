@@ -24,7 +24,7 @@ from mslime.tables import facts_table
 
 
 def describe(run: ResolvedRun) -> RichGroup:
-    """The resolved run as tables for a person: layout, model, batch arithmetic, staleness, switches, warnings."""
+    """Describe the resolved run in tables: layout, model, batch arithmetic, staleness, switches, warnings."""
     config = run.config
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if run.adapters:
@@ -41,7 +41,7 @@ def describe(run: ResolvedRun) -> RichGroup:
 
 
 def _adapters_table(run: ResolvedRun) -> Table:
-    """What the adapters share."""
+    """Settings that the adapters share."""
     config, weights = run.config, {entry.name: entry.weight for entry in run.config.adapters}
     return facts_table(
         "Several adapters",
@@ -58,7 +58,7 @@ def _adapters_table(run: ResolvedRun) -> Table:
 
 
 def _adapter_table(run: ResolvedRun) -> Table:
-    """What one of several adapters has for itself."""
+    """Settings of one of several adapters."""
     config = run.config
     r, t, lora, a = config.rollout, config.train, config.lora, config.algorithm
     decay = "" if t.lr_decay_style == "constant" else f", {t.lr_decay_style} decay to {t.min_lr:g}"

@@ -1,6 +1,6 @@
-"""What `mslime check` says of a user's functions: rewards, environments, hooks. Each is found, and tried if asked.
+"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported, and tried if asked.
 
-A user's function runs in a process of its own here too, so what it does when it is imported harms nobody.
+A user's function runs in its own process here too: side effects of its import do no harm.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_rewards(
     sources: Mapping[str, PromptSource | DrawnPrompts],
     tokenizer: Tokenizer,
 ) -> list[str]:
-    """Check labels and functions of training and of every held-out set; return what a person should know.
+    """Check labels and functions of training and of every held-out set; returns notes.
 
     Args:
         sources: by name of the held-out set; "" is training.
@@ -82,7 +82,7 @@ def check_rewards(
 
 
 def _check_tokens(scoring: ScoringConfig, place: str) -> None:
-    """Served reward models must find their tokens. Raises ConfigError."""
+    """Check that the tokens of served reward models are set. Raises ConfigError."""
     for i, part in enumerate(scoring.graders):
         where = f"{place}.parts[{i}]" if scoring.parts else place
         if part.servers is not None and (variable := part.servers[1].auth_env) is not None:
@@ -118,14 +118,14 @@ def _try_functions(
 def try_reward_functions(
     scoring: ScoringConfig, place: str, rows: Sequence[Prompt], tokenizer: Tokenizer, group_size: int
 ) -> list[str]:
-    """Score the first row with its label as the response, with none, a wrong one and one that was cut.
+    """Score the first row with four responses: its label, none, a wrong label and a truncated one.
 
     Args:
         rows: the first, and others whose labels are wrong responses.
         group_size: samples of a prompt, for functions of groups.
 
     Raises:
-        ConfigError: a function cannot be imported, or fails where `on_error` is `fail`.
+        ConfigError: a function cannot be imported, or fails and `on_error` is `fail`.
     """
     custom = [(part, f"{place}.parts[{i}]" if scoring.parts else place)
               for i, part in enumerate(scoring.graders) if part.kind == "custom"]  # fmt: skip
@@ -174,7 +174,7 @@ def _outcome(group: list[Sample], rewards: list[float | None]) -> str:
 
 
 def _responses(rows: Sequence[Prompt], tokenizer: Tokenizer) -> dict[str, Sample]:
-    """Finished samples of the first row, by what their responses are."""
+    """Finished samples of the first row, by kind of response."""
     right = next(_texts(rows[0].label), "")
     wrong = next((text for row in rows[1:] for text in _texts(row.label) if text != right), "")
     found = {"its label": _answered(rows[0], right, tokenizer), "an empty response": _answered(rows[0], "", tokenizer)}
@@ -187,7 +187,7 @@ def _responses(rows: Sequence[Prompt], tokenizer: Tokenizer) -> dict[str, Sample
 
 
 def _answered(prompt: Prompt, response: str, tokenizer: Tokenizer) -> Sample:
-    """A row as a finished sample."""
+    """A row with a response as a finished sample."""
     sample = Sample.from_prompt(0, 0, prompt.tokens, prompt.label)
     sample.metadata = dict(prompt.metadata)
     sample.response = response
@@ -200,14 +200,14 @@ def _answered(prompt: Prompt, response: str, tokenizer: Tokenizer) -> Sample:
 
 
 def _texts(label: object) -> Iterator[str]:
-    """What a label says as text, when it says anything."""
+    """Text in a label, if any."""
     try:
         yield from alternatives(label)
     except ValueError:
         return
 
 
-# What `mslime check --try` says of an environment: some turns are played, in a process of its own as in a run.
+# Environments for `mslime check --try`: plays some turns in a separate process, as in a run.
 
 ACTIONS = ("", "A reply that no environment waits for.", "A reply that ends in the middle of a {", "0")
 SHOWN = 60
@@ -217,10 +217,10 @@ def check_environment(
     function: str, options: Mapping[str, Any] | None = None, prompt: Prompt | None = None, *, limit_s: float = 60.0,
     memory_mib: float | None = None,
 ) -> list[str]:  # fmt: skip
-    """Try an environment: reset, some actions as a model may say them, close; twice for the same task.
+    """Try an environment: reset, some typical model actions, close; twice for the same task.
 
     Args:
-        function: `module:Class`. options: what its constructor is given.
+        function: `module:Class`. options: arguments of its constructor.
         limit_s: seconds for each call.
 
     Raises:
@@ -229,7 +229,7 @@ def check_environment(
     job = EnvironmentJob(function, dict(options or {}), limit_s, memory_mib)
     asked = prompt or Prompt([1], None, {}, "made_up:1", "A prompt.")
     task = EnvironmentTask(asked.text, asked.label, asked.metadata, 0, 0, False, 0)
-    return in_thread(asyncio.run, _tried(job, task)).result()  # the caller may have an event loop of its own
+    return in_thread(asyncio.run, _tried(job, task)).result()  # the caller may have its own event loop
 
 
 async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
@@ -277,16 +277,16 @@ def _shown(observation: Observation) -> str:
     return repr(observation if len(str(observation)) <= SHOWN else f"{str(observation)[:SHOWN]}...")
 
 
-# Where a run calls functions of the user's: each is found and looked at before a GPU is claimed.
+# User functions that a run calls: each is imported and checked before a GPU is claimed.
 #
-# Reward functions are not here: they are imported in worker processes of their own, and tried there (`check_rewards`).
+# Reward functions are not here: worker processes import and try them (`check_rewards`).
 
 # `mslime check` imports all of them, each process of a run those that it calls itself.
 
 
 @dataclass(frozen=True)
 class Seam:
-    """A function that the run will call.
+    """A user's function that the run will call.
 
     Attributes:
         setting: that names it.

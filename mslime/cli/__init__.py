@@ -1,3 +1,3 @@
-"""The `mslime` command: what a person types and reads. Parses, calls the package that owns the work, prints."""
+"""The `mslime` command line: parses arguments, calls the package that owns the work, prints."""
 
 from mslime.cli.commands import main as main

@@ -1,4 +1,4 @@
-"""The `mslime` command: parse, call, print. Every subcommand lives in the package that owns its work."""
+"""The `mslime` command: parse, call, print. Every subcommand is in the package that owns its work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOW = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status: 2 for a user's mistake, 128 + number for a signal, 1 for a bug.
 
-    Ends the process where Ray has been lost: its own code would wait for it at the exit.
+    Exits the process directly if Ray is lost: Ray's own code would wait for it at the exit.
     """
     status = _status(argv)
     end(status)
@@ -58,19 +58,19 @@ def _status(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # of `| head`
+    except BrokenPipeError:  # from `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except Exception:  # a bug. It goes no further: Ray's hook for errors would wait for a cluster that may be gone
+    except Exception:  # a bug. Do not re-raise: Ray's hook for errors would wait for a cluster that may be gone
         traceback.print_exc()
         return 1
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    """The arguments of a command; `command` of them is the command itself."""
+    """Parse the arguments of a command; their `command` is the command itself."""
     if not words or words[0].startswith("-"):
         return _list_of_commands().parse_args(words)
-    if words[:2] == ["convert", "run"]:  # the one kind that takes settings
+    if words[:2] == ["convert", "run"]:  # the only kind with settings
         prog, command, rest = "mslime convert run", CONVERT_RUN, words[2:]
     else:
         prog, command, rest = f"mslime {words[0]}", _command(words[0]), words[1:]
@@ -91,7 +91,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _command(name: str) -> Command:
-    """The command of this name, ours or that of a plug-in. Raises ConfigError."""
+    """Built-in or plug-in command of this name. Raises ConfigError."""
     if (own := COMMANDS.get(name)) is not None:
         return own
     names = [*COMMANDS, *found("mslime.commands")]
@@ -104,7 +104,7 @@ def _command(name: str) -> Command:
 
 
 def _list_of_commands() -> argparse.ArgumentParser:
-    """The parser of `mslime --help` and `mslime --version`."""
+    """Parser of `mslime --help` and `mslime --version`."""
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
@@ -123,7 +123,7 @@ def _list_of_commands() -> argparse.ArgumentParser:
 def _about(name: str) -> str:
     try:
         return load("mslime.commands", name, name).about
-    except ConfigError as error:  # one broken plug-in must not take the list of the other commands away
+    except ConfigError as error:  # one broken plug-in must not hide the other commands
         return error.rule
 
 
@@ -288,4 +288,4 @@ COMMANDS = {
     "models": Command("list the model families and what works with each", _add_models, _models),
     "env": Command("print versions and devices, for a bug report", lambda parser: None, _env),
 }  # fmt: skip
-"""The commands of mslime itself; `mslime.commands` names those of plug-ins."""
+"""Built-in commands; the group `mslime.commands` names those of plug-ins."""

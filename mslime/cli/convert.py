@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 def _add_kinds(parser: Any) -> None:
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    kinds.add_parser("run", help=CONVERT_RUN.about)  # for the list; `CONVERT_RUN` has a parser with the settings
+    kinds.add_parser("run", help=CONVERT_RUN.about)  # only for the list; `CONVERT_RUN` has a parser with the settings
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
     to_megatron.add_argument(
@@ -61,7 +61,7 @@ def _add_kinds(parser: Any) -> None:
 
 
 def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -> argparse.ArgumentParser:
-    """A subcommand that writes a checkpoint."""
+    """Add a subcommand that writes a checkpoint."""
     parser = kinds.add_parser(
         name, help=about, description=f"{about[0].upper()}{about[1:]}.",
         epilog="Killed or out of disk, it leaves its finished files in a hidden directory beside OUT; the same command "
@@ -172,7 +172,7 @@ def _bytes(args: argparse.Namespace) -> int:
 
 
 def _run(job: ConversionJob, args: argparse.Namespace) -> int:
-    """Do, or only describe, a conversion."""
+    """Run a conversion, or only describe it."""
     from rich.console import Console
 
     from mslime.observe.progress import ConversionBars
@@ -255,7 +255,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """The two checkpoints; what a training checkpoint is of is told by the other one, or by --source."""
+    """The two checkpoints. The model of a training checkpoint is given by the other one, or by --source."""
     from mslime.convert.families import read_hf_config
     from mslime.convert.torch_dist import is_torch_dist
     from mslime.offline.inspect import HFSide, MegatronSide

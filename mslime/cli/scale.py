@@ -1,4 +1,4 @@
-"""`mslime scale`: the engines of a running run, shown and changed."""
+"""`mslime scale`: show and change the engines of an active run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _add_arguments(parser: Any) -> None:
 
 
 def run_scale(args: argparse.Namespace) -> int:
-    """Ask, wait until it is done, show the engines; 1 when an order was refused."""
+    """Send the request, wait until it is done, show the engines; returns 1 if it was rejected."""
     from rich.console import Console
 
     console, order = Console(), order_of(args)
@@ -55,7 +55,7 @@ def run_scale(args: argparse.Namespace) -> int:
 
 
 def order_of(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The body of the request; None: only look. Raises ConfigError for a key that is not there."""
+    """Body of the request; None only shows the engines. Raises ConfigError for a missing key."""
     from pydantic import SecretStr
 
     from mslime.config.keys import read_secret
@@ -91,7 +91,7 @@ async def _ask(run_dir: Path, order: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def as_table(engines: Sequence[Mapping[str, Any]]) -> Table:
-    """The engines, one a row."""
+    """Table of the engines, one a row."""
     from rich.table import Table
 
     table = Table("engine", "state", "url", "started by", "why")

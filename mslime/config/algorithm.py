@@ -1,6 +1,6 @@
 """Settings of `algorithm` and `critic`: advantages, policy losses, off-policy corrections and the loss's denominators.
 
-The maths lives in `mslime.algorithms` and, for denominators, in `mslime.data.shard`; formulas and papers are in
+The maths is in `mslime.algorithms` and, for denominators, in `mslime.data.shard`; formulas and papers are in
 docs/algorithms.md.
 """
 
@@ -22,12 +22,12 @@ from mslime.config.train import TrainConfig
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
 
 SAME_REWARD = 1e-6
-"""Relative difference up to which rewards are equal, so that the rounding of float32 is no signal."""
+"""Relative difference up to which rewards are equal: float32 rounding is not a signal."""
 GROUP_RELATIVE: tuple[AdvantageName, ...] = ("grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 """Advantages that compare the rollouts of one prompt."""
 
 WHITENED: tuple[AdvantageName, ...] = ("reinforce_pp", "reinforce_pp_baseline", "gae")
-"""Advantages that are whitened over all ranks when `whiten` is not given."""
+"""Advantages that are whitened over all ranks if `whiten` is not given."""
 
 LossAggregation = Literal["token", "sequence", "rollout", "group", "constant"]
 
@@ -81,18 +81,18 @@ class AdvantageConfig(Section):
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What settings and warnings must know of a policy loss.
+    """Properties of a policy loss for settings and warnings.
 
     Attributes:
-        defaults: what `algorithm` starts from under it; fields that are given win.
+        defaults: its defaults for `algorithm`; given fields override them.
         section: of `algorithm`, with settings that only this loss has.
         clips: it reads clip_low and clip_high.
         clips_dual: it reads clip_dual.
-        of_responses: its objective is one number a response, so the paper's loss_aggregation is sequence.
-        clips_much: it bounds a large part of the tokens by design, which is no sign of updates that are too large.
-        plain_at_one: where the ratio is 1 it is the plain policy gradient.
+        of_responses: its objective is one number per response, so the paper's loss_aggregation is sequence.
+        clips_much: it bounds a large part of the tokens by design, which does not indicate updates that are too large.
+        plain_at_one: at ratio 1 it equals the plain policy gradient.
         around_sampler: its trust region is meant to be around the policy that sampled.
-        unbounded: nothing bounds its importance weight.
+        unbounded: its importance weight has no bound.
     """
 
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
@@ -122,24 +122,24 @@ POLICY_LOSSES: dict[str, LossTraits] = {
     "sapo": LossTraits({"loss_aggregation": "sequence"}, "sapo", clips=False, plain_at_one=True),
     "topr": LossTraits({}, "topr", clips=False, plain_at_one=True),
     "kimi": LossTraits({}, "kimi", clips=False, plain_at_one=True),
-    # The trust region of these two is around the policy that sampled, so there is no recomputed one to correct for.
+    # The trust region of these two is around the policy that sampled: there is no recomputed one to correct for.
     "dppo_tv": LossTraits({"clip_low": 0.2, "clip_high": 0.2, **_BYPASS}, "dppo", around_sampler=True),
     "ipo": LossTraits({"clip_low": 0.1, "clip_high": 0.1, **_BYPASS}, "ipo", around_sampler=True),
     "reinforce": LossTraits(clips=False, unbounded=True),
 }  # fmt: skip
-"""The built-in losses, whose list is this one; `algorithms.policies.LOSSES` has their functions."""
+"""The built-in losses; `algorithms.policies.LOSSES` has their functions."""
 
 _OWN_LOSS = LossTraits(clips_dual=True)
-"""A loss of the user's may read any setting, and nothing is known of what it makes of them."""
+"""Traits of a user's loss: it may read any setting, with unknown effect."""
 
 
 def loss_traits(loss: str) -> LossTraits:
-    """What is known of a built-in loss, or of a function of the user's."""
+    """Traits of a built-in loss, or of a user's function."""
     return POLICY_LOSSES.get(loss, _OWN_LOSS)
 
 
 def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
-    """The values given for `algorithm`, on top of the defaults of their loss."""
+    """Values given for `algorithm`, merged over the defaults of their loss."""
     defaults = loss_traits(str(values.get("loss", "ppo"))).defaults
     merged = {**defaults, **values}
     base, given = defaults.get("correction"), values.get("correction")
@@ -205,7 +205,7 @@ PRESETS: dict[str, dict[str, object]] = {
     # Rejection by the sequence's mean k3 over token TIS; the bound is verl's.
     "k3_rs": {"level": "geometric", "action": "drop", "metric": "k3", "high": 0.01, "kept_weight": "token"},
     # Off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), over token TIS. The paper gives no delta;
-    # published defaults run from 1e-4 to 0.5, and reports of what works from 0.05 to 0.2.
+    # published defaults range from 1e-4 to 0.5, values reported to work from 0.05 to 0.2.
     "opsm": {
         "level": "geometric",
         "action": "drop",
@@ -215,12 +215,12 @@ PRESETS: dict[str, dict[str, object]] = {
         "negative_advantage_only": True,
         "kept_weight": "token",
     },
-    # One token that the trainer finds (nearly) impossible vetoes its sequence; token TIS for the others.
+    # One token that is (nearly) impossible for the trainer vetoes its sequence; token TIS for the others.
     "veto": {"level": "token", "action": "drop", "low": 1e-4, "kept_weight": "token"},
     # Decoupled PPO (Hilton et al. 2110.00641, AReaL 2505.24298): the weight is pi_old / mu, tokens beyond 5 leave.
     "areal_decoupled": {"level": "token", "action": "mask", "high": 5.0},
-    # DPPO's trust region (arXiv 2602.04879) in front of any loss: tokens that the update has already moved by more
-    # than 0.2 in probability away from the sampler, in the direction of their advantage, leave the loss.
+    # DPPO's trust region (arXiv 2602.04879) before any loss: tokens that the update has already moved by more than 0.2
+    # in probability away from the sampler, in the direction of their advantage, leave the loss.
     "dppo_tv": {
         "level": "token",
         "reference": "rollout",
@@ -299,7 +299,7 @@ class CorrectionConfig(Section):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The given values on top of the preset's; a preset that is a `module:function` is the function."""
+        """Given values merged over the preset's; for a `module:function` preset, the function."""
         preset = values.get("preset", "tis")
         if isinstance(preset, str) and is_function(preset):
             values = {**values, "function": values.get("function") or preset, "preset": None}
@@ -320,7 +320,7 @@ class CorrectionConfig(Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether anything accounts for tokens that another policy sampled."""
+        """Whether a correction or the loss accounts for tokens from another policy."""
         return self.function is not None or self.action != "none" or self.reference == "rollout"
 
     @model_validator(mode="after")
@@ -342,7 +342,7 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
-        if self.high is not None and self.high < 0 and self.metric != "k1":  # k1 alone can be negative
+        if self.high is not None and self.high < 0 and self.metric != "k1":  # only k1 can be negative
             raise ConfigError("algorithm.correction.high", self.high, f"the metric {self.metric} is never negative, so "
                               "nothing would be inside", "give a bound above 0, or null for none")  # fmt: skip
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -442,7 +442,7 @@ class AlgorithmConfig(AdvantageConfig):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The given values on top of what the loss starts from."""
+        """Given values merged over the loss's defaults."""
         return with_loss_defaults(values)
 
     @model_validator(mode="after")
@@ -478,7 +478,7 @@ class CriticConfig(Section):
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Refuse a run that would learn nothing. Raises ConfigError."""
+    """Reject settings with which nothing is learned. Raises ConfigError."""
     if algorithm.advantage == "none" and algorithm.opd_coef == 0:
         raise ConfigError(
             "algorithm.advantage",
@@ -489,7 +489,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig, *, trained: bool) -> None:
-    """Refuse a critic that is not trained, or that leaves the policy no steps.
+    """Reject a critic that is not trained, or that leaves the policy no steps.
 
     Args:
         trained: the run has a critic.

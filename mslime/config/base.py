@@ -1,4 +1,4 @@
-"""Bases of configuration sections, frozen and typed, and the choices that several settings offer."""
+"""Base classes of configuration sections, frozen and typed, and choices shared by several settings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mslime.config.errors import ConfigError, nearest
 from mslime.config.passthrough import collect_extra
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-"""How long something may take. No wait is without an end."""
+"""Time limit in seconds. Every wait has one."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """Values of a text that mslime knows, beside `module:function`: the one list of them, for messages, docs, editors.
+    """Known values of a text setting beside `module:function`: the only list of them, for messages, docs, editors.
 
     Attributes:
         names: in the order in which they are shown.
@@ -45,7 +45,7 @@ class Known:
 
 
 def alternatives(annotation: Any) -> set[Any]:
-    """The types that an annotation admits, bounds left out: {float, None} of `Annotated[float, ...] | None`."""
+    """Types that an annotation admits, without bounds: {float, None} for `Annotated[float, ...] | None`."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return alternatives(typing.get_args(annotation)[0])
@@ -55,13 +55,13 @@ def alternatives(annotation: Any) -> set[Any]:
 
 
 class Section(BaseModel):
-    """A part of the run configuration. Frozen after validation; unknown keys are refused by `loader.build`.
+    """A part of the run configuration. Frozen after validation; `loader.build` rejects unknown keys.
 
-    Numbers are finite, and true and false are no numbers; a section that is not a mapping is refused by pydantic, and
-    reaches no code of ours.
+    Numbers are finite and exclude true and false. pydantic rejects a section that is not a mapping before any code of
+    mslime runs.
 
     Attributes:
-        shorthand: setting that a bare text stands for; none by default.
+        shorthand: setting that a bare text sets; none by default.
     """
 
     model_config = ConfigDict(
@@ -78,7 +78,7 @@ class Section(BaseModel):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What was given for the section, before it is validated: the place for defaults that depend on it."""
+        """Adjust given values before validation: the place for defaults that depend on them."""
         return values
 
     @field_validator("*", mode="before")
@@ -94,21 +94,21 @@ class Section(BaseModel):
         return value
 
     def given(self) -> dict[str, Any]:
-        """What was set and not left to a default, secrets included, so that it can be validated again with changes."""
+        """Explicitly given values, secrets included, which can be validated again with changes."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value.given() if isinstance(value, Section) else value for name, value in values.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values, for YAML and for crossing process borders."""
+        """Plain JSON values, for YAML and for other processes."""
         return self.model_dump(mode="json")
 
 
 class EngineSection(Section):
-    """A section that also takes the engine's own fields, and keeps those in `extra`.
+    """A section that also accepts the engine's own fields, and keeps them in `extra`.
 
     Attributes:
         engine: `megatron` or `sglang`.
-        section: the section's name, where it is not the engine's.
+        section: the section's name, if it differs from the engine's.
         reserved: engine fields that mslime sets itself, with the reason.
         tested: engine fields that launch scripts set, or tests with real engines; others are passed on untested.
     """
@@ -120,115 +120,116 @@ class EngineSection(Section):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The engine's own fields moved into `extra`, and checked."""
+        """Move the engine's own fields into `extra` and check them."""
         own = set(cls.model_fields)
         if set(values) <= own and not values.get("extra"):
             return values
         return collect_extra(cls.section or cls.engine, cls.engine, values, own, cls.reserved)
 
 
-# Choices that a setting offers and another package acts on: each is named once, here.
+# Choices of a setting that another package acts on; each is defined once, here.
 
 Task = Literal["rl", "sft"]
-"""What a run does: reinforcement learning, or supervised training."""
+"""Task of a run: reinforcement learning, or supervised training."""
 
 Device = Literal["auto", "cpu", "cuda"]
-"""What trainer ranks and engines run on; `auto` is CUDA where there is a GPU."""
+"""Device of trainer ranks and engines; `auto` is CUDA if there is a GPU."""
 
 KLType = Literal["k1", "k2", "k3", "low_var"]
 """Per-token estimates of a KL divergence (`algorithms.token_batch`)."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What becomes of running responses while an engine takes new weights."""
+"""Treatment of running responses while an engine loads new weights."""
 
 ReplayMode = Literal["r3", "r2", "off"]
-"""Whose expert routes the trainer follows: the engine's, those of its own log-prob pass, or none."""
+"""Expert routes that the trainer follows: the engine's, those of its own log-prob pass, or none."""
 
 Fp8Recipe = Literal["blockwise", "tensorwise"]
-"""How Transformer Engine scales what the trainer multiplies in FP8."""
+"""Scaling recipe of Transformer Engine for the trainer's FP8 products."""
 
 SftLossOn = Literal["all", "last", "each"]
 """Which assistant turns of a conversation are trained."""
 
 Resume = Literal["auto", "older", "never"]
-"""Which checkpoint of its own a run continues from."""
+"""Which of its own checkpoints a run continues from."""
 
 OnError = Literal["fail", "drop"]
-"""What the failure of one rollout means: the end of the run, or of this rollout."""
+"""Consequence of a failed rollout: the end of the run, or of this rollout."""
 
 ProgressMode = Literal["auto", "on", "off"]
 """Whether the console shows live bars."""
 
 
 KVTransfer = Literal["mooncake", "mooncake_tcp", "nixl", "mori"]
-"""How SGLang moves the cache of a request that was prefilled to the server that decodes it."""
+"""Transport with which SGLang moves a prefilled request's cache to the decoding server."""
 
 Half = Literal["prefill", "decode"]
-"""Which of the two servers of a pair."""
+"""Role of a server in a pair."""
 
 Placement = Literal["separate", "colocated"]
-"""Whether engines have GPUs of their own, or take turns with the trainer on its GPUs."""
+"""Whether engines have their own GPUs, or share the trainer's in turns."""
 
 TrainerPart = Literal["weights", "optimizer", "gradients"]
-"""What a trained model holds on its device."""
+"""Parts of a trained model on its device."""
 
 LoraSync = Literal["merged", "adapter"]
-"""What engines are given of adapters: weights with them in, or the adapters alone."""
+"""Form in which engines receive adapters: merged into weights, or the adapters alone."""
 
 LoraExperts = Literal["per_expert", "shared_outer"]
-"""Whether each routed expert has both factors of its own, or all of a layer share those on the hidden state's side."""
+"""Whether each routed expert has both factors, or all experts of a layer share those on the hidden state's side."""
 
 EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
-"""What an engine can give back, by SGLang's tags."""
+"""Memory that an engine can release, by SGLang's tags."""
 
 ENGINE_TAGS: tuple[EngineTag, ...] = get_args(EngineTag)
 
 AsleepIn = Literal["auto", "memory", "disk"]
-"""Where a trainer that sleeps keeps its weights and optimizer."""
+"""Place of an offloaded trainer's weights and optimizer."""
 
 Verify = Literal["probe", "first", "always", "never"]
 """When engines are compared with the trainer: see `weights.verify`."""
 
 Kept = Literal["some", "all", "none"]
-"""How many of the responses are written to files."""
+"""How many responses are written to files."""
 
 
 SHARES_AT_MOST = 1.25
-"""How much ranks of an engine exchange at once (`relay`): shares of one bucket together, and what a rank takes, are at
-most so many times the largest bucket. It bounds the memory that they need."""
+"""Memory bound of the exchange between an engine's ranks (`relay`), in multiples of the largest bucket: for the shares
+of one bucket together, and for the data that a rank receives.
+"""
 
 NOT_ARRIVED = "no bucket arrived"
-"""What begins the words of an engine's rank to which a sender's buckets do not come: the fault is not its own."""
+"""Start of the error of an engine's rank that receives no buckets from a sender: the fault lies elsewhere."""
 
 
 FileKind = Literal["mapped", "handle", "remote", "safetensors", "base", "changes"]
-"""How a bucket lies in a file.
+"""Format of a bucket in a file.
 
 - mapped: as the first bytes of memory that stays mapped.
 - handle: as the first bytes of memory that is opened by handles beside the file, and stays open.
-- remote: in no file, but in memory of the sender that is read over the network (`mslime.remote_memory`).
+- remote: not in a file, but in the sender's memory, read over the network (`mslime.remote_memory`).
 - safetensors: its tensors, in its order.
-- base: the same, and changes of it will follow.
-- changes: safetensors of what is different from an earlier version, under the names `CHANGES`.
+- base: the same; changes of it will follow.
+- changes: safetensors with the differences from an earlier version, under the names `CHANGES`.
 """
 
 CHANGES = ("sums", "index", "value")
 """Tensors of a file of changes, in this order.
 
-- sums [4] int64: the number of the version that was changed; word sums (`tensor_sums.word_sum`) of
-  `index`, of `value` and of the whole bucket with the changes in it.
-- index [n] int32: elements of the bucket that changed, in ascending order.
-- value [n], the bucket's dtype: what they are now.
+- sums [4] int64: number of the changed version; word sums (`tensor_sums.word_sum`) of `index`, of `value`
+  and of the whole bucket after the changes.
+- index [n] int32: changed elements of the bucket, in ascending order.
+- value [n], the bucket's dtype: their new values.
 """
 
 
 def version_name(version: int) -> str:
-    """The directory of a version of the weights, for transports by files."""
+    """Directory name of a version of the weights, for transports by files."""
     return f"version_{version:06d}"
 
 
 def adapter_directory(version: int) -> str:
-    """The directory of a version of the adapters that engines read."""
+    """Directory name of a version of the adapters that engines read."""
     return f"adapter_{version:06d}"
 
 
@@ -248,7 +249,7 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_url(field: str, url: str, example: str) -> None:
-    """Raise ConfigError for what is no URL of a server, and for one with a password, which config.yaml would show."""
+    """Raise ConfigError for an invalid server URL, and for one with a password, which config.yaml would show."""
     if re.fullmatch(r"https?://[^/\s\x00-\x1f]+(?:/\S*)?", url) is None:
         raise ConfigError(field, url, "is not a URL", f"write for example {example}")
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Settings of the machines: which device, how many, which Ray cluster, and the environment of the run's processes."""
+"""Settings of the machines: device, number of nodes, Ray cluster, and environment of the run's processes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class ClusterConfig(Section):
 
 
 def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
-    """Refuse a placement that the run's task does not have, and settings of a trainer that sleeps where it never does.
+    """Reject a placement that the task does not support, and offload settings of a trainer that is never offloaded.
 
     Raises:
         ConfigError: the first broken rule.
@@ -157,17 +157,18 @@ def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
 
 
 def not_colocated(rule: str, way_out: str) -> ConfigError:
-    """The refusal of `cluster.placement: colocated`: engines and trainer never compute at the same time, so whatever
-    needs both of them at once is refused by the section that needs it."""
+    """Error for settings that exclude `cluster.placement: colocated`. Engines and trainer never compute at the same
+    time; a section that needs both at once raises this error.
+    """
     return ConfigError("cluster.placement", "colocated", rule, way_out)
 
 
 def worker_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, str]:
-    """Variables of every process of the run.
+    """Environment variables of every process of the run.
 
-    Trainer ranks and engines meet in one NCCL communicator for weight syncs, and NCCL fails where its members disagree
-    about these two settings. SGLang 0.5.23 sets them for itself when they are unset (`entrypoints/engine.py`), so its
-    values hold for everybody.
+    Trainer ranks and engines join one NCCL communicator for weight syncs, and NCCL fails if its members have different
+    values of these two settings. SGLang 0.5.23 sets them itself if they are unset (`entrypoints/engine.py`), so all
+    processes use its values.
 
     Args:
         engine_fields: SGLang's own fields, `sglang.extra`.
@@ -178,7 +179,7 @@ def worker_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) ->
 
 
 def engine_nccl(extra: dict[str, Any]) -> dict[str, str]:
-    """NCCL's settings as SGLang 0.5.23 would set them for engines with these further flags."""
+    """NCCL settings that SGLang 0.5.23 would use for engines with these further flags."""
     symmetric = bool(extra.get("enable_symm_mem"))
     return {
         "NCCL_CUMEM_ENABLE": str(int(symmetric)),
@@ -188,7 +189,7 @@ def engine_nccl(extra: dict[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """Processes of one kind that a run places, and the GPUs that each of them takes on its machine."""
+    """Processes of one kind that a run places, and the GPUs that each of them needs on its machine."""
 
     what: str
     count: int
@@ -196,7 +197,7 @@ class Claim:
 
 
 class Parts(NamedTuple):
-    """Which parts of a run are started: a run without one of them is a way to look at the other."""
+    """Parts of a run to start; without one of them the run serves to inspect the other."""
 
     trainers: bool = True
     engines: bool = True
@@ -217,7 +218,7 @@ def describe_gpus(wanted: Sequence[Claim]) -> str:
 
 
 def check_machines(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
-    """Refuse a run on GPUs that one machine cannot hold when no Ray cluster is named. Raises ConfigError."""
+    """Reject a run without a Ray cluster whose GPUs do not fit one machine. Raises ConfigError."""
     if cluster.device != "cuda" or cluster.ray_address is not None or count_gpus(wanted) <= cluster.gpus_per_node:
         return
     raise ConfigError(
@@ -229,20 +230,20 @@ def check_machines(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
     )
 
 
-# What GPUs are sold for, from NVIDIA's data sheets of each product: dense bfloat16 without sparsity, memory bandwidth,
-# NVLink in one direction.
+# Specifications of GPUs from NVIDIA's data sheets: dense bfloat16 without sparsity, memory bandwidth, NVLink in one
+# direction.
 
 
 @dataclass(frozen=True)
 class Nominal:
-    """Of one GPU.
+    """Specification of one GPU.
 
     Attributes:
         tflops: 10^12 floating-point operations a second of dense bfloat16 matrix products.
         memory: GB/s of its memory.
         nvlink: GB/s to other GPUs, in one direction; 0 without NVLink.
         links: NVLinks.
-        memory_gb: as it is sold.
+        memory_gb: nominal size.
     """
 
     tflops: float
@@ -269,16 +270,16 @@ GPUS = {
     "NVIDIA A100-PCIE-40GB": Nominal(312, 1555, 300, 12, 40),
     "NVIDIA L40S": Nominal(362, 864, 0, 0, 48),
 }
-"""By the beginning of the name that the driver gives; the longest that fits."""
+"""By prefix of the driver's name for the GPU; the longest match counts."""
 
 
 def nominal(name: str) -> Nominal | None:
-    """Of the GPU that a driver calls `name`; None: not in the table."""
+    """Specification of the GPU with the driver's `name`; None: not in the table."""
     fitting = [known for known in GPUS if name.startswith(known) and not name[len(known) : len(known) + 1].isdigit()]
     return GPUS[max(fitting, key=len)] if fitting else None
 
 
 def usual_gpu(memory_gb: float) -> str:
-    """The usual GPU whose memory, as it is sold, is nearest: A100 of 40 GB, H100, H200, B200, B300."""
+    """The usual GPU with the nearest nominal memory: A100 of 40 GB, H100, H200, B200, B300."""
     usual = ("NVIDIA A100-SXM4-40GB", "NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA B300")
     return min(usual, key=lambda name: abs(GPUS[name].memory_gb - memory_gb))

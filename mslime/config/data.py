@@ -1,4 +1,4 @@
-"""Settings of prompts and held-out sets (`data`): where rows come from, in which order, and how they become tokens."""
+"""Settings of prompts and held-out sets (`data`): source, order and tokenisation of rows."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class DataConfig(Section):
 
 
 def check_data(data: DataConfig, train: TrainConfig, *, own_prompts: bool) -> None:
-    """Refuse rows that the task does not read, and held-out sets that cannot be scored or told apart.
+    """Reject rows that the task does not read, and held-out sets that cannot be scored or have the same name.
 
     Args:
-        own_prompts: the rollout brings prompts of its own.
+        own_prompts: the rollout brings its own prompts.
 
     Raises:
         ConfigError: the first broken rule.
@@ -99,7 +99,7 @@ def check_data(data: DataConfig, train: TrainConfig, *, own_prompts: bool) -> No
 
 
 def _check_messages(data: DataConfig, train: TrainConfig) -> None:
-    """Settings of rows of messages that would change nothing."""
+    """Reject settings that have no effect on rows of messages."""
     if data.tools_key is not None and data.messages_key is None and not data.apply_chat_template:
         rule = "tools are offered by a chat template, and none is used"
         raise ConfigError("data.tools_key", data.tools_key, rule, "set data.apply_chat_template, or remove it")
@@ -121,7 +121,7 @@ def _check_messages(data: DataConfig, train: TrainConfig) -> None:
 
 
 def _check_sets(data: DataConfig) -> None:
-    """Names and scoring of the held-out sets."""
+    """Check names and scoring of the held-out sets."""
     names = [s.name for s in data.eval_sets]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:

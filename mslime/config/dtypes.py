@@ -1,8 +1,8 @@
-"""In which dtype trainers and engines hold weights, and checkpoints are exported: decided here and nowhere else.
+"""Dtypes of weights in trainers, engines and exported checkpoints. No other module decides them.
 
-The server's flag, the wire of the weight sync, the plan's memory and the exported `hf/` all ask
-these functions. SGLang's own `auto` is never passed on: it would serve a float32 checkpoint in float16, which no
-trainer of ours computes in, so that every sync would round (and overflow beyond 65504) without a word.
+The server's flag, weight syncs, the plan's memory and the exported `hf/` all use these functions. SGLang never gets
+`auto`: it would serve a float32 checkpoint in float16, which mslime's trainers do not use. Every sync would then round
+silently (and overflow beyond 65504).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPORTED = ("float32", "bfloat16")
 
 
 def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
-    """The dtype of the trainer's parameters: as configured, else float32 on a CPU and bfloat16 on a GPU."""
+    """Dtype of the trainer's parameters: as configured, else float32 on a CPU and bfloat16 on a GPU."""
     return megatron.params_dtype or ("float32" if cpu else "bfloat16")
 
 
@@ -35,21 +35,21 @@ def served_dtype(
     cpu: bool,
     trained: bool = True,
 ) -> str:
-    """The dtype that servers hold weights in: the one that is asked for, and for `auto`
+    """Dtype of the weights in servers: the configured one, and for `auto`
 
-    - on a CPU float32, whatever the checkpoint is in (widening is exact, and float32 is what CPU ranks train in);
-    - on a GPU the checkpoint's bfloat16; for a checkpoint in float32, or that names nothing, the trainer's own
-      parameters' dtype (`megatron.params_dtype`, bfloat16 by default).
+    - on a CPU float32, for any checkpoint (widening is exact, and float32 is what CPU ranks train in);
+    - on a GPU the checkpoint's bfloat16; for a checkpoint in float32, or without a dtype, that of the trainer's own
+      parameters (`megatron.params_dtype`, bfloat16 by default).
 
     Args:
         asked: `sglang.dtype`, or `teacher.dtype`.
         hf_config, checkpoint: config.json of the checkpoint that they start from, and its directory.
         trainer: dtype of the parameters of a trainer on a GPU (`trainer_dtype`), which sends them weights.
         cpu: whether they run on a CPU.
-        trained: whether they are sent weights; a teacher is not, and keeps its checkpoint's float16.
+        trained: whether they receive weights; a teacher does not, and keeps its checkpoint's float16.
 
     Raises:
-        ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype that is not trained in.
+        ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype without training support.
     """
     if asked != "auto":
         return asked
@@ -69,22 +69,22 @@ def served_dtype(
 
 
 def export_dtype(hf_config: Mapping[str, Any]) -> str:
-    """The dtype that exported Hugging Face checkpoints are written in: the source checkpoint's.
+    """Dtype of exported Hugging Face checkpoints: the source checkpoint's.
 
-    Float32 where the source names none or one that is not trained in; config.json is then made to say so.
+    Float32 if the source names none or one without training support; config.json is changed accordingly.
     """
     named = checkpoint_dtype(hf_config)
     return named if named in EXPORTED else "float32"
 
 
 def plain_dtype(hf_config: Mapping[str, Any]) -> str:
-    """The dtype that weights of a quantised checkpoint are read in: the one that config.json names, or bfloat16."""
+    """Dtype in which weights of a quantised checkpoint are read: from config.json, or bfloat16."""
     named = checkpoint_dtype(hf_config)
     return named if named in ("float32", "float16", "bfloat16") else "bfloat16"
 
 
 def declared_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What of config.json must be written anew so that it names `dtype`; empty when it does already."""
+    """Changes to config.json that declare `dtype`; empty if it does already."""
     named = checkpoint_dtype(hf_config)
     if named == dtype:
         return {}

@@ -1,7 +1,7 @@
-"""Settings of SGLang servers: those that generate, and those of a teacher, which only score.
+"""Settings of SGLang servers: engines that generate, and servers of a teacher, which only score.
 
-A teacher for on-policy distillation can also be held by the trainer's own ranks (`model.teacher_path`).
-docs/algorithms.md says which to take.
+The trainer's own ranks can also hold a teacher for on-policy distillation (`model.teacher_path`). docs/algorithms.md
+compares the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mslime.config.keys import EngineKeys, Secret, read_secret
 from mslime.config.rollout import RolloutConfig
 
 MASK_LIMIT = 4096
-"""Most ids of a sampling mask that an SGLang server returns, unless it is told otherwise (sampling_mask_max_tokens)."""
+"""SGLang's default of the most ids in a returned sampling mask (sampling_mask_max_tokens)."""
 
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "use model.path",
@@ -126,7 +126,7 @@ class SGLangConfig(EngineSection):
     )
 
     def keys(self) -> EngineKeys | None:
-        """The servers' keys as configured; None when nothing is. Raises ConfigError when they cannot be found."""
+        """Configured keys of the servers; None without any. Raises ConfigError if they cannot be found."""
         if self.api_key is None and self.admin_api_key is None:
             return None
         name = self.section or self.engine
@@ -147,7 +147,7 @@ class SGLangConfig(EngineSection):
         return self.tp_size // self.nnodes
 
     def check_machines(self, gpus_per_node: int) -> None:
-        """Raise ConfigError when a launched engine does not fit its machines of so many GPUs."""
+        """Raise ConfigError if a launched engine does not fit its machines with `gpus_per_node` GPUs each."""
         name = self.section or self.engine
         where = "its machine" if self.nnodes == 1 else f"each of its {self.nnodes} machines"
         if self.tp_size % self.nnodes:
@@ -165,20 +165,19 @@ class SGLangConfig(EngineSection):
 
     @property
     def parts(self) -> int:
-        """Processes that a launched engine has places for, of `gpus_a_machine` GPUs each: its machines, or the halves
-        of a pair."""
+        """Processes of a launched engine with `gpus_a_machine` GPUs each: its machines, or the halves of a pair."""
         return self.nnodes if self.pairs is None else 2
 
     @property
     def shape(self) -> str:
-        """What one engine is, in words."""
+        """Description of one engine's layout."""
         return (
             f"TP{self.tp_size}" if self.pairs is None else f"(TP{self.tp_size} to prefill, TP{self.tp_size} to decode)"
         )
 
     @property
     def servers(self) -> int:
-        """Engines, launched or attached to."""
+        """Number of engines, launched or attached."""
         return len(self.urls) or self.num_engines
 
     @property
@@ -238,12 +237,12 @@ def check_sglang(
     taught: int,
     syncs_adapters: bool,
 ) -> None:
-    """Refuse engines that the machines, the placement or the sampling rule out.
+    """Reject engines that the machines, the placement or the sampling do not support.
 
     Args:
         ranks: of the trainer.
-        taught: GPUs of the trainer that a teacher shares, where no engine can be.
-        syncs_adapters: engines are given adapters alone.
+        taught: GPUs of the trainer that a teacher shares, which no engine can use.
+        syncs_adapters: engines receive adapters alone.
 
     Raises:
         ConfigError: the first broken rule.
@@ -269,7 +268,7 @@ def check_teacher(
     coefficient: float,
     ranks: int,
 ) -> None:
-    """A teacher is there exactly when it is distilled, in one place, and scores what the student's policy is.
+    """Check that a teacher is configured exactly for distillation, in one place, and scores the student's distribution.
 
     Args:
         held: checkpoint of a teacher that the trainer holds (`model.teacher_path`).
@@ -277,7 +276,7 @@ def check_teacher(
         ranks: of the trainer.
 
     Raises:
-        ConfigError: the first of these that does not hold.
+        ConfigError: the first broken rule.
     """
     _check_urls("teacher", teacher)
     if teacher.placement == "colocated":
@@ -317,7 +316,7 @@ def _check_urls(section: str, engine: SGLangConfig) -> None:
 def _check_pairs(
     engine: SGLangConfig, pairs: KVTransfer, cluster: ClusterConfig, pause_mode: str, *, syncs_adapters: bool
 ) -> None:
-    """What pairs of servers, one that prefills and one that decodes, cannot have."""
+    """Reject settings that pairs of a prefill and a decode server do not support."""
     if engine.urls:
         raise _no_pairs(pairs, f"engines are attached to ({engine.urls[0]}), and mslime pairs what it starts",
                        "remove sglang.urls, or pairs")  # fmt: skip
@@ -344,7 +343,7 @@ def _no_pairs(pairs: KVTransfer, rule: str, way_out: str) -> ConfigError:
 
 
 def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, taught: int) -> None:
-    """Engines that take turns with the trainer lie on its GPUs, and can give their memory back."""
+    """Check that colocated engines are on the trainer's GPUs and can release their memory."""
     if engine.urls:
         raise not_colocated(
             f"engines are attached to ({engine.urls[0]}), and are where somebody else has started them",
@@ -373,7 +372,7 @@ def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, t
 
 
 def _check_machines(section: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
-    """Servers lie on neighbouring GPUs of the trainer, whole on a machine or on whole machines."""
+    """Check that servers use neighbouring GPUs of the trainer, within one machine or on whole machines."""
     each, machine = engine.gpus_a_machine, cluster.gpus_per_node
     if cluster.device == "cpu" or ranks <= machine:
         return
@@ -392,7 +391,7 @@ def _check_machines(section: str, engine: SGLangConfig, cluster: ClusterConfig, 
 
 
 def _check_colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers: int, ranks: int) -> None:
-    """Its servers are the last ones on the trainer's GPUs."""
+    """Check that the teacher's servers are the last ones on the trainer's GPUs."""
     more = teacher.extra
 
     def refused(rule: str, way_out: str) -> ConfigError:
@@ -419,7 +418,7 @@ def _check_colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, man
 
 
 def _check_nccl(engine: SGLangConfig, cluster: ClusterConfig) -> None:
-    """SGLang overrules the environment when these of its flags are on: the trainer would disagree."""
+    """Reject SGLang flags that override NCCL's environment: the trainer would use other values."""
     for name, value in engine_nccl(engine.extra).items():
         if value == "1" and cluster.env.get(name, value) != value:
             raise ConfigError(
@@ -432,7 +431,7 @@ def _check_nccl(engine: SGLangConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_sampling(extra: dict[str, Any], r: RolloutConfig) -> None:
-    """What SGLang 0.5.23 reports of a draw from a part of the vocabulary (managers/scheduler.py, layers/sampler.py)."""
+    """Check that SGLang 0.5.23 reports truncated sampling exactly (managers/scheduler.py, layers/sampler.py)."""
     if not r.truncated:
         return
     if r.top_k == -1:

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Every user mistake is a `UserError`: it names the field (or file, or key), the value found, the rule that was
-broken and a way out. Broken invariants of our own are assertions instead, and never end up here.
+Every user mistake is a `UserError`: it names the field (or file, or key), the value found, the broken rule and a
+remedy. Broken internal invariants are assertions instead.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ MALFORMED = (
     AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, OSError,
     EOFError, MemoryError, zlib.error,
 )  # fmt: skip
-"""What reading foreign bytes can raise: files and answers that others wrote. JSON's, base64's and Unicode's errors are
-ValueErrors; too deep nesting and what a library has not implemented are RuntimeErrors."""
+"""Exceptions from reading foreign data: files and replies of others. Errors of JSON, base64 and Unicode are
+ValueErrors; too deep nesting and unimplemented features of a library are RuntimeErrors.
+"""
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us.
+    """A mistake in the user's input.
 
     Attributes:
         field: dotted path of the setting, or the file and line, that is wrong.
-        value: what was found there.
-        rule: what must hold instead.
-        way_out: one concrete thing to do about it.
+        value: found there.
+        rule: condition that the value breaks.
+        way_out: one concrete remedy.
     """
 
     def __init__(self, field: str, value: object, rule: str, way_out: str) -> None:
@@ -36,11 +37,11 @@ class UserError(ValueError):
 
     @property
     def brief(self) -> str:
-        """What was found, and the first line of the rule."""
+        """The value, and the first line of the rule."""
         return f"{self.value}: {self.rule.partition(chr(10))[0]}"
 
     def __reduce__(self) -> tuple[type, tuple[str, object, str, str]]:
-        """Survive pickling between processes (Ray re-raises errors on the driver)."""
+        """Support pickling between processes (Ray re-raises errors on the driver)."""
         return (type(self), (self.field, self.value, self.rule, self.way_out))
 
 
@@ -61,26 +62,26 @@ class RewardError(UserError):
 
 
 class RolloutError(UserError):
-    """A rollout function raised, or did to its sample what it may not."""
+    """A rollout function raised, or made a forbidden change to its sample."""
 
 
 class EngineError(UserError):
-    """A generation engine lacks a feature, did not start, died, or refused a request."""
+    """A generation engine lacks a feature, did not start, died, or rejected a request."""
 
 
 class WeightSyncError(EngineError):
     """A phase of the weight sync failed or missed its deadline.
 
-    `field` is `weights.<phase>`; `value` says where: the rank, the bucket and the tensor where they are known. The
-    version stamped on the engines is still the old one, but engines load bucket by bucket in place: after a failure in
-    `send` their weights may be a mixture until the next whole send, so generation must not resume.
+    `field` is `weights.<phase>`; `value` is the place: the rank, the bucket and the tensor if they are known. The
+    engines keep the stamp of the old version, but they load bucket by bucket in place. After a failure in `send` their
+    weights may be a mixture until the next complete send, so generation must not resume.
     """
 
 
 class ChangesRefused(WeightSyncError):
-    """An engine does not have, or cannot tell that it has, the weights that a bucket's changes belong to.
+    """An engine does not hold, or cannot verify, the weights that a bucket's changes are based on.
 
-    It has loaded nothing of them. Sent as a whole, the bucket is welcome.
+    It has loaded none of them. The complete bucket can be sent instead.
     """
 
 
@@ -89,21 +90,21 @@ class TrainerError(UserError):
 
 
 class WorkerError(TrainerError):
-    """A process of the run crashed, died, or did not answer in time: an accident, and no mistake of the user's."""
+    """A process of the run crashed, died, or did not reply in time: an accident, not a user mistake."""
 
 
 def sync_error(phase: str, where: str, what: str, way_out: str = "") -> WeightSyncError:
-    """A `WeightSyncError` of this phase; the default way out is to look at the engine's log and restart it."""
+    """A `WeightSyncError` of this phase; the default remedy is to check the engine's log and restart it."""
     default = "read the engine's log, restart the engine and send again; generation must not resume before a whole send"
     return WeightSyncError(f"weights.{phase}", where, what, way_out or default)
 
 
 @contextmanager
 def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Generator[None]:
-    """The border for foreign bytes: whatever reading them raises inside is a `kind` outside.
+    """Convert exceptions from reading foreign data inside the block to `kind`.
 
     Args:
-        where: the file, or whoever sent them. rule: what they are not.
+        where: the file, or the sender. rule: condition that the data breaks.
     """
     try:
         yield
@@ -115,26 +116,25 @@ def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Gener
 
 
 def reading_run(run_dir: Path) -> AbstractContextManager[None]:
-    """The border for a run's directory, whose files others may have written or damaged: a UserError, whatever it is."""
+    """Convert exceptions from reading a run's directory, whose files others may have changed, to a UserError."""
     return reading(UserError, str(run_dir), "a file of the run is not what mslime writes",
                    "move it away, or repair it; docs/resuming.md lists a run's files")  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for a misspelt name, or an empty string when nothing is close."""
+    """`did you mean 'x'?` for a misspelt name, or an empty string if no name is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 _OUR_DIRECTORIES = {"models", "model", "data", "datasets", "checkpoints", "weights", "outputs"}
-"""First parts of paths that people give to directories of their own, and that are no owner on the Hub."""
+"""First parts of local paths that are common and not owners on the Hub."""
 
 
 def hub_download(path: Path, options: str = "") -> tuple[str, Path]:
-    """How to fetch from the Hugging Face Hub what is not at a path, and where it then is.
+    """Command that downloads a missing path from the Hugging Face Hub, and its target directory.
 
-    Only for what looks like a name there, `owner/name`, or a directory of one's own for it, `models/name`; else an
-    empty text.
+    Only for names like those on the Hub, `owner/name`, or a local directory for one, `models/name`; else an empty text.
     """
     if len(path.parts) != 2 or (path.parent.exists() and path.parts[0] not in _OUR_DIRECTORIES):
         return "", path

@@ -1,4 +1,4 @@
-"""Setting `train.fp8`: the trainer's linear layers multiply in FP8 by Transformer Engine; parameters stay bfloat16.
+"""Setting `train.fp8`: the trainer's linear layers use Transformer Engine's FP8 products; parameters stay bfloat16.
 
 Sources: megatron-core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.20 (`utils.py`:
 `assert_dim_for_fp8_exec`; `tensor/float8_blockwise_tensor.py`: `is_quantizable`; `common/recipe`).
@@ -15,22 +15,23 @@ from mslime.config.errors import ConfigError
 FORMATS: Mapping[Fp8Recipe, str] = {"blockwise": "e4m3", "tensorwise": "hybrid"}
 """Transformer Engine's default of each recipe; hybrid: gradients are e5m2."""
 ROWS: Mapping[Fp8Recipe, int] = {"blockwise": 128, "tensorwise": 16}
-"""What the rows of a micro-batch that a rank's layers see must be a multiple of: they are summed over in a weight's
-gradient, and sequence-parallel ranks gather them in FP8 only when blocks do not cross ranks."""
+"""Granularity of a micro-batch's rows in a rank's layers. A weight's gradient sums over rows, and sequence-parallel
+ranks gather them in FP8 only if blocks do not cross ranks.
+"""
 WIDTH = 16
-"""What both dimensions of a rank's share of a matrix must be a multiple of, in every recipe."""
+"""Granularity of both dimensions of a rank's share of a matrix, for every recipe."""
 COPY_BYTES = 2
-"""Of a weight: Transformer Engine keeps it in FP8 as it is and transposed, from one micro-batch to the next."""
+"""FP8 bytes per weight: Transformer Engine keeps it as it is and transposed, between micro-batches."""
 _REMOVE = "remove train.fp8"
 
 
 def fp8_rows(recipe: Fp8Recipe | None) -> int:
-    """What the rows that a rank's layers see of a micro-batch are a multiple of."""
+    """Granularity of the rows of a micro-batch in a rank's layers."""
     return 1 if recipe is None else ROWS[recipe]
 
 
 def fp8_fields(recipe: Fp8Recipe | None, *, cpu: bool) -> dict[str, str]:
-    """As `TransformerConfig` takes them.
+    """Fields for `TransformerConfig`.
 
     Raises:
         ConfigError: on a CPU.
@@ -45,12 +46,12 @@ def fp8_fields(recipe: Fp8Recipe | None, *, cpu: bool) -> dict[str, str]:
 def check_fp8(
     recipe: Fp8Recipe | None, device: Device, params_dtype: str | None, *, adapters: bool, colocated: bool
 ) -> None:
-    """Refuse what FP8 layers cannot be combined with.
+    """Reject settings that FP8 layers cannot be combined with.
 
     Args:
         recipe: `train.fp8`.
         params_dtype: `megatron.params_dtype`.
-        adapters: these are trained, and not the model.
+        adapters: only adapters are trained.
         colocated: engines and trainer take turns on the same GPUs.
 
     Raises:
@@ -81,7 +82,7 @@ def _on_cpu(recipe: Fp8Recipe) -> ConfigError:
 
 
 def check_fp8_model(recipe: Fp8Recipe | None, tp: int, etp: int, derived: Mapping[str, object]) -> None:
-    """Raise ConfigError when a rank's share of a linear layer has a size that FP8 products do not take.
+    """Raise ConfigError if a rank's share of a linear layer has a size that FP8 products do not support.
 
     Args:
         tp, etp: tensor-parallel and expert-tensor-parallel sizes.
@@ -103,7 +104,7 @@ def check_fp8_model(recipe: Fp8Recipe | None, tp: int, etp: int, derived: Mappin
 
 
 def _widths(tp: int, etp: int, derived: Mapping[str, object]) -> Iterator[tuple[str, int, int]]:
-    """(what, features, ranks that share them) of the linear layers of decoder layers."""
+    """(name, features, ranks that share them) of the linear layers of decoder layers."""
 
     def size(name: str) -> int:
         return cast("int", derived.get(name) or 0)

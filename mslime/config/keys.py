@@ -1,7 +1,7 @@
-"""Keys of SGLang servers: which request carries which, where they come from, and how they stay out of sight.
+"""Keys of SGLang servers: assignment to requests, sources, and protection from disclosure.
 
-A server that mslime launches gets a key of its own for each run. A server that somebody else runs has its owner's,
-given as `sglang.api_key`. Keys never stand in a command line, in config.yaml, in metrics or in a log.
+A server that mslime launches gets a new key for each run. An attached server has its owner's key, given as
+`sglang.api_key`. Keys never appear in a command line, in config.yaml, in metrics or in a log.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mslime.config.errors import ConfigError
 REDACTED = "(redacted)"
 FORMS = ("env:", "file:")
 
-# What SGLang 0.5.23 answers without its admin key (utils/auth.py: auth level NORMAL).
+# Paths that SGLang 0.5.23 serves without its admin key (utils/auth.py: auth level NORMAL).
 NORMAL_PATHS = frozenset(
     {"/generate", "/model_info", "/server_info", "/openapi.json", "/v1/loads", "/v1/models", "/tokenize", "/ready"}
 )
 
 
 def refuse_empty(name: str, value: SecretStr) -> SecretStr:
-    """The secret of setting `name`. Raises ConfigError where it is none."""
+    """Return the secret of setting `name`. Raises ConfigError if it is empty."""
     text = value.get_secret_value()
     if text == REDACTED:
         raise ConfigError(
@@ -41,7 +41,7 @@ def refuse_empty(name: str, value: SecretStr) -> SecretStr:
 
 
 def shown_secret(value: SecretStr) -> str:
-    """What is written out instead of a secret: where it is, or that there is one."""
+    """Text shown instead of a secret: its source, or a placeholder."""
     text = value.get_secret_value()
     return text if text.startswith(FORMS) else REDACTED
 
@@ -49,16 +49,16 @@ def shown_secret(value: SecretStr) -> str:
 Secret = Annotated[
     SecretStr, AfterValidator(partial(refuse_empty, "sglang.api_key")), PlainSerializer(shown_secret, return_type=str)
 ]
-"""A setting that holds a secret, or (`env:NAME`, `file:PATH`) says where it is. Only the latter is ever written out."""
+"""A setting that holds a secret, or names its source (`env:NAME`, `file:PATH`). Only a source is ever written out."""
 
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """What a client must know to be let in; empty strings where a server asks for nothing.
+    """Credentials for a server; empty strings if the server requires none.
 
     Attributes:
-        api: SGLang's `api_key`, for generation and questions.
-        admin: SGLang's `admin_api_key`, for weights, pauses and the like; where a server has none, `api` opens those.
+        api: SGLang's `api_key`, for generation and queries.
+        admin: SGLang's `admin_api_key`, for weights, pauses and similar requests; without one, `api` is used for them.
     """
 
     api: str = field(default="", repr=False)
@@ -66,12 +66,12 @@ class EngineKeys:
 
     @classmethod
     def random(cls) -> EngineKeys:
-        """A new key for everything."""
+        """One new random key for all requests."""
         key = secrets.token_urlsafe(32)
         return cls(key, key)
 
     def headers(self, path: str) -> dict[str, str]:
-        """What a request to `path` carries."""
+        """Headers of a request to `path`."""
         key = self.api if path in NORMAL_PATHS else self.admin or self.api
         return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -81,7 +81,7 @@ NO_KEYS = EngineKeys()
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and what opens it."""
+    """A server with its keys."""
 
     url: str
     keys: EngineKeys = NO_KEYS
@@ -93,8 +93,8 @@ class EngineInfo:
 
     Attributes:
         ranks: processes, each of which receives.
-        machines: that these lie on.
-        drafts: whether it holds the weights a second time, in a draft model.
+        machines: of these processes.
+        drafts: whether it holds a second copy of the weights, in a draft model.
     """
 
     url: str
@@ -105,12 +105,12 @@ class EngineInfo:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What a client of its HTTP interface needs."""
+        """Endpoint for a client of its HTTP interface."""
         return Endpoint(self.url, self.keys)
 
 
 def read_secret(setting: SecretStr, name: str) -> str:
-    """The secret that a setting holds or points to.
+    """Secret that a setting holds or refers to.
 
     Args:
         name: of the setting, for messages.
@@ -140,31 +140,30 @@ class AnnouncedBucket(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of each."""
+        """Name of each tensor."""
         ...
 
     @property
     def dtypes(self) -> Sequence[str]:
-        """Of each, as torch names it."""
+        """Dtype of each tensor, as torch names it."""
         ...
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
-        """Of each."""
+        """Shape of each tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class BucketVersion:
-    """What is broadcast of a bucket, where changes of it may follow.
+    """Description of a broadcast bucket that changes may follow.
 
     Attributes:
         number: of the version.
-        base: number of the version that was changed; None: all of the bucket is broadcast.
-        changed: elements that are different from it. Broadcast are their places [changed] int32, then their values
-            [changed] of the bucket's dtype, as bytes; nothing where there are none.
-        sums: word sums (`tensor_sums.word_sum`) of the places, of the values, and of the whole
-            bucket with the changes in it.
+        base: number of the version that was changed; None: the whole bucket is broadcast.
+        changed: number of elements that differ from it. The broadcast holds their places [changed] int32, then their
+            values [changed] of the bucket's dtype, as bytes; it is skipped if there are none.
+        sums: word sums (`tensor_sums.word_sum`) of the places, the values, and the whole bucket after the changes.
     """
 
     number: int

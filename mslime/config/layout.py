@@ -1,7 +1,7 @@
-"""The parallel layout as arithmetic: which sizes are legal, how ranks are grouped, which stage holds which layers.
+"""Arithmetic of the parallel layout: legal sizes, groups of ranks, layers of each stage.
 
-No process groups here. Rank order is megatron-core's default, `tp-cp-ep-dp-pp` (fastest first): the dense grid is
-(tp, cp, dp, pp) and the expert grid is (etp, ep, edp, pp) over the same ranks.
+No process groups here. Rank order is megatron-core's default, `tp-cp-ep-dp-pp` (fastest first): the dense grid is (tp,
+cp, dp, pp) and the expert grid is (etp, ep, edp, pp) over the same ranks.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class ParallelLayout:
 
     @property
     def expert_size(self) -> int:
-        """Ranks that hold one copy of a stage's experts: the first so many of the stage do."""
+        """Ranks of one copy of a stage's experts: the first ones of the stage."""
         return self.ep * self.etp
 
     def place(self, rank: int) -> RankPlace:
-        """Where a global rank stands in both grids."""
+        """Place of a global rank in both grids."""
         within = rank % self.stage_size
         return RankPlace(
             pp=rank // self.stage_size,
@@ -136,9 +136,9 @@ def stage_layers(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Global (0-based) layer ids of every chunk of every pipeline stage: `[stage][chunk]`.
 
-    The arithmetic of megatron-core 0.16.1's `get_num_layers_to_build` and `get_transformer_layer_offset`: the first and
-    last stage hold `first` and `last` layers where given, the stages between share the rest evenly, and a stage's
-    layers are dealt out to its chunks so that chunk 0 of every stage comes before chunk 1 of any.
+    The arithmetic of megatron-core 0.16.1's `get_num_layers_to_build` and `get_transformer_layer_offset`. The first and
+    last stage hold `first` and `last` layers if given; the stages between share the rest evenly. A stage's layers are
+    split so that chunk 0 of every stage comes before chunk 1 of any.
 
     Args:
         num_layers: transformer layers of the model.
@@ -146,7 +146,7 @@ def stage_layers(
         first, last: megatron-core's `num_layers_in_first_pipeline_stage` and `num_layers_in_last_pipeline_stage`.
 
     Raises:
-        ConfigError: the layers cannot be shared out so; it names sizes of the first or last stage that would work.
+        ConfigError: the layers cannot be divided so; it names sizes of the first or last stage that would work.
     """
     uneven = {"first": first, "last": last}
     given = {name: size for name, size in uneven.items() if size is not None}
@@ -193,7 +193,7 @@ def _uneven_rule(num_layers: int, pp: int, given: dict[str, int]) -> str:
 
 
 def _uneven_way_out(num_layers: int, pp: int, vpp: int) -> str:
-    """A size of the last stage (below the others, since it also holds the output layer) with which it works."""
+    """A valid size of the last stage, smaller than the others because it also holds the output layer."""
     if pp > 1:
         for share in range(-(-num_layers // pp), num_layers):
             last = num_layers - share * (pp - 1)

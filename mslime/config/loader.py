@@ -1,4 +1,4 @@
-"""From YAML files and flags to a validated RunConfig, with errors a person can act on."""
+"""Loads a validated RunConfig from YAML files and flags, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mslime.config.settings import Setting, all_settings, engine_sections, secti
 
 # Settings as command-line flags, parsed by argparse with one option for each setting of the schema.
 #
-# argparse knows how many words each setting takes, so the YAML file may stand anywhere among the flags. `--help`
-# names the sections, `--help SECTION` lists one, `--help all` everything. An engine's own fields, and names that
-# nobody knows, become options when they are met: whoever validates them says what is wrong, with the nearest name.
-# Why argparse and not a library above it: docs/decisions/0001-libraries.md.
+# argparse gets the number of words of each setting, so the YAML file may stand anywhere among the flags.
+# `--help` names the sections, `--help SECTION` lists one, `--help all` everything. An engine's own fields, and unknown
+# names, become options too: later validation rejects them with the nearest name. Why argparse and not a library above
+# it: docs/decisions/0001-libraries.md.
 
 _PREFIX = "setting:"
 _TOP = "the run"
 Parse = Callable[[str, str], Any]
-"""(a YAML text, what it is called in messages) -> its value."""
+"""(a YAML text, its name in messages) -> its value."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose mistakes are ConfigErrors."""
+    """A parser that raises ConfigError."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of ending the process."""
@@ -42,7 +42,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """Add `--help [SECTION]` to a parser that has none, and that gets `add_settings`."""
+    """Add `--help [SECTION]` to a parser without help that gets `add_settings`."""
     parser.add_argument(
         "-h", "--help", action=_Help, nargs="?", const="", metavar="SECTION", default=argparse.SUPPRESS,
         help="this; with a section's name its settings (--help rollout), with `all` everything",
@@ -50,7 +50,7 @@ def add_help(parser: argparse.ArgumentParser) -> None:
 
 
 class _Help(argparse.Action):
-    """Prints what fits a screen, one section, or everything, and ends the process."""
+    """Prints an overview, one section, or everything, and ends the process."""
 
     def __call__(
         self,
@@ -65,7 +65,8 @@ class _Help(argparse.Action):
 
 
 def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
-    """The command's own options and the names of the sections; or the settings of a section and those below it.
+    """Help text: the command's own options and the names of the sections, or the settings of a section and its
+    subsections.
 
     Raises:
         ConfigError: there is no such section.
@@ -99,7 +100,7 @@ def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
 
 
 def normalised(argv: Sequence[str]) -> list[str]:
-    """The words with the names of flags as they are declared: `-` for `_`."""
+    """Replace `-` by `_` in the names of flags, as they are declared."""
     words = list[str]()
     for word in argv:
         name, equals, value = word.partition("=")
@@ -108,7 +109,7 @@ def normalised(argv: Sequence[str]) -> list[str]:
 
 
 def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Add an option for each setting, in a group for each section, and for every other name that `argv` holds.
+    """Add an option for each setting, in a group per section, and for every other name in `argv`.
 
     Args:
         parser: has the command's own options already.
@@ -130,7 +131,7 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def given_settings(found: argparse.Namespace, parse: Parse) -> dict[str, Any]:
-    """The settings that were given, as nested plain values. Raises ConfigError.
+    """Given settings as nested plain values. Raises ConfigError.
 
     Several words make a list; a flag without a value is true, `--section.no-name` is false.
     """
@@ -149,7 +150,7 @@ def given_settings(found: argparse.Namespace, parse: Parse) -> dict[str, Any]:
 
 
 def _add(group: Any, path: str, count: str | None, told: str) -> None:
-    """An option that takes exactly one word (None), at most one (`?`: a boolean), or any number (`*`)."""
+    """Add an option that takes exactly one word (None), at most one (`?`: a boolean), or any number (`*`)."""
     flag, dest = "--" + path.replace("_", "-"), _PREFIX + path
     kept: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": told}
     if count == "?":
@@ -162,7 +163,7 @@ def _add(group: Any, path: str, count: str | None, told: str) -> None:
 
 
 class _Words(argparse.Action):
-    """Keeps the words of an option, as a list."""
+    """Stores the words of an option as a list."""
 
     def __call__(
         self,
@@ -176,14 +177,14 @@ class _Words(argparse.Action):
 
 
 def _other_names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Names of flags in `argv` that the parser does not know: fields of the engines, and mistakes."""
+    """Names of flags in `argv` unknown to the parser: fields of the engines, and mistakes."""
     known = set(cast("Any", parser)._option_string_actions)
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--") and len(word) > 2)
     return [flag[2:].replace("-", "_") for flag in flags if flag not in known]
 
 
 def _words_of(name: str) -> str | None:
-    """How many words a flag takes that is no setting of ours."""
+    """Number of words of a flag that is not a setting of mslime."""
     if (setting := _setting_of_adapter(name)) is not None:
         return "*" if setting.listed else "?" if setting.boolean else None
     field = _engine_field(name)
@@ -195,14 +196,14 @@ def _words_of(name: str) -> str | None:
 
 
 def _setting_of_adapter(name: str) -> Setting | None:
-    """The setting that `adapters.NAME.SECTION.SETTING` is of one adapter."""
+    """Setting of one adapter that `adapters.NAME.SECTION.SETTING` refers to."""
     head, _, own = name.partition(".")
     path = own.partition(".")[2]
     return next((s for s in all_settings() if s.path == path), None) if head == "adapters" else None
 
 
 def _without_no(name: str) -> str:
-    """The name of a boolean setting of an adapter, of which `no_` says that it is false; others as they are."""
+    """Name of an adapter's boolean setting without its negation `no_`; other names unchanged."""
     section, _, leaf = name.rpartition(".")
     plain = f"{section}.{leaf.removeprefix('no_')}"
     setting = _setting_of_adapter(plain)
@@ -213,7 +214,7 @@ def _engine_field(name: str) -> EngineField | None:
     section, _, leaf = name.partition(".")
     try:
         return engine_fields(engine_sections()[section].engine).get(leaf.removeprefix("extra.")) if leaf else None
-    except (KeyError, ConfigError):  # no such section, or the engine is not installed
+    except (KeyError, ConfigError):  # unknown section, or the engine is not installed
         return None
 
 
@@ -234,8 +235,9 @@ _WORDS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-4` is a number, only true and false are booleans (`replay: off` is a word), a date
-    is a word too, and a key that stands twice in a mapping is a mistake."""
+    """YAML with intuitive types: `1e-4` is a number, only true and false are booleans (`replay: off` is text), dates
+    are text, and a repeated key in a mapping is an error.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _WORDS]
@@ -243,7 +245,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node whose keys are texts, each of them once beside what `<<` merges."""
+        """Mapping of a node. Keys must be text and unique, apart from those that `<<` merges."""
         seen = set[str]()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
@@ -271,7 +273,7 @@ for _tag, (_pattern, _first) in _RESOLVERS.items():
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text. Raises ConfigError naming `source` and the line."""
+    """Parse a YAML text. Raises ConfigError naming `source` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -285,7 +287,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError when it is missing, broken, or no mapping."""
+    """Mapping in a YAML file. Raises ConfigError if it is missing, broken, or not a mapping."""
     if not _is_file(path):
         several = [part.strip() for part in str(path).split(",")]
         if len(several) > 1 and all(_is_file(Path(part)) for part in several):
@@ -307,7 +309,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+    except (OSError, ValueError):  # the name is too long, or contains a NUL
         return False
 
 
@@ -319,7 +321,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` wins, section by section; lists are replaced whole."""
+    """Merge section by section; `over` takes precedence, and lists are replaced as a whole."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -332,7 +334,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_entries(entries: list[Any], over: dict[str, Any]) -> list[Any]:
-    """Entries of `adapters` with what flags say of some of them by name, in which - and _ are one."""
+    """Entries of `adapters` with the flags of some of them, by name; - and _ are equivalent in names."""
     found = list(entries)
     named = {i: str(cast("dict[str, Any]", e).get("name")) for i, e in enumerate(entries) if isinstance(e, dict)}
     places = {name.replace("-", "_"): i for i, name in named.items()}
@@ -346,12 +348,12 @@ def _with_entries(entries: list[Any], over: dict[str, Any]) -> list[Any]:
 
 
 def read_values(path: Path | None, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """What a YAML file and/or flags say, not yet validated; flags win. Raises ConfigError."""
+    """Values from a YAML file and/or flags, not yet validated; flags take precedence. Raises ConfigError."""
     return merge(read_yaml(path) if path else {}, parse_flags(flags))
 
 
 def load_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
-    """The run configuration of a YAML file and/or flags; flags win. Raises ConfigError."""
+    """Run configuration from a YAML file and/or flags; flags take precedence. Raises ConfigError."""
     return build(read_values(path, flags))
 
 
@@ -365,7 +367,7 @@ def build(values: dict[str, Any]) -> RunConfig:
 
 
 def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """A flag with one value cannot know that it is a list: wrap single values given for settings that are lists."""
+    """Wrap single values given for settings that are lists: a flag with one value has no list syntax."""
     for setting in all_settings():
         section, _, key = setting.path.rpartition(".")
         found = values.get(section)
@@ -387,7 +389,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
     if isinstance(cause, UserError):
         return cause
     path = _named(first["loc"], values)
-    # A value that may be a choice or a text is refused as each: the setting is what a person knows.
+    # A value of a union of choices and text fails for each type: report the setting itself.
     path = next((s.path for s in all_settings() if path.startswith((f"{s.path}.literal[", f"{s.path}.str"))), path)
     if first["type"] == "extra_forbidden":
         known = known_keys(first["loc"][:-1])
@@ -411,7 +413,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
 
 
 def _named(location: Sequence[int | str], values: dict[str, Any]) -> str:
-    """The dotted path of a mistake, with the name of an adapter in the place of its number."""
+    """Dotted path of a mistake, with an adapter's name instead of its index."""
     path = [str(part) for part in location]
     if path[:1] == ["adapters"] and len(path) > 1 and path[1].isdecimal():
         entry: Any = values["adapters"][int(path[1])]
@@ -421,7 +423,7 @@ def _named(location: Sequence[int | str], values: dict[str, Any]) -> str:
 
 
 def known_keys(location: Sequence[int | str]) -> set[str]:
-    """The keys that a section of the configuration takes, the engine's own included."""
+    """Keys that a section of the configuration accepts, the engine's own included."""
     model: type[BaseModel] = RunConfig
     for part in location:
         if isinstance(part, int):

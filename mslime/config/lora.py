@@ -1,4 +1,4 @@
-"""Sections `lora` and `adapters`: low-rank adapters in the place of full training (https://arxiv.org/abs/2106.09685)."""
+"""Sections `lora` and `adapters`: low-rank adapters instead of full training (https://arxiv.org/abs/2106.09685)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mslime.config.megatron import MegatronConfig
 from mslime.config.transports import AUTO, FALLBACK
 
 LORA_GROUPS = ("attention", "mlp", "shared_experts", "experts")
-"""Words that stand for all linear layers of a part of the model; `mlp` is that of layers that do not route."""
+"""Names for all linear layers of a part of the model; `mlp` covers layers without experts."""
 
 
 LORA_KEY = "lora"
-"""In what a checkpoint of adapters says of itself: `LoraConfig.describe`."""
+"""Keys of a checkpoint's description of its adapters: `LoraConfig.describe`."""
 
 
 class LoraConfig(Section):
@@ -76,10 +76,10 @@ class LoraConfig(Section):
         return self.experts == "shared_outer"
 
     def describe(self) -> dict[str, object]:
-        """What an adapter must share with another to go on from it, as JSON values."""
+        """Properties that two adapters must share for training to continue from one to the other, as JSON values."""
         said: dict[str, object] = {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora}
         said |= {"targets": sorted(self.targets)}
-        return said | ({"experts": self.experts} if self.shares_outer else {})  # older checkpoints do not say
+        return said | ({"experts": self.experts} if self.shares_outer else {})  # absent in older checkpoints
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
@@ -100,7 +100,7 @@ _SERVER_FIELDS = (
     "enable_lora", "lora_paths", "lora_target_modules", "max_lora_rank", "max_loaded_loras", "max_loras_per_batch",
     "lora_strict_loading", "enable_lora_overlap_loading", "experts_shared_outer_loras",
 )  # fmt: skip
-"""ServerArgs that follow from the run's adapters."""
+"""SGLang arguments derived from the run's adapters."""
 
 
 def check_lora(
@@ -113,10 +113,10 @@ def check_lora(
     transport: str,
     colocated: bool,
 ) -> None:
-    """Refuse what adapters cannot be combined with.
+    """Reject settings that adapters cannot be combined with.
 
     Args:
-        syncs_adapters: engines are given adapters alone.
+        syncs_adapters: engines receive adapters alone.
         pause_mode: `rollout.pause_mode`.
         transport: `weights.transport`.
         colocated: engines and trainer take turns on the same GPUs.
@@ -145,7 +145,7 @@ def check_lora(
 
 
 def _check_adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -> None:
-    """What engines that are given adapters alone cannot be combined with."""
+    """Reject settings that engines with unmerged adapters do not support."""
     if pause_mode == "retract":
         raise ConfigError(
             "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
@@ -174,15 +174,15 @@ def _check_adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: 
             )  # fmt: skip
 
 
-# Several adapters on one base (`adapters`): which settings an entry may have, and how it is laid over the run's.
+# Several adapters on one base (`adapters`): allowed settings of an entry, and its merge with the run's.
 #
-# Each adapter's run is an ordinary `RunConfig`, as if it were trained alone (`schema`): whatever follows needs not know
-# of the others. What they share, the model, its layout and the engines, stands in the run's own sections alone.
+# Each adapter's run is an ordinary `RunConfig`, as if it were trained alone (`schema`); later code needs no special
+# cases. Shared settings, such as the model, its layout and the engines, are only in the run's own sections.
 
 OWN_SECTIONS = ("data", "rollout", "reward", "algorithm", "train", "lora", "checkpoint", "observe", "hooks")
 """Sections that an entry may have."""
 DIRECTORY = "adapters"
-"""Below the run's directory: that of each adapter, by name."""
+"""Directory of the adapters' directories, below the run's."""
 SHARED = {
     "train.task": "all adapters are trained by reinforcement learning",
     "train.replay": "routers belong to the base, which all adapters share",
@@ -200,13 +200,13 @@ SHARED = {
     "observe.progress": "one terminal shows all adapters",
     "observe.log_level": "processes are shared",
 }
-"""Settings of these sections that are the run's alone, and why."""
+"""Settings of these sections that only the run may have, and why."""
 BASE = ("model", "cluster", "megatron", "sglang", "teacher", "critic", "weights", "deadlines", "output_dir", "serve")
-"""What an entry cannot have at all."""
+"""Settings that an entry cannot have."""
 
 
 def refuse_shared(entry: Mapping[str, Any]) -> None:
-    """Raise ConfigError where an entry of `adapters` names what is the run's alone."""
+    """Raise ConfigError if an entry of `adapters` has settings that only the run may have."""
     at = f"adapters.{entry.get('name', '?')}"
     for section in BASE:
         if section in entry:
@@ -220,17 +220,17 @@ def refuse_shared(entry: Mapping[str, Any]) -> None:
 
 
 def directories(run_dir: Path) -> list[Path]:
-    """Where a run keeps metrics and checkpoints: its directory, and those of its adapters."""
+    """Directories with metrics and checkpoints of a run: its own, and those of its adapters."""
     return [run_dir, *sorted(path for path in (run_dir / DIRECTORY).glob("*") if path.is_dir())]
 
 
 def plain_entry(entry: Any) -> dict[str, Any]:
-    """What was given for an entry, which may have been validated already."""
+    """Given values of an entry, which may have been validated already."""
     return cast("dict[str, Any]", entry if isinstance(entry, dict) else entry.given())
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above` wins, key by key; sections that were validated already are taken as what was given for them."""
+    """Merge key by key, `above` takes precedence; validated sections are replaced by their given values."""
     below, above = (_as_given(each) for each in (below, above))
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
@@ -243,10 +243,10 @@ def _as_given(section: Any) -> Any:
 
 
 def merged_entry(values: Mapping[str, Any], entry: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """One entry on top of the run's values, as if it were trained alone.
+    """One entry merged over the run's values, as if it were trained alone.
 
     Args:
-        values: what was given for the run.
+        values: given for the run.
         directory: of the run's adapters.
     """
     merged = {k: v for k, v in values.items() if k not in ("adapters", "name", "output_dir")}
@@ -259,7 +259,7 @@ def merged_entry(values: Mapping[str, Any], entry: Mapping[str, Any], directory:
 
 
 def placed(name: str, error: UserError, entry: Mapping[str, Any]) -> UserError:
-    """An error of an adapter's run, at the entry's own setting where it has one."""
+    """Move an error of an adapter's run to the entry's own setting, if the entry has it."""
     section, _, key = error.field.partition(".")
     own = entry.get(section)
     at = "." if isinstance(own, dict) and key.split(".")[0] in own else ": "
@@ -267,7 +267,7 @@ def placed(name: str, error: UserError, entry: Mapping[str, Any]) -> UserError:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names of adapters that flags cannot tell apart. Raises ConfigError."""
+    """Reject names of adapters that are equal as flags. Raises ConfigError."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError("adapters.name", name, "two adapters have it", "give each another name")

@@ -1,8 +1,8 @@
-"""The section `megatron`: settings of the trainer under megatron-core's own names, and the rules about them.
+"""Section `megatron`: settings of the trainer under megatron-core's own names, and their rules.
 
-megatron.training used to guard some of these rules before megatron-core started; megatron-core 0.16.1 alone does not,
-and trains on silently wrong gradients. The corruptions that mslime works around instead of refusing (experts marked
-`allreduce=False`, forced parameter sync before export, duplicated MLA down-projections) live in the trainer.
+megatron.training checked some of these rules before megatron-core started. megatron-core 0.16.1 alone does not, and
+trains on silently wrong gradients. The trainer contains workarounds for other corruptions (experts marked
+`allreduce=False`, forced parameter sync before export, duplicated MLA down-projections).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mslime.config.fp8 import check_fp8_model
 from mslime.config.layout import ParallelLayout, stage_layers
 
 DEFAULT_MODULES = frozenset({"core_attn"})
-"""Of selective recompute (`TransformerConfig.__post_init__`, megatron-core 0.16.1)."""
+"""Modules of selective recompute (`TransformerConfig.__post_init__`, megatron-core 0.16.1)."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Nothing left open.
+    """Complete recompute settings.
 
     Attributes:
         granularity: None: everything is kept.
-        method, num_layers: of full recompute: groups of so many layers (`uniform`), or the first so many of a chunk
+        method, num_layers: of full recompute: groups of `num_layers` layers (`uniform`), or the first ones of a chunk
             (`block`).
         modules: of selective recompute.
     """
@@ -40,7 +40,7 @@ class Recompute:
     modules: frozenset[str]
 
     def fields(self) -> dict[str, Any]:
-        """As `TransformerConfig` takes them."""
+        """Fields for `TransformerConfig`."""
         full = self.granularity == "full"
         return {
             "recompute_granularity": self.granularity,
@@ -177,7 +177,7 @@ class MegatronConfig(EngineSection):
 
     @property
     def recompute(self) -> Recompute:
-        """What is computed again in the backward pass, megatron-core's defaults filled in."""
+        """Recompute settings with megatron-core's defaults."""
         default = DEFAULT_MODULES if self.recompute_granularity == "selective" else ()
         return Recompute(
             self.recompute_granularity,
@@ -188,16 +188,16 @@ class MegatronConfig(EngineSection):
 
     @property
     def counts_over_a_step(self) -> bool:
-        """Whether routers count their tokens over all micro-batches of a pass, whose adapter they do not know."""
+        """Whether routers count tokens over all micro-batches of a pass, regardless of their adapter."""
         kinds: Any = self.extra.get("moe_router_load_balancing_type", "none")
         return "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
 
     def groups_experts(self, *, cuda: bool) -> bool:
-        """Whether experts are multiplied in one grouped GEMM: as configured, else on a GPU."""
+        """Whether experts use one grouped GEMM: as configured, else on a GPU."""
         return bool(self.extra.get("moe_grouped_gemm", cuda))
 
     def layout(self, trainer_ranks: int | None) -> ParallelLayout:
-        """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""
+        """Parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError if it is invalid."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
         world = trainer_ranks or tp * pp * cp
         if world % (tp * pp * cp):
@@ -218,7 +218,7 @@ class MegatronConfig(EngineSection):
         )
 
     def stage_layers(self, num_layers: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Global layer ids `[stage][chunk]` of a model with `num_layers` layers. Raises ConfigError when illegal."""
+        """Global layer ids `[stage][chunk]` of a model with `num_layers` layers. Raises ConfigError."""
         return stage_layers(
             num_layers,
             self.pipeline_model_parallel_size,
@@ -231,7 +231,7 @@ class MegatronConfig(EngineSection):
 def check_megatron(
     m: MegatronConfig, cluster: ClusterConfig, layout: ParallelLayout, replay: ReplayMode, *, has_critic: bool
 ) -> None:
-    """Refuse settings of megatron-core that the run's machines, routing replay or placement rule out.
+    """Reject settings of megatron-core that the run's machines, routing replay or placement do not support.
 
     Args:
         replay: `train.replay`.
@@ -262,7 +262,7 @@ _FIXED_ADDRESSES = {
 
 
 def _fixed_addresses(m: MegatronConfig) -> None:
-    """A trainer that sleeps while engines generate gives its memory back."""
+    """Reject settings that need fixed memory addresses: an offloaded trainer releases its memory."""
     for name, why in _FIXED_ADDRESSES.items():
         if m.extra.get(name):
             raise ConfigError(f"megatron.{name}", m.extra[name], why, "remove it, or set cluster.placement: separate")
@@ -274,7 +274,7 @@ def _fixed_addresses(m: MegatronConfig) -> None:
 
 
 def _pipeline_p2p(m: MegatronConfig) -> None:
-    """VPP with batched p2p gives wrong gradients (|d grad| 43 in facts); megatron.training guarded it."""
+    """VPP with batched p2p gives wrong gradients (an error of 43 in |d grad| was measured)."""
     if (m.virtual_pipeline_model_parallel_size or 1) < 2:
         return
     for key, wanted in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
@@ -329,7 +329,7 @@ def _fused_cross_entropy(m: MegatronConfig) -> None:
 
 
 def _router_dispatch(m: MegatronConfig, layout: ParallelLayout, replay: ReplayMode) -> None:
-    """Settings under which a token may reach other experts than the ones replayed, or none."""
+    """Reject settings under which a token may reach other experts than the replayed ones, or none."""
     extra = m.extra
     if extra.get("moe_router_fusion") and replay != "off":
         raise ConfigError(
@@ -403,7 +403,7 @@ def _recompute(m: MegatronConfig, device: Device) -> None:
 
 
 def _cpu_limits(m: MegatronConfig, device: Device) -> None:
-    """What needs CUDA kernels is refused by name when the device is set to cpu."""
+    """Reject settings that need CUDA kernels if the device is cpu."""
     if device != "cpu":
         return
     needs_cuda = {
@@ -431,8 +431,9 @@ def _overlap(m: MegatronConfig) -> None:
 
 
 def _float32_offload(m: MegatronConfig, device: Device, *, has_critic: bool) -> None:
-    """megatron-core 0.16.1 hands its offloading optimizer views of float32 parameters, which torch refuses as no leaves
-    (distrib_optimizer.py); of 16-bit ones it makes copies."""
+    """Reject float32 parameters: megatron-core 0.16.1 passes views of them to its offloading optimizer, which torch
+    rejects as non-leaf tensors (distrib_optimizer.py). 16-bit ones are copied.
+    """
     if device == "cpu" or not _offloads(m):
         return
     if m.params_dtype == "float32":
@@ -469,11 +470,11 @@ def _tensor_parallel_on_one_node(m: MegatronConfig, cluster: ClusterConfig) -> N
 def check_model(
     megatron: MegatronConfig, device: Device, derived: Mapping[str, object], fp8: Fp8Recipe | None = None
 ) -> None:
-    """Raise ConfigError when pipeline stages cannot share the layers, or a flag contradicts the checkpoint.
+    """Raise ConfigError if pipeline stages cannot divide the layers, or a flag contradicts the checkpoint.
 
     Args:
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
-        fp8: how linear layers multiply in FP8 (`train.fp8`).
+        fp8: FP8 recipe of linear layers (`train.fp8`).
     """
     megatron.stage_layers(cast("int", derived["num_layers"]))
     for key, value in megatron.extra.items():
@@ -501,7 +502,7 @@ def check_model(
 
 
 def _context_parallel_attention(m: MegatronConfig, device: Device, derived: Mapping[str, object]) -> None:
-    """Transformer Engine 2.20 has no kernel for sinks or sliding windows in a ring of context-parallel ranks."""
+    """Reject sinks and sliding windows with context parallelism: Transformer Engine 2.20 lacks their ring kernels."""
     special = derived.get("softmax_type") not in (None, "vanilla") or derived.get("window_size") is not None
     if device == "cuda" and special and m.context_parallel_size > 1 and m.extra.get("cp_comm_type") != "a2a":
         raise ConfigError(

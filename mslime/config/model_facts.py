@@ -1,5 +1,6 @@
-"""What config.json of a checkpoint says that several packages need. Its family reads it once, and it is handed down.
-Its family reads it from config.json once, and it is handed down."""
+"""Facts from a checkpoint's config.json for several packages. The model's family reads them once; then they are passed
+on.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from mslime.config.errors import CheckpointError, hub_download, reading
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Sizes of a model that more than its builder needs.
+    """Sizes of a model that are used outside of its builder.
 
     Attributes:
-        vocab_size: rows of the embedding, without padding. An engine that is sent a token id beyond it dies.
-        max_positions: longest sequence that the checkpoint was made for, in tokens.
+        vocab_size: rows of the embedding, without padding. A token id beyond it crashes an engine.
+        max_positions: longest supported sequence, in tokens.
         num_layers: transformer layers, dense ones counted.
         moe_layer_ids: global ids of the layers that route; empty for a dense model.
         num_experts, top_k: routed experts of a layer, and of a token; 0 for a dense model.
-        renderers: names of those that may know how the family's checkpoints chat (`rollout.renderer`).
+        renderers: candidates for the checkpoints' chat format (`rollout.renderer`).
     """
 
     vocab_size: int
@@ -35,11 +36,11 @@ class ModelFacts:
     renderers: tuple[str, ...] = ()
 
     def sends_routes(self, replay: ReplayMode) -> bool:
-        """Whether engines are asked for the routes of this model, given `train.replay`."""
+        """Whether engines return the routes of this model, given `train.replay`."""
         return replay == "r3" and bool(self.moe_layer_ids)
 
 
-# What several packages read of a checkpoint's config.json; how an architecture is described is its family's to say.
+# Readers of config.json for several packages; families read the architecture.
 
 
 def read_hf_config(directory: Path) -> dict[str, object]:
@@ -69,20 +70,20 @@ def read_hf_config(directory: Path) -> dict[str, object]:
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section that describes the language model: `text_config` of one that also sees or hears, else all of it."""
+    """Section of the language model: `text_config` of a multimodal model, else the whole file."""
     text = hf_config.get("text_config")
     return cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else hf_config
 
 
 def checkpoint_dtype(hf_config: Mapping[str, Any]) -> str | None:
-    """The dtype that a checkpoint's config.json names, as torch calls it; None when it names none."""
+    """Dtype in a checkpoint's config.json, as torch names it; None if there is none."""
     sections = (hf_config, language_model(hf_config))
     named = (str(section[key]) for section in sections for key in ("dtype", "torch_dtype") if section.get(key))
     return next(named, None)
 
 
 def eos_ids(section: Mapping[str, Any]) -> list[int]:
-    """The end-of-sequence ids that a section or a generation_config.json names: none, one, or a list.
+    """End-of-sequence ids in a section or a generation_config.json: none, one, or a list.
 
     Raises one of MALFORMED.
     """
@@ -91,6 +92,6 @@ def eos_ids(section: Mapping[str, Any]) -> list[int]:
 
 
 def _fetched(path: Path) -> str:
-    """For what looks like a name on the Hugging Face Hub: how to fetch it."""
+    """Hint for a path that looks like a Hugging Face Hub name: how to download it."""
     command, there = hub_download(path)
     return command if there == path else f"{command}, then --model.path {there}"

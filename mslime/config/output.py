@@ -1,4 +1,4 @@
-"""Sections of what a run writes: checkpoints, exports, metrics and logs."""
+"""Sections of a run's output: checkpoints, exports, metrics and logs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ObserveConfig(Section):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`save_rollouts` as true or false is all or none."""
+        """Convert `save_rollouts` true or false to all or none."""
         given = values.get("save_rollouts")
         return values | {"save_rollouts": "all" if given else "none"} if isinstance(given, bool) else values
 
@@ -139,7 +139,7 @@ def _ends_interval(step: int, every: int) -> bool:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, *, sets: list[str], task: Task, eval_every: int) -> None:
-    """Refuse a `keep_best` of a held-out set that is never evaluated: it would keep nothing, in silence.
+    """Reject a `keep_best` on a held-out set that is never evaluated: it would silently keep nothing.
 
     Args:
         sets: names of the held-out sets.

@@ -1,7 +1,7 @@
 """Fields of the two engines' own configuration classes, read from the installed packages without importing them.
 
-megatron-core's dataclasses and SGLang's argument namespaces are parsed as source text, so that a misspelt or
-ill-typed pass-through key is refused in milliseconds, on a machine without torch, against the version that will run.
+megatron-core's dataclasses and SGLang's argument namespaces are parsed as source text. A misspelt or ill-typed
+pass-through key is rejected in milliseconds, on a machine without torch, against the installed version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineField:
     Attributes:
         name: the engine's own spelling.
         owner: class that declares it.
-        kinds: accepted Python types; empty when the annotation is too rich to check here.
+        kinds: accepted Python types; empty if the annotation is too complex to check here.
         choices: accepted values of a Literal; empty otherwise.
         optional: None is accepted.
     """
@@ -43,7 +43,7 @@ class EngineField:
     optional: bool
 
     def accepts(self, value: object) -> bool:
-        """Whether `value` fits the annotation, as far as it can be told from the source."""
+        """Whether `value` fits the annotation, as far as the source shows."""
         if value is None:
             return self.optional or not (self.kinds or self.choices)
         if self.choices and value in self.choices:
@@ -113,7 +113,7 @@ def _read_annotation(node: ast.expr) -> _Read:
 
 
 def _listed_choices(arguments: list[ast.expr]) -> set[object]:
-    """The `choices` of SGLang's `Arg(...)`, written there or by the name of a list; empty where there are none."""
+    """The `choices` of SGLang's `Arg(...)`, given directly or by the name of a list; empty if there are none."""
     calls = [a for a in arguments if isinstance(a, ast.Call)]
     for value in (k.value for call in calls for k in call.keywords if k.arg == "choices"):
         if isinstance(value, ast.Name):
@@ -163,7 +163,7 @@ def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package; None where it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -206,19 +206,19 @@ def sglang_fields() -> dict[str, EngineField]:
 
 
 def engine_fields(engine: str) -> dict[str, EngineField]:
-    """Every field that the section `megatron` or `sglang` takes from its engine, by name."""
+    """Every engine field that the section `megatron` or `sglang` accepts, by name."""
     return {"megatron": megatron_fields, "sglang": sglang_fields}[engine]()
 
 
 def collect_extra(
     section: str, engine: str, values: dict[str, Any], own: set[str], reserved: dict[str, str]
 ) -> dict[str, Any]:
-    """Move the keys that belong to the engine into `extra`, checking names and values.
+    """Move the engine's keys into `extra`, checking names and values.
 
     Args:
         section: its name, for messages.
-        engine: `megatron` or `sglang`, whose fields it takes.
-        values: what the user wrote in that section.
+        engine: `megatron` or `sglang`, the owner of the fields.
+        values: of the user in that section.
         own: mslime's typed keys of the section.
         reserved: engine fields that mslime sets itself, with the reason.
 

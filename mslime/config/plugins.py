@@ -1,11 +1,11 @@
-"""What installed packages add to mslime, by the entry points of their distributions.
+"""Plug-ins of mslime: entry points of installed distributions.
 
-A package adds something with a table of its pyproject.toml, and nothing else:
+A package adds a plug-in by a table of its pyproject.toml, and nothing else:
 
     [project.entry-points."mslime.rewards"]
     unit-tests = "my_package.rewards:UnitTests"
 
-The distribution of mslime adds what its second package, `mslime_plugins`, holds through the same groups. mslime itself
+The distribution of mslime adds those of its second package, `mslime_plugins`, through the same groups. mslime itself
 imports nothing of that package.
 """
 
@@ -20,14 +20,15 @@ from typing import Any, Literal
 from mslime.config.errors import ConfigError, nearest
 
 Group = Literal["mslime.commands", "mslime.checks", "mslime.rewards", "mslime.environments", "mslime.transports"]
-"""`mslime.commands`: a `mslime.cli.command.Command`, by the word that follows `mslime`.
-`mslime.checks`: a function of a RunConfig that raises UserError, called by `mslime check` and before a run.
-`mslime.rewards`: see `rollout.rewards.scorer`; `mslime.environments`: see `rollout.environments`;
-`mslime.transports`: see `weights.transport`."""
+"""`mslime.commands`: a `mslime.cli.command.Command`, named by the subcommand. `mslime.checks`: a function of a
+RunConfig that raises UserError, called by `mslime check` and before a run. `mslime.rewards`: see
+`rollout.rewards.scorer`; `mslime.environments`: see `rollout.environments`; `mslime.transports`: see
+`weights.transport`.
+"""
 
 
 def found(group: Group) -> dict[str, EntryPoint]:
-    """The entry points of a group, by name, in the order of their names.
+    """Entry points of a group by name, sorted by name.
 
     All distributions are read, not the first of each name, as `importlib.metadata.entry_points` does: a checkout on
     PYTHONPATH may hold the `egg-info` of an older build, which lacks the newest entry points.
@@ -37,7 +38,7 @@ def found(group: Group) -> dict[str, EntryPoint]:
 
 @functools.lru_cache
 def _points(group: Group, path: tuple[str, ...]) -> tuple[tuple[str, EntryPoint], ...]:
-    """The same, read once for each state of `sys.path`: some hundred files are opened."""
+    """`found`, cached for each state of `sys.path`: it opens some hundred files."""
     points: dict[str, EntryPoint] = {}
     for each in distributions():
         for point in each.entry_points.select(group=group):
@@ -46,7 +47,7 @@ def _points(group: Group, path: tuple[str, ...]) -> tuple[tuple[str, EntryPoint]
 
 
 def load(group: Group, name: str, setting: str) -> Any:
-    """What the entry point `name` of a group stands for.
+    """Load the object of entry point `name` in a group.
 
     Args:
         setting: the configuration field that holds the name, for messages.
@@ -63,7 +64,7 @@ def load(group: Group, name: str, setting: str) -> Any:
     point = known[name]
     try:
         return getattr(importlib.import_module(point.module), point.attr)
-    except Exception as error:  # another package's module may raise anything while it is imported
+    except Exception as error:  # another package's module may raise anything during import
         raise ConfigError(
             setting, name, f"{point.value!r} of {_distribution(point)} cannot be imported "
             f"({type(error).__name__}: {error})", "repair or uninstall that package",

@@ -1,6 +1,6 @@
-"""What a trainer rank and an SGLang server are started with, resolved from the run's sections once.
+"""Start parameters of trainer ranks and SGLang servers, resolved from the run's sections once.
 
-A policy and a critic are two models of one run. Each has a spec of its own, so that neither sees the other's settings.
+A policy and a critic are two models of one run. Each has its own spec and does not see the other's settings.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mslime.config.weights import WeightsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """How trainer ranks build a model.
+    """Parameters for building a model on trainer ranks.
 
     Attributes:
         checkpoint: Hugging Face directory that its architecture and weights are read from.
-        layout: how it is divided over the ranks.
+        layout: of the model over the ranks.
         megatron: settings of megatron-core.
-        device: of the ranks; `auto` is CUDA where there is any.
-        replay: whose routes its routers follow; `off` also for a model without routers.
-        fp8: how its linear layers multiply in FP8; None: they do not.
+        device: of the ranks; `auto` is CUDA if there is any.
+        replay: routes that its routers follow; `off` also for a model without routers.
+        fp8: recipe of its linear layers; None: no FP8.
     """
 
     checkpoint: Path
@@ -45,15 +45,15 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec(ModelSpec):
-    """How trainer ranks build and train a model.
+    """Parameters for building and training a model on trainer ranks.
 
     Attributes:
         train: the optimizer's side of a step, with this model's learning rates.
         rollouts: steps of the run that train this model.
-        seed: of what is drawn at random.
+        seed: of random numbers.
         threads: CPU threads of a rank.
         deadlines: of the ranks' waits for each other.
-        asleep: directory for files with its state while it sleeps, where it does; None: it lies in host memory then.
+        asleep: directory for files with its offloaded state; None: the state is kept in host memory.
     """
 
     train: TrainConfig
@@ -71,17 +71,17 @@ class TrainingSpec(ModelSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec(TrainingSpec):
-    """How the policy is trained, and sent to the engines.
+    """Parameters for training the policy and sending it to the engines.
 
     Attributes:
-        name: of the run; stands in exported checkpoints.
+        name: of the run, for exported checkpoints.
         algorithm: advantage, loss and correction.
-        temperature: of the softmax: what the tokens were sampled with; 1 for supervised training.
-        reference, teacher: checkpoints of further weights for the same model; None where none is held.
-        weights: how they are sent; the directory is this run's own, and absolute.
-        asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` decides what `auto` is.
-        lora: adapters that are trained in the place of the model; those of rank 0 are none.
-        as_stored: engines hold weights as the checkpoint stores them, also where that is quantised.
+        temperature: of the softmax, as in sampling; 1 for supervised training.
+        reference, teacher: checkpoints of further weights for the same model; None without one.
+        weights: settings of the sync; the directory is absolute and belongs to this run only.
+        asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` resolves `auto`.
+        lora: adapters that are trained instead of the model; rank 0 means none.
+        as_stored: engines hold weights as the checkpoint stores them, quantised or not.
     """
 
     name: str
@@ -96,13 +96,13 @@ class PolicySpec(TrainingSpec):
 
     @property
     def base_is_reference(self) -> bool:
-        """Whether the frozen model without its adapters is the reference policy, so that no copy of it is held."""
+        """Whether the frozen model without its adapters is the reference policy, which saves a copy of it."""
         return self.lora.on and self.reference == self.checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSpec(TrainingSpec):
-    """How a critic is trained. It routes by itself, without replay.
+    """Parameters for training a critic. It uses its own router, without replay.
 
     Attributes:
         value_clip: `critic.value_clip`.
@@ -112,7 +112,7 @@ class CriticSpec(TrainingSpec):
 
 
 def policy_spec(config: RunConfig) -> PolicySpec:
-    """The policy of a run."""
+    """Spec of a run's policy."""
     rl, model = config.train.task == "rl", config.model
     # Senders ask engines what the transport `auto` comes to, but where both take turns, settings alone say it.
     transport = config.transport if config.colocated else config.weights.transport
@@ -143,7 +143,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:
-    """The critic of a run: its own checkpoint and learning rates, in the policy's layout."""
+    """Spec of a run's critic: its own checkpoint and learning rates, in the policy's layout."""
     critic = config.critic
     rates = {"lr": critic.lr, "min_lr": critic.min_lr, "lr_warmup_steps": critic.lr_warmup_steps}
     return CriticSpec(
@@ -162,20 +162,20 @@ def critic_spec(config: RunConfig) -> CriticSpec:
     )
 
 
-# What an SGLang server is started with, resolved from the run's sections once: an engine of the run, or a teacher.
+# Start parameters of an SGLang server, resolved from the run's sections once: an engine of the run, or a teacher.
 
 Role = Literal["engine", "teacher"]
-"""What a server is for: generating with the policy's weights, or scoring with a teacher's."""
+"""Role of a server: generation with the policy's weights, or scoring with a teacher's."""
 
 
 @dataclass(frozen=True)
 class ServedLora:
-    """Adapters that a server makes room for.
+    """Adapters that a server reserves memory for.
 
     Attributes:
         rank: of every one.
-        modules: ends of the names of the modules that have one.
-        alive: how many it serves at once.
+        modules: name endings of the modules that have one.
+        alive: most adapters served at once.
         shares_outer: experts of a layer share factors in them (`lora.experts`).
     """
 
@@ -187,19 +187,19 @@ class ServedLora:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """How the servers of one role are started.
+    """Parameters for starting the servers of one role.
 
     Attributes:
         settings: `sglang`, or `teacher`.
         checkpoint, tokenizer: directories that they read.
-        device: of the servers, decided: not `auto`.
-        trainer_dtype: of the parameters of a trainer on a GPU, which an engine is sent.
+        device: of the servers, resolved: not `auto`.
+        trainer_dtype: of the parameters that a trainer on a GPU sends to engines.
         seed: of the run; server i draws from `seed + i`.
-        start_s: seconds until a server answers.
+        start_s: deadline of a server's start, in seconds.
         mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
         recorded: they load buckets of weights by recorded copies.
-        gives_back: they give their memory back while a trainer works on their GPUs; a teacher keeps its weights in the
-            machine's memory meanwhile, since nobody sends them again.
+        gives_back: they release their memory while a trainer works on their GPUs; a teacher then keeps its weights in
+            host memory, because they are not sent again.
         lora: adapters that they serve; None: none.
     """
 
@@ -226,14 +226,14 @@ class ServerSpec:
 
 
 def engine_spec(config: RunConfig, adapted: Sequence[str] = ()) -> ServerSpec:
-    """The engines of a run.
+    """Spec of a run's engines.
 
     Args:
-        adapted: ends of the names of modules with an adapter, where engines are given adapters.
+        adapted: name endings of modules with an adapter, if engines receive adapters.
     """
     model = config.model
     spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer)
-    # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
+    # If the last tokens of a draw have equal probabilities, SGLang's GPU kernels keep all of them, even beyond top-k.
     mask_tokens = 2 * config.rollout.top_k if config.rollout.truncated else None
     recorded = config.weights.loader == "recorded"
     return replace(
@@ -242,10 +242,10 @@ def engine_spec(config: RunConfig, adapted: Sequence[str] = ()) -> ServerSpec:
 
 
 def served_lora(config: RunConfig, adapted: Sequence[str]) -> ServedLora | None:
-    """What engines are told of the adapters that they are given; None where they are given weights.
+    """Adapters for which engines are configured; None if engines receive weights.
 
     Args:
-        adapted: ends of the names of modules with an adapter.
+        adapted: name endings of modules with an adapter.
     """
     rank = max((run.lora.rank for run in config.adapter_runs.values()), default=config.lora.rank)
     if not adapted:
@@ -254,7 +254,7 @@ def served_lora(config: RunConfig, adapted: Sequence[str]) -> ServedLora | None:
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:
-    """The servers of a run's teacher, which mslime launches."""
+    """Spec of the servers that mslime launches for a run's teacher."""
     path = config.teacher.path
     assert path is not None, "there is nothing to launch"
     return replace(_spec(config, "teacher", config.teacher, path, path), gives_back=config.teacher_shares)

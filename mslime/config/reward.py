@@ -1,4 +1,4 @@
-"""How a response is scored: graders, their weights, and what is taken off for length and repetition."""
+"""Scoring of responses: graders, their weights, and penalties for length and repetition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mslime.config.errors import ConfigError, nearest
 from mslime.config.plugins import found
 
 KINDS = ("exact", "http", "judge", "custom")
-"""Kinds of reward of mslime itself; entry points of the group `mslime.rewards` name the others."""
+"""Built-in kinds of reward; entry points of the group `mslime.rewards` name the others."""
 LIMIT_S = 30.0
 RESERVED_NAMES = ("source", "overlong", "repetition", "unshaped", "group")
-"""Names that metrics below `reward/` have already."""
+"""Names below `reward/` that other metrics use."""
 
 
 class RewardServersConfig(Section):
@@ -108,12 +108,12 @@ class GraderConfig(Section):
 
     @property
     def limit_s(self) -> float:
-        """Seconds that scoring one sample may take, of the kinds http, judge and custom."""
+        """Seconds for scoring one sample with the kinds http, judge and custom."""
         return self.timeout_s or LIMIT_S
 
     @property
     def servers(self) -> tuple[str, RewardServersConfig] | None:
-        """(section's name, settings) of the servers that this kind asks; None where there are none."""
+        """(section's name, settings) of this kind's servers; None if it has none."""
         return {"http": ("http", self.http), "judge": ("judge", self.judge)}.get(self.kind)
 
 
@@ -141,7 +141,7 @@ class ScoringConfig(GraderConfig):
 
     @property
     def graders(self) -> list[RewardPartConfig]:
-        """The graders with their names and weights; a single one is called by its kind."""
+        """Graders with their names and weights; a single one is named by its kind."""
         if self.parts:
             return self.parts
         return [RewardPartConfig(name=self.kind, **{n: getattr(self, n) for n in GraderConfig.model_fields})]
@@ -177,7 +177,7 @@ class RewardConfig(ScoringConfig):
 
 
 def check_reward(reward: RewardConfig, *, max_response_tokens: int) -> None:
-    """Refuse graders as `check_scoring` does, and a penalty that begins at no length. Raises ConfigError."""
+    """Check graders by `check_scoring`, and reject a length penalty without a start. Raises ConfigError."""
     check_scoring("reward", reward)
     if reward.overlong.buffer_tokens >= max_response_tokens:
         raise ConfigError(
@@ -189,7 +189,7 @@ def check_reward(reward: RewardConfig, *, max_response_tokens: int) -> None:
 
 
 def check_scoring(place: str, scoring: ScoringConfig) -> None:
-    """Refuse a grader without what it needs, or with what it does not use.
+    """Reject a grader that lacks required settings, or has settings that it does not use.
 
     Args:
         place: path of the section, for messages.

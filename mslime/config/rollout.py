@@ -1,4 +1,4 @@
-"""The section `rollout`: what is generated, by whom, how far ahead of the trainer, by which agents and environments."""
+"""Section `rollout`: amount and source of generated data, staleness, agents and environments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mslime.config.keys import read_secret, refuse_empty, shown_secret
 from mslime.config.plugins import found
 from mslime.config.reward import RewardConfig
 
-# Settings of runs whose rollouts are those of Atropos' environments; `rollout` has the rules about them.
+# Settings of runs whose rollouts come from Atropos' environments; `rollout` has their rules.
 
 FUNCTION = "atropos"
 """`rollout.function` of such a run."""
 
 GIVEN = "mslime.algorithms.given:advantages"
-"""`algorithm.advantage` that takes the numbers that an environment gives."""
+"""`algorithm.advantage` that uses advantages from an environment."""
 
 AtroposToken = Annotated[
     SecretStr,
@@ -63,7 +63,7 @@ class AtroposConfig(Section):
     )
 
     def secret(self) -> str:
-        """The token; empty where there is none. Raises ConfigError when it cannot be found."""
+        """The token; empty if there is none. Raises ConfigError if it cannot be found."""
         return "" if self.token is None else read_secret(self.token, "rollout.atropos.token")
 
     @model_validator(mode="after")
@@ -72,16 +72,16 @@ class AtroposConfig(Section):
         return self
 
 
-# Environments of users: which class, and what one of its episodes may take.
+# Users' environments: their class, and limits of an episode.
 
 Credit = Literal["auto", "episode", "steps"]
-"""What the rewards of an environment's steps are beside the episode's reward."""
+"""Relation of an environment's step rewards to the episode's reward."""
 
 TurnsOf = Literal["text", "chat"]
-"""What an episode is made of."""
+"""Structure of an episode."""
 
 TIMED_ADVANTAGES = ("reinforce_pp", "gae")
-"""Advantages that read when a reward came."""
+"""Advantages that use the time of a reward."""
 
 
 class EnvironmentLimitsConfig(Section):
@@ -108,7 +108,7 @@ class EnvironmentLimitsConfig(Section):
     )
 
 
-# Settings of rollouts that chat: what one may take, and the server that agents speak to.
+# Settings of chat rollouts: limits of one, and the server for agents.
 
 Token = Annotated[
     SecretStr,
@@ -156,7 +156,7 @@ class AgentServer(Section):
     max_request_mib: int = Field(default=64, ge=1, le=4096, description="Largest request.")
 
     def secret(self) -> str:
-        """The token; empty where there is none. Raises ConfigError when it cannot be found."""
+        """The token; empty if there is none. Raises ConfigError if it cannot be found."""
         return "" if self.token is None else read_secret(self.token, "rollout.server.token")
 
     @model_validator(mode="after")
@@ -166,7 +166,7 @@ class AgentServer(Section):
 
 
 def check_address(section: str, host: str, has_token: bool) -> None:
-    """Raise ConfigError for an address that others reach without a token, or that is none to be found under."""
+    """Raise ConfigError for an address that other machines can reach without a token, or an unusable one."""
     if not has_token and not _is_loopback(host):
         raise ConfigError(f"{section}.token", None, f"the server would be reached by others, at {host}",
                           f"set a token (env:NAME), or leave {section}.host at 127.0.0.1")  # fmt: skip
@@ -183,11 +183,11 @@ def _is_loopback(host: str) -> bool:
 
 
 FUNCTIONS = ("single_turn", "environment")
-"""Rollout functions of mslime itself; entry points of the group `mslime.environments` name the others."""
-"""What plays a rollout, beside functions of the user's."""
+"""Built-in rollout functions; entry points of the group `mslime.environments` name the others."""
+"""Built-in kinds of rollouts, besides users' functions."""
 
 DynamicFilter = Literal["none", "zero_variance"]
-"""Which groups leave, beside functions of the user's."""
+"""Built-in filters of groups, besides users' functions."""
 
 OnStale = Literal["keep", "mask", "reroll", "drop"]
 """What becomes of tokens older than the bound, once `auto` is decided."""
@@ -340,7 +340,7 @@ class RolloutConfig(Section):
         return value
 
     def longest(self, max_positions: int) -> int:
-        """Tokens that prompt and response may have together; `max_positions` are the model's."""
+        """Most tokens of prompt and response together; `max_positions` is the model's limit."""
         return self.max_total_tokens or max_positions
 
     @property
@@ -352,7 +352,7 @@ class RolloutConfig(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """Whether sampling is truncated to a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -366,7 +366,7 @@ def check_rollout(
     servers: int,
     colocated: bool,
 ) -> None:
-    """Refuse rollouts that could not be played, would teach nothing, or need engines that are not there.
+    """Reject rollouts that cannot run, teach nothing, or need engines that are missing.
 
     Args:
         servers: engines of the run.
@@ -394,7 +394,7 @@ def check_rollout(
 
 
 def _check_turns(rollout: RolloutConfig) -> None:
-    """What is generated for later steps is interrupted at the end of each turn, and goes on in the next."""
+    """Check settings of colocated runs: generation for later steps is interrupted at the end of each turn."""
     if rollout.max_staleness > 1:
         raise ConfigError(
             "rollout.max_staleness", rollout.max_staleness,
@@ -411,7 +411,7 @@ def _check_turns(rollout: RolloutConfig) -> None:
 
 
 def _check_groups(rollout: RolloutConfig, advantage: str) -> None:
-    """What a group of one cannot have."""
+    """Reject settings that groups of one do not support."""
     if advantage in GROUP_RELATIVE and rollout.group_size < 2:
         raise ConfigError(
             "rollout.group_size",
@@ -429,7 +429,7 @@ def _check_groups(rollout: RolloutConfig, advantage: str) -> None:
 
 
 def _check_managers(rollout: RolloutConfig, servers: int) -> None:
-    """Each rollout manager has engines of its own, and a port if there is a fixed one."""
+    """Check that each rollout manager has its own engines, and its own port if ports are fixed."""
     managers, server = rollout.managers, rollout.server
     if managers > servers:
         raise ConfigError(
@@ -448,7 +448,7 @@ def _check_managers(rollout: RolloutConfig, servers: int) -> None:
 
 
 def _check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
-    """An environment goes with the function that plays it, and its rewards with an advantage that reads them."""
+    """Check that an environment has its rollout function, and its rewards an advantage that uses them."""
     if (rollout.function == "environment") != (rollout.environment is not None):
         raise ConfigError("rollout.environment", rollout.environment,
                           f"goes together with rollout.function: environment (it is {rollout.function!r})",
@@ -467,7 +467,7 @@ def _check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data:
 
 
 def _check_chat(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
-    """Episodes that are chats need a chat template, and credit for their steps."""
+    """Check that chat episodes have a chat template, and credit for their steps."""
     if rollout.environment_turns != "chat":
         return
     if not data.apply_chat_template:
@@ -484,7 +484,7 @@ def _check_chat(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataCo
 def _check_atropos(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig, reward: RewardConfig, task: Task
 ) -> None:
-    """What Atropos' environments cannot have, and what has no meaning without them."""
+    """Reject settings that Atropos' environments do not support, and settings that have no effect without them."""
     if rollout.function != FUNCTION:
         if algorithm.advantage == GIVEN:
             raise ConfigError("algorithm.advantage", GIVEN, "takes the advantages that Atropos' environments give, and "

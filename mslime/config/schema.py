@@ -1,11 +1,11 @@
-"""The run configuration: one typed tree that is the truth for YAML, flags, documentation and validation.
+"""Run configuration: one typed tree that defines YAML, flags, documentation and validation.
 
-Free of torch and of every engine. Names follow the engine that owns the thing: `megatron.*` and `sglang.*` use the
-engine's own field names, and any further field of its dataclasses may be given (see `passthrough`).
+Free of torch and of every engine. `megatron.*` and `sglang.*` use the engine's own field names, and any further field
+of its dataclasses may be given (see `passthrough`).
 
-A setting is refused in two places. What a section is by itself, its own fields and validators say. What it cannot be
-beside other sections, the function `check_SECTION` in its module says, which is given what it reads of them:
-`RunConfig._check` calls all of these, in order. (What a checkpoint, a tokenizer or data rule out, `checks` says.)
+Settings are validated in two places. Fields and validators of a section check it alone. The function `check_SECTION` in
+its module checks it against other sections, whose values it receives; `RunConfig._check` calls all of these, in order.
+(`checks` validates against a checkpoint, a tokenizer and data.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mslime.config.weights import WeightsConfig, check_weights
 
 
 def directory_name(name: str) -> str:
-    """A name that is one directory inside another. Raises ValueError."""
+    """Validate a name for a single directory inside another. Raises ValueError."""
     if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & {"/", "\\"} or len(name) > 200:
         raise ValueError("must be the name of one directory: printable, at most 200 characters, no / and no \\")
     return name
@@ -77,7 +77,7 @@ class ModelConfig(Section):
 
     @property
     def tokenizer(self) -> Path:
-        """Where the tokenizer is."""
+        """Directory of the tokenizer."""
         return self.tokenizer_path or self.path
 
 
@@ -107,7 +107,7 @@ class DeadlineConfig(Section):
     )
 
     def controls_within(self, seconds: float) -> DeadlineConfig:
-        """The same, but an engine has so long for an answer to a control call, or of a weight update."""
+        """The same with the deadline `seconds` for an engine's replies to control calls and weight updates."""
         return self.model_copy(update={"engine_control_s": seconds, "weight_sync_s": seconds})
 
 
@@ -126,7 +126,7 @@ class HooksConfig(Section):
 
 
 def check_hooks(hooks: HooksConfig, *, task: Task) -> None:
-    """Refuse what names no function, and a hook that would never be called. Raises ConfigError."""
+    """Reject hooks that are not function names or would never be called. Raises ConfigError."""
     for setting, named in (("hooks.step", hooks.step), ("hooks.sample", hooks.sample)):
         if named is not None:
             check_choice(setting, named, ())
@@ -157,7 +157,7 @@ class AdapterConfig(Section):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The same values, if none of them is the base's."""
+        """Check that an entry has no settings of the base."""
         refuse_shared(values)
         return values
 
@@ -202,12 +202,12 @@ class RunConfig(Section):
 
     @property
     def adapter_runs(self) -> dict[str, RunConfig]:
-        """The run of each of several adapters by name, in their order: as if it were trained alone."""
+        """Runs of several adapters by name, in their order, as if each were trained alone."""
         return {run.name: self._with_base(run) for run in self._adapter_runs}
 
     @property
     def run_dir(self) -> Path:
-        """Where this run writes."""
+        """Output directory of this run."""
         return self.output_dir / self.name
 
     @property
@@ -227,17 +227,17 @@ class RunConfig(Section):
 
     @property
     def taught_gpus(self) -> int:
-        """GPUs of the trainer that a served teacher shares, where no engine can be."""
+        """GPUs of the trainer that a served teacher shares, which no engine can use."""
         return self.teacher.gpus if self.teacher_shares else 0
 
     @property
     def syncs_adapters(self) -> bool:
-        """Whether engines are given adapters, and no weights."""
+        """Whether engines receive adapters instead of weights."""
         return self.train.task == "rl" and self.lora.sync == "adapter" and (self.lora.on or bool(self.adapters))
 
     @property
     def transport(self) -> str:
-        """`weights.transport`; where it is `auto`, what that comes to with the engines that the run starts."""
+        """`weights.transport`, with `auto` resolved for the engines that the run starts."""
         if self.weights.transport != AUTO:
             return self.weights.transport
         engine, cluster = self.sglang, self.cluster
@@ -246,22 +246,23 @@ class RunConfig(Section):
 
     @property
     def steps_together(self) -> bool:
-        """Whether steps of several adapters that are ready at the same time go through the model in one pass."""
+        """Whether concurrent steps of several adapters share one pass through the model."""
         if self.lora.together is not None:
             return self.lora.together
         return self.layout.pp > 1 and not self.megatron.counts_over_a_step
 
     @property
     def adapters_alive(self) -> int:
-        """Versions of the adapters that an engine serves at once, at most (`syncs_adapters`): the newest, and those
-        that running requests have."""
+        """Most adapter versions that an engine serves at once (`syncs_adapters`): the newest, and those of running
+        requests.
+        """
         if self.adapters:
             return sum(run.adapters_alive for run in self._adapter_runs)
         return 2 if self.rollout.pause_mode == "abort" else self.rollout.max_staleness + 2
 
     @property
     def compares_weights(self) -> bool:
-        """Whether engines may be able to say what they hold: by what they recorded; attached ones are asked."""
+        """Whether engines may return checksums of their weights, from recorded copies; attached ones are queried."""
         return self.syncs_adapters or self.weights.loader == "recorded" or bool(self.sglang.urls)
 
     @property
@@ -276,7 +277,7 @@ class RunConfig(Section):
 
     @property
     def critic_ranks(self) -> int:
-        """Processes, and GPUs, that a critic of its own takes beside the trainer's."""
+        """Processes, and GPUs, of a separate critic beside the trainer's."""
         return self.layout.world_size if self.has_critic and not self.shares_critic else 0
 
     @property
@@ -289,25 +290,26 @@ class RunConfig(Section):
 
     @property
     def policy_steps(self) -> int:
-        """Steps of the run that train the policy: all but those in which the critic is warmed up."""
+        """Steps of the run that train the policy: all except the critic's warm-up."""
         return self.train.num_steps - (self.critic.warmup_steps if self.has_critic else 0)
 
     @property
     def weights_directory(self) -> Path:
-        """Where weights and adapters lie in files, of this run's alone: absolute, for engines read it too."""
+        """Directory for files of weights and adapters of this run: absolute, because engines read it too."""
         given = self.weights.directory
         return (given / self.name if given is not None else self.run_dir / "weights").absolute()
 
     @property
     def asleep_directory(self) -> Path | None:
-        """Where a trainer that sleeps keeps its state in files; None where it keeps it in host memory. The device
-        `auto` counts as GPUs."""
+        """Directory for files of an offloaded trainer's state; None if the state is kept in host memory. The device
+        `auto` counts as GPUs.
+        """
         cluster = self.cluster
         kept_in = cluster.asleep_in if cluster.asleep_in != "auto" else "disk" if cluster.device == "cpu" else "memory"
         return (cluster.asleep_directory or self.run_dir).absolute() if kept_in == "disk" else None
 
     def claims(self, parts: Parts = WHOLE) -> list[Claim]:
-        """What the run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
+        """Claims of the run: trainer ranks, and a critic, engines and teachers that mslime launches."""
         generates = self.train.task == "rl" and parts.engines
         launched = self.sglang.num_engines if generates and not self.sglang.urls else 0
         shared = launched and parts.trainers and self.colocated
@@ -322,7 +324,7 @@ class RunConfig(Section):
         return [claim for claim in wanted if claim.count]
 
     def refuse_several(self, what: str) -> None:
-        """Raise ConfigError where something is done for one adapter, and the run has several."""
+        """Raise ConfigError if a command needs one adapter, and the run has several."""
         if names := [entry.name for entry in self.adapters]:
             raise ConfigError(
                 "adapters", ", ".join(names), f"{what} is for one adapter",
@@ -347,7 +349,7 @@ class RunConfig(Section):
         return config
 
     def _check(self) -> None:
-        """Refuse what sections cannot be beside each other. Raises ConfigError for the first broken rule."""
+        """Check sections against each other. Raises ConfigError for the first broken rule."""
         task, cluster, layout, colocated = self.train.task, self.cluster, self.layout, self.colocated
         adapters, ranks = self.syncs_adapters, layout.world_size
         check_cluster(cluster, task=task)
@@ -382,13 +384,13 @@ class RunConfig(Section):
         check_hooks(self.hooks, task=task)
 
     def _resolve_adapters(self, values: dict[str, Any]) -> tuple[RunConfig, ...]:
-        """The run of every entry of `adapters`, in their order.
+        """Runs of all entries of `adapters`, in their order.
 
         Args:
-            values: what was given for this run, before defaults were filled in.
+            values: given for this run, before defaults.
 
         Raises:
-            ConfigError: an entry names what is the run's, or what cannot be trained beside others.
+            ConfigError: an entry has settings of the run, or cannot be trained beside others.
         """
         check_names([entry.name for entry in self.adapters])
         self._check_shared()
@@ -398,7 +400,7 @@ class RunConfig(Section):
         return runs
 
     def _run_of(self, values: dict[str, Any], entry: dict[str, Any]) -> RunConfig:
-        """One entry on top of the run's values."""
+        """One entry merged over the run's values."""
         name = str(entry["name"])
         try:
             return type(self).model_validate(merged_entry(values, entry, self.run_dir / DIRECTORY))
@@ -412,7 +414,7 @@ class RunConfig(Section):
             raise placed(name, error, entry) from None
 
     def _with_base(self, run: RunConfig) -> RunConfig:
-        """An adapter's run with everything that is the base's as it is now, and its directory below this run's."""
+        """An adapter's run with the present settings of the base, and its directory below this run's."""
         shared = [name for name in RunConfig.model_fields if name not in (*OWN_SECTIONS, "name", "seed", "adapters")]
         changed = {name: getattr(self, name) for name in shared}
         changed["output_dir"] = self.run_dir / DIRECTORY
@@ -421,7 +423,7 @@ class RunConfig(Section):
         return run.model_copy(update=changed)
 
     def _as_entry(self, weight: float) -> dict[str, Any]:
-        """An adapter's run as an entry with nothing left open, as YAML would have it: it resolves to the same run."""
+        """An adapter's run as a complete YAML entry, which resolves to the same run."""
         whole = self.as_dict()
         shared = [setting.split(".") for setting in SHARED]
         sections = {
@@ -430,7 +432,7 @@ class RunConfig(Section):
         return {"name": self.name, "weight": weight, "seed": self.seed, **sections}
 
     def _check_shared(self) -> None:
-        """What a run of several adapters is not made for. Raises ConfigError."""
+        """Reject settings that runs of several adapters do not support. Raises ConfigError."""
         refused: tuple[tuple[bool, str, object, str, str], ...] = (
             (self.train.task != "rl", "train.task", self.train.task, "supervised training has one adapter",
              "train each adapter in a separate run"),
@@ -458,7 +460,7 @@ class RunConfig(Section):
                 raise ConfigError(field, value, f"{rule} (adapters)", way_out)
 
     def _check_adapter(self, run: RunConfig) -> None:
-        """What one of several adapters cannot have. Raises ConfigError."""
+        """Reject settings that one of several adapters does not support. Raises ConfigError."""
         at = f"adapters.{run.name}"
         if run.has_critic:
             raise ConfigError(f"{at}.algorithm.advantage", "gae", "a critic needs a separate run",

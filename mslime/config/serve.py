@@ -1,4 +1,4 @@
-"""Section `serve`, and what clients of `mslime serve` may ask of a trainer: losses by name, an optimizer's step."""
+"""Section `serve`, and client requests of `mslime serve` for a trainer: losses by name, an optimizer's step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSS_SETTINGS: dict[str, dict[str, float]] = {
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
 }
-"""What each takes as `loss_fn_config`, with the public service's defaults."""
+"""Keys of each loss's `loss_fn_config`, with the public service's defaults."""
 
 
 @dataclass(frozen=True)

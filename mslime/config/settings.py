@@ -1,6 +1,6 @@
 """Every setting of a run, listed from the schema: for flags, `--help`, `mslime check --fields` and docs/settings.md.
 
-The schema is the truth; nothing here knows a setting by name.
+The schema defines all of it; this module contains no name of a setting.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Setting:
     Attributes:
         path: `rollout.max_staleness`.
         section: everything before the last dot; empty at the top.
-        expected: what it takes, in words.
-        default: as YAML would have it; empty for a required one.
+        expected: accepted values, in words.
+        default: in YAML; empty for a required one.
         description: of the schema.
         boolean, listed: whether it is true or false, or takes several values.
     """
@@ -55,23 +55,23 @@ def all_settings() -> tuple[Setting, ...]:
 
 
 def sections() -> dict[str, str]:
-    """What each section is about, by its path; the top is the empty one."""
+    """Description of each section by its path; the top is the empty one."""
     return {path: _first_paragraph(model) for path, model in _sections(RunConfig, "")}
 
 
 def engine_sections() -> dict[str, type[EngineSection]]:
-    """The sections that also take an engine's own fields, by name."""
+    """Sections that also accept an engine's own fields, by name."""
     found = {name: section_of(field.annotation) for name, field in RunConfig.model_fields.items()}
     return {name: model for name, model in found.items() if model is not None and issubclass(model, EngineSection)}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation names, if it names one."""
+    """Section in an annotation, if there is one."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def as_markdown() -> str:
-    """The page docs/settings.md."""
+    """Text of docs/settings.md."""
     lines = [
         "# Settings", "",
         "Written by `mslime check --fields --markdown`. A setting is a line of the YAML file or a flag: "
@@ -136,7 +136,7 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
 
 
 def _expected(field: FieldInfo) -> str:
-    """What a setting takes, in words, with its bounds."""
+    """Accepted values of a setting in words, with their bounds."""
     text = _in_words(field.annotation)
     known = [name for rule in field.metadata if isinstance(rule, Known) for name in rule.names]
     text = f"{', '.join(known)} or {text}" if known else text

@@ -1,4 +1,4 @@
-"""The section `train`: the optimizer's side of a step, supervised batches, routing replay, memory for logits."""
+"""Section `train`: the optimizer's side of a step, supervised batches, routing replay, memory for logits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TrainConfig(Section):
 
 
 def check_train(train: TrainConfig, *, policy_steps: int, groups_per_step: int) -> None:
-    """Refuse learning rates and optimizer steps that cannot be.
+    """Reject invalid learning rates and numbers of optimizer steps.
 
     Args:
         policy_steps: steps of the run that train the policy.

@@ -1,8 +1,8 @@
-"""The transports that mslime brings along, and what others need to know of each without importing it.
+"""Table of the built-in transports, with their traits, which is read without importing them.
 
-A transport's name stands in this table and in its own module only: settings, planner and senders read its traits. A new
-transport is a module in `weights`, a row here, and what the engine plug-in needs for it. A package adds one by an entry
-point of the group `mslime.transports`: its Traits.
+A transport's name is only in this table and in its own module: settings, planner and senders read its traits. A new
+transport is a module in `weights`, a row here, and its part of the engine plug-in. A package adds one by an entry point
+of the group `mslime.transports`: its Traits.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from mslime.config.errors import ConfigError
 from mslime.config.plugins import found, load
 
 AUTO = "auto"
-"""The transport is chosen when trainer ranks connect with the engines (`choose`)."""
+"""The transport is chosen when trainer ranks connect to the engines (`choose`)."""
 FALLBACK = "broadcast"
-"""What works with every engine."""
+"""Transport that works with every engine."""
 
 DeltaOver = Literal["disk", "broadcast"]
-"""By which transports changes can be sent."""
+"""Transports that can carry changes."""
 MooncakeOver = Literal["rdma", "tcp"]
-"""What Mooncake's transfer engine reads memory over."""
+"""Protocols over which Mooncake's transfer engine reads memory."""
 
 Way = Literal["network", "adapters", "gpus", "host", "directory"]
-"""What a sync's least time depends on: the network of one sender, the adapters of all engines, links between GPUs, the
-memory of one machine, or a directory that all machines share."""
+"""Bottleneck of a sync: the network of one sender, the adapters of all engines, links between GPUs, the memory of one
+machine, or a directory that all machines share.
+"""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What holds for one transport. The defaults are those of a user's own.
+    """Properties of one transport. The defaults are those of a user's own.
 
     Attributes:
         made_by: `module:function` or class that makes it for a sender.
         about: how buckets reach the engines, for the setting's description.
         settings: of the section `weights`, which no other transport reads.
-        needs_plugin: of engines: mslime's plug-in.
-        joins_engines: trainer rank and engine are members of one process group, which NCCL refuses on one GPU.
+        needs_plugin: engines need mslime's plug-in.
+        joins_engines: trainer rank and engine are members of one process group, which NCCL does not allow on one GPU.
         one_host: trainer and engines share memory of one machine.
-        on_engines_gpus: every trainer rank gives weights to the engine's rank on its own GPU.
+        on_engines_gpus: every trainer rank sends weights to the engine's rank on its own GPU.
         passes_on: an engine's ranks pass buckets on to each other.
-        sends_changes: of each bucket only what changed, by another transport (`weights.delta_over`).
+        sends_changes: only changed elements of each bucket, by another transport (`weights.delta_over`).
         uses_directory: writes files into `weights.directory`.
         gpu_bucket: a sender's GPU holds one bucket more, which engines read.
         keeps_gpu_bucket: also between syncs.
         host_buckets: largest buckets that a sender keeps in host memory.
-        host_copies, pinned_copies: of all that a sender sends, in host memory.
-        way: None: not known.
+        host_copies, pinned_copies: copies in host memory of everything that a sender sends.
+        way: bottleneck of a sync; None: unknown.
     """
 
     made_by: str = ""
@@ -98,17 +99,18 @@ BUILT_IN: Mapping[str, Traits] = {
         settings=("delta_over",), needs_plugin=True, sends_changes=True, pinned_copies=1,
     ),
 }  # fmt: skip
-"""By the name that `weights.transport` gives them."""
+"""Transports by their names in `weights.transport`."""
 
 
 def transport_names() -> tuple[str, ...]:
-    """What `weights.transport` can be, besides a user's own `module:function`."""
+    """Values of `weights.transport`, besides a user's own `module:function`."""
     return (AUTO, *BUILT_IN, *found("mslime.transports"))
 
 
 def transports() -> dict[str, Traits]:
-    """All transports by name, but for those of packages that cannot be imported: a run that names none of them needs
-    none of them."""
+    """All transports by name, except those of packages that cannot be imported, which matter only to runs that use
+    them.
+    """
     known = dict(BUILT_IN)
     for name in found("mslime.transports"):
         with suppress(ConfigError):
@@ -117,7 +119,7 @@ def transports() -> dict[str, Traits]:
 
 
 def traits_of(transport: str) -> Traits:
-    """Traits of a transport; those of a user's own (`module:function`) and of `auto` are the defaults.
+    """Traits of a transport; defaults for a user's own (`module:function`) and for `auto`.
 
     Raises:
         ConfigError: the package that adds it cannot be imported.
@@ -129,17 +131,17 @@ def traits_of(transport: str) -> Traits:
 
 
 def owner_of(setting: str) -> str:
-    """The transport that alone reads a setting of the section `weights`."""
+    """The only transport that reads a setting of the section `weights`."""
     return next(name for name, traits in transports().items() if setting in traits.settings)
 
 
 def choose(*, one_rank_each: bool, share_cpus: bool = False) -> str:
-    """What `auto` comes to.
+    """Transport that `auto` resolves to.
 
     Args:
-        one_rank_each: each engine is one rank that has nobody to pass a bucket on to, and has the plug-in. With `relay`
-            it loads a bucket while the next one arrives, and takes part in as many process groups as with `broadcast`,
-            with one other bucket in memory.
+        one_rank_each: each engine is one rank, with the plug-in and without other ranks to pass buckets to. With
+            `relay` it loads a bucket while the next one arrives. It joins as many process groups as with `broadcast`,
+            and holds one bucket more in memory.
         share_cpus: trainer and engines take turns on the CPUs of one machine: one process group may not hold both.
     """
     if share_cpus:
@@ -148,5 +150,5 @@ def choose(*, one_rank_each: bool, share_cpus: bool = False) -> str:
 
 
 def for_shared_gpus(machines: int) -> str:
-    """A transport for engines that take turns with the trainer on the same GPUs."""
+    """Transport for engines that take turns with the trainer on the same GPUs."""
     return "shm" if machines == 1 else "delta"

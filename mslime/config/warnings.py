@@ -1,6 +1,6 @@
-"""Combinations that are allowed and known to mean nothing, or to go wrong: what `mslime check` warns of, and why.
+"""Warnings of `mslime check`: allowed combinations of settings that have no effect or are known to fail, with reasons.
 
-What corrupts a run is refused by its section instead.
+Settings that corrupt a run are rejected by their section instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mslime.config.weights import WeightsConfig
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """One sentence or two for each setting that has no effect or a doubtful one: which, why, and what to do."""
+    """One or two sentences for each setting with no effect or a doubtful one: the setting, the reason, a remedy."""
     engines = {"megatron": config.megatron, "sglang": config.sglang, "teacher": config.teacher}
     if config.train.task == "sft":
         return [*_untested(engines)]
@@ -53,7 +53,7 @@ def warnings(config: RunConfig) -> list[str]:
 
 
 def _untested(sections: Mapping[str, MegatronConfig | SGLangConfig]) -> Iterator[str]:
-    """Fields of the engines that are neither refused nor tried by anything of mslime's."""
+    """Engine fields that mslime neither rejects nor tests."""
     found = [f"{name}.{key}" for name, own in sections.items() for key in own.extra if key not in own.tested]
     if found:
         yield (
@@ -181,7 +181,7 @@ def _advantage(algorithm: AlgorithmConfig, dynamic_filter: str) -> Iterator[str]
 
 
 def _never_binds(algorithm: AlgorithmConfig, steps: int, value_clip: float | None) -> Iterator[str]:
-    """Clips around what was before the update, when each rollout is used once."""
+    """Clips around values from before the update, in runs that use each rollout once."""
     if steps > 1:
         return
     if algorithm.clip_dual is not None and algorithm.loss == "ppo" and algorithm.correction.reference == "recompute":

@@ -1,4 +1,4 @@
-"""The section `weights` of a run's settings: how the trainer's weights get to the engines."""
+"""Section `weights` of a run's settings: transfer of the trainer's weights to the engines."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class WeightsConfig(Section):
 
     @property
     def carrier(self) -> str:
-        """By what buckets go: the transport, or what changes are sent over."""
+        """Transport that carries buckets: `transport`, or the one that sends changes."""
         return self.carrier_of(self.transport)
 
     def carrier_of(self, transport: str) -> str:
-        """The same of another transport, which `auto` came to."""
+        """The same for another transport, to which `auto` was resolved."""
         return self.delta_over if traits_of(transport).sends_changes else transport
 
     @property
     def own_settings(self) -> dict[str, str]:
-        """Those that the transport alone reads, by name."""
+        """Settings that only the transport reads, by name."""
         return {name: str(getattr(self, name)) for name in traits_of(self.transport).settings}
 
     @model_validator(mode="after")
@@ -102,13 +102,13 @@ def check_weights(
     transport: str,
     compares: bool,
 ) -> None:
-    """Refuse ways to the engines that the placement, the machines or the engines rule out.
+    """Reject transfers to the engines that the placement, the machines or the engines do not support.
 
     Args:
         wanted: GPUs of the run.
         ranks: of the trainer.
-        transport: `weights.transport`, `auto` decided.
-        compares: engines may be able to say what they hold.
+        transport: `weights.transport`, with `auto` resolved.
+        compares: engines may return checksums of their weights.
 
     Raises:
         ConfigError: the first broken rule.
@@ -127,7 +127,7 @@ def check_weights(
 
 
 def _check_on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
-    """Every rank of the trainer gives weights to the engine's rank on its own GPU."""
+    """Check that every rank of the trainer sends weights to the engine's rank on its own GPU."""
 
     def refused(rule: str, way_out: str) -> ConfigError:
         return ConfigError("weights.transport", transport, rule, way_out)
@@ -157,7 +157,7 @@ def _check_on_engines_gpus(transport: str, engine: SGLangConfig, cluster: Cluste
 
 
 def _check_colocated(weights: WeightsConfig, transport: str) -> None:
-    """Trainer and engines take turns on the same GPUs."""
+    """Check the transport of a trainer and engines that take turns on the same GPUs."""
     if traits_of(weights.carrier_of(transport)).joins_engines:
         raise ConfigError(
             "weights.delta_over" if traits_of(transport).sends_changes else "weights.transport", weights.carrier,

@@ -1,1 +1,1 @@
-"""Hugging Face <-> Megatron: one declarative rule table a family serves both directions and the weight sync."""
+"""Hugging Face <-> Megatron by one declarative rule table a family, for both directions and weight syncs."""

@@ -1,8 +1,8 @@
 """Arithmetic of quantised weights: FP8 with a scale per block, INT4 in groups, MXFP4. Pure tensor functions.
 
-Dequantisation works on bands of rows, so that its temporaries stay small beside the tensor, and gives the same bits as
-the engines do: the product in float32, rounded once to the result's dtype. Quantisation, which a weight sync does on
-GPUs, takes a whole expert's weight at once there.
+Dequantisation works on bands of rows, which keeps its temporaries small. Its bits equal those of the engines: the
+product in float32, rounded once to the result's dtype. Quantisation for a weight sync on a GPU processes an expert's
+whole weight at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ FP8_BLOCK = (128, 128)
 _INT4_HALF_RANGE = 7.5  # compressed-tensors: symmetric scales are max|w| / ((7 - -8) / 2)
 _BAND = 128
 AT_ONCE = {"cuda": 1 << 24, "cpu": 1 << 20}
-"""Elements of a weight that are quantised at once, of which there are three float32 copies meanwhile: on a GPU each
-operation is a kernel to launch, on a CPU they stay in its cache."""
+"""Elements that are quantised at once, with three temporary float32 copies: on a GPU each operation is one kernel
+launch, on a CPU they stay in its cache.
+"""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -35,12 +36,11 @@ def fp8_quantise(weight: Tensor, block: tuple[int, int] = FP8_BLOCK, *, power_of
 
     Args:
         weight: [out, in], any float dtype.
-        power_of_two: round scales up to a power of two (UE8M0: what DeepGEMM's kernels on Blackwell and DeepSeek-V3.1
-            use); else the exact float32 quotient max|w| / 448.
+        power_of_two: round scales up to a power of two (UE8M0, for DeepGEMM's kernels on Blackwell and DeepSeek-V3.1);
+            else the exact float32 quotient max|w| / 448.
 
     Returns:
-        float8_e4m3fn [out, in], and float32 [ceil(out / block), ceil(in / block)] by which it is multiplied to get the
-        weight back.
+        float8_e4m3fn [out, in], and float32 scales [ceil(out / block), ceil(in / block)] that multiply it.
     """
     import torch
 
@@ -64,7 +64,7 @@ def fp8_quantise(weight: Tensor, block: tuple[int, int] = FP8_BLOCK, *, power_of
 def fp8_dequantise(
     quantised: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype, first: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """The weight, in `dtype`: what SGLang's `block_quant_dequant` gives.
+    """The weight in `dtype`, equal to the result of SGLang's `block_quant_dequant`.
 
     Args:
         quantised: float8 [rows, columns], a part of a whole tensor.
@@ -87,7 +87,7 @@ def fp8_dequantise(
 
 
 def int4_quantise(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Symmetric INT4 with one scale for `group` consecutive inputs, packed like compressed-tensors packs it.
+    """Symmetric INT4 with one scale for `group` consecutive inputs, packed as in compressed-tensors.
 
     Args:
         weight: [out, in], `in` a multiple of `group`, and of 8.
@@ -114,7 +114,7 @@ def int4_quantise(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def int4_dequantise(packed: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] in `dtype`, from what `int4_quantise` (or compressed-tensors) wrote."""
+    """The weight [out, in] in `dtype`, from the output of `int4_quantise` or compressed-tensors."""
     import torch
 
     rows, columns = packed.shape[0], packed.shape[1] * 8
@@ -164,7 +164,7 @@ def _padded(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _power_of_two_above(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below; exact, by the float's own exponent."""
+    """The smallest power of two that is not smaller; exact, by the float's own exponent."""
     import torch
 
     mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2**exponent, 0.5 <= mantissa < 1

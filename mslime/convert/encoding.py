@@ -1,7 +1,7 @@
-"""Plain weights made into quantised ones: what `mslime convert fp8` and `int4` write, and what a weight sync sends.
+"""Quantises plain weights, for `mslime convert fp8` and `int4` and for weight syncs.
 
-`quantised` reads; this writes. A tensor of float numbers becomes one of few bits and its scales, under the names that
-the checkpoint's format gives them.
+`quantised` reads; this module writes. A float tensor becomes a tensor of few bits and its scales, under the names of
+the checkpoint's format.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NEVER = r"(\.eh_proj|_norm|norm)\.weight$"
 
 
 class Encoding(ABC):
-    """One way to write a weight in several tensors."""
+    """A format that writes one weight as several tensors."""
 
     @abstractmethod
     def plans(self, name: str, dtype: str, shape: Shape) -> tuple[TensorPlan, ...]:
-        """What is written of a weight. Args: its name, its dtype as safetensors names it, and [out, in]."""
+        """Tensors written for a weight. Args: its name, its dtype as safetensors names it, and [out, in]."""
 
     @abstractmethod
     def encode(self, weight: Tensor) -> Sequence[Tensor]:
-        """The tensors of `plans`, in their order."""
+        """Tensors of `plans`, in their order."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class Fp8Blocks(Encoding):
     suffix: str = "_scale_inv"
 
     def plans(self, name: str, dtype: str, shape: Shape) -> tuple[TensorPlan, ...]:
-        """See `Encoding`."""
         scales: Shape = tuple(blocks(size, block) for size, block in zip(shape, self.block, strict=True))
         return TensorPlan(name, "F8_E4M3", shape), TensorPlan(name + self.suffix, "F32", scales)
 
     def encode(self, weight: Tensor) -> Sequence[Tensor]:
-        """See `Encoding`."""
         return fp8_quantise(weight, self.block, power_of_two=self.power_of_two)
 
 
@@ -72,7 +70,6 @@ class Int4Groups(Encoding):
     group: int
 
     def plans(self, name: str, dtype: str, shape: Shape) -> tuple[TensorPlan, ...]:
-        """See `Encoding`."""
         (rows, columns), base = shape, name.removesuffix("weight")
         return (
             TensorPlan(f"{base}weight_packed", "I32", (rows, columns // 8)),
@@ -81,7 +78,6 @@ class Int4Groups(Encoding):
         )
 
     def encode(self, weight: Tensor) -> Sequence[Tensor]:
-        """See `Encoding`."""
         import torch
 
         return [*int4_quantise(weight, self.group), torch.tensor(weight.shape)]
@@ -89,11 +85,11 @@ class Int4Groups(Encoding):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Which weights of a model are sent quantised, and how.
+    """Weights of a model that are sent quantised, and their format.
 
     Attributes:
-        encoding: of these.
-        names: of the weights, as the checkpoint has them.
+        encoding: their format.
+        names: of the weights in the checkpoint.
         method: for people.
     """
 
@@ -103,13 +99,13 @@ class Encoded:
 
 
 def encoded_weights(checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -> Encoded | None:
-    """The weights that a checkpoint stores quantised, and how they are written again; None where it is plain.
+    """Quantised weights of a checkpoint, with the format for writing them again; None for a plain checkpoint.
 
     Args:
         hf_config: its config.json.
 
     Raises:
-        CheckpointError: weights are stored in a way that is read, but not written again in a sync.
+        CheckpointError: weights are stored in a format that can be read, but not written in a sync.
     """
     quantisation = check_quantisation(hf_config)
     if quantisation is None:
@@ -135,10 +131,10 @@ def _not_sent(checkpoint: HFCheckpoint, method: str, sent: str) -> CheckpointErr
 
 
 def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
-    """What `encoded_weights` will find in the files of a checkpoint, as far as its config.json says: the linear layers
-    of decoder layers, but for those that it names as left plain.
+    """Prediction of `encoded_weights` from config.json alone: the linear layers of decoder layers, without those that
+    it names as plain.
 
-    None where they are plain, or stored in a way that is not written again.
+    None if they are plain, or stored in a format that syncs do not write.
     """
     quantisation = check_quantisation(hf_config)
     encoding = None if quantisation is None else _encoding(quantisation, hf_config)
@@ -155,12 +151,12 @@ def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encod
 
 
 def is_linear(name: str, include: str = PROJECTIONS) -> bool:
-    """Whether a weight is a linear layer's that may be quantised; `include`: an expression for those that shall be."""
+    """Whether a weight is of a linear layer that may be quantised; `include`: pattern of weights to quantise."""
     return bool(re.search(include, name)) and not re.search(NEVER, name)
 
 
 def _encoding(quantisation: Quantisation, hf_config: Mapping[str, object]) -> Encoding | None:
-    """What writes weights as they are stored; None where nothing does."""
+    """Encoding for weights in their stored format; None if there is none."""
     match quantisation.schemes:
         case (Fp8(block=(_, _) as block) as scheme,):
             return Fp8Blocks(scales_are_powers_of_two(hf_config), block, scheme.suffixes[1].removeprefix("weight"))

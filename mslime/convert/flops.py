@@ -1,4 +1,4 @@
-"""Sizes of a model, and how the work of a sequence grows with its length: what packing balances micro-batches by."""
+"""Sizes of a model, and the cost of a sequence by its length, for balancing micro-batches."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _linear_layers(fields: Mapping[str, object]) -> list[int]:
 
 
 def quadratic_tokens(hf_config: Mapping[str, object]) -> float | None:
-    """The sequence length at which attention scores cost as much as everything else; None without full attention.
+    """Sequence length at which attention scores cost as much as everything else; None without full attention.
 
     A token multiplies once with every matrix element of the dense part, of the output layer and of its top-k experts: N
     of them. A causal sequence of n tokens has n^2 / 2 pairs, each of which costs heads * (query + value width) in every
@@ -103,8 +103,8 @@ def quadratic_tokens(hf_config: Mapping[str, object]) -> float | None:
 
         n = (N + linear attention) / (sum over full layers of heads * (query + value width) / 2)
 
-    which is 12 x hidden size for a dense model with an MLP of 4 x hidden size. A layer with a window of w tokens sees
-    n * w pairs, and one of gated delta-net (arXiv 2412.06464, equation 10) updates and reads a key x value state with
+    which is 12 x hidden size for a dense model with an MLP of 4 x hidden size. A layer with a window of w tokens has n
+    * w pairs, and one of gated delta-net (arXiv 2412.06464, equation 10) updates and reads a key x value state with
     three products a token; both grow as n does.
 
     Args:
@@ -124,8 +124,9 @@ def quadratic_tokens(hf_config: Mapping[str, object]) -> float | None:
 
 
 def matrix_elements_per_token(table: RuleTable, top_k: int) -> float:
-    """Elements of the matrices that one token multiplies with: all but the input embedding, and `top_k` experts of each
-    layer. A tied output layer counts; it is a product all the same."""
+    """Matrix elements that one token multiplies with: all but the input embedding, and `top_k` experts of each layer. A
+    tied output layer counts: it is a product too.
+    """
     total = 0.0
     for rule in table.rules:
         shape = rule.kind.full_shape
@@ -135,7 +136,7 @@ def matrix_elements_per_token(table: RuleTable, top_k: int) -> float:
 
 
 def _windows(fields: Mapping[str, object], layers: int) -> tuple[set[int], int]:
-    """(global ids of the layers that see a window only, its size with the token itself), of megatron-core's fields."""
+    """(global ids of the layers with a window, its size including the token itself), from megatron-core's fields."""
     if fields.get("window_size") is None:
         return set(), 0
     before, _ = cast("tuple[int, int]", fields["window_size"])

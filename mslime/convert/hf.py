@@ -1,8 +1,8 @@
 """Hugging Face checkpoints on disk: a streaming safetensors reader and a sharded writer.
 
 Names, shapes and dtypes come from the file headers, without reading a weight; tensors are read row by row through a few
-open files. Weights that are stored quantised are shown, and read, as the plain tensors they stand for. Whatever is
-missing, truncated or contradictory is a `CheckpointError` that names the file and the tensor.
+open files. Quantised weights appear, and are read, as plain tensors. Missing, truncated or contradictory data raises a
+`CheckpointError` that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _COMPARED = 1 << 24  # elements at once
 _OPEN_FILES = 4
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 _SIDE_NAMES = ("LICENSE", "LICENSE.md", "NOTICE")
-_TEMPLATES = "additional_chat_templates"  # where transformers 5 saves all but the first
+_TEMPLATES = "additional_chat_templates"  # directory in which transformers 5 saves all but the first
 _NOT_COPIED = (INDEX_NAME, "checksums.json", "config.json")
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor on disk that is read, in the indexed part only, when indexed.
+    """A tensor on disk; indexing it reads only the indexed part.
 
     Attributes:
-        checkpoint: where it belongs.
+        checkpoint: that holds it.
         name: of the stored tensor.
     """
 
@@ -83,7 +83,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class LazyJoined:
-    """A quantised weight, dequantised, in the indexed part only, when indexed."""
+    """A quantised weight; indexing it reads and dequantises only the indexed part."""
 
     checkpoint: HFCheckpoint
     name: str
@@ -106,14 +106,14 @@ class HFCheckpoint:
     """A checkpoint directory, opened by its headers alone.
 
     Attributes:
-        directory: where it lies.
+        directory: its path.
         stored: every tensor of the files by name.
         info: every tensor by name, a quantised weight as one tensor in the model's dtype.
-        quantisation: how weights are quantised, for people; None when they are not.
+        quantisation: method of quantised weights, for people; None for plain weights.
 
     Raises:
-        CheckpointError: no weights, a missing or truncated shard, an index that does not match its files, weights that
-            are quantised in a way that mslime does not read.
+        CheckpointError: no weights, a missing or truncated shard, an index that does not match its files, weights in an
+            unsupported quantisation.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -140,7 +140,7 @@ class HFCheckpoint:
         self._refuse_other_head()
 
     def _refuse_other_head(self) -> None:
-        """A tied output layer is the embedding, also where the files hold it again. Raises CheckpointError."""
+        """Check that a tied output layer in the files equals the embedding. Raises CheckpointError."""
         head, embedding = (self.stored.get(name) for name in TIED)
         config = _config(self.directory)
         tied = config.get("tie_word_embeddings") or language_model(config).get("tie_word_embeddings")
@@ -200,7 +200,7 @@ class HFCheckpoint:
         return {name: info.shape for name, info in self.info.items()}
 
     def handle(self, file: str) -> Any:
-        """An open safetensors file, for slices that are not one run of bytes; a few are kept open."""
+        """An open safetensors file, for slices that are not contiguous; a few are kept open."""
         from safetensors import safe_open
 
         if file not in self._slicers:
@@ -257,13 +257,13 @@ class HFCheckpoint:
 
 
 def _refuse_outside(index: Path, file: str) -> None:
-    """A shard is a file of the checkpoint's own directory: an index from elsewhere names no others."""
+    """Raise CheckpointError for an index that names a file outside of the checkpoint's directory."""
     if Path(file).name != file or file in ("", ".", ".."):
         raise CheckpointError(str(index), file, "files of an index lie in its own directory", AGAIN)
 
 
 def _config(directory: Path) -> dict[str, object]:
-    """config.json where there is one; what is wrong with it is the families' to say."""
+    """config.json, if it exists; families validate it."""
     path = directory / "config.json"
     try:
         parsed: object = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -273,7 +273,7 @@ def _config(directory: Path) -> dict[str, object]:
 
 
 def _box(index: Any, shape: Shape) -> Box | None:
-    """First and end in every dimension, None for an index that is not made of plain slices and integers."""
+    """First and end in every dimension; None for an index with other parts than plain slices and integers."""
     given = () if index is Ellipsis else _as_tuple(index)
     if len(given) > len(shape):
         return None
@@ -297,7 +297,7 @@ def _as_tuple(index: Any) -> tuple[Any, ...]:
 
 
 def _without_integers(tensor: Tensor, index: Any) -> Tensor:
-    """Dimensions that were indexed by an integer vanish, as they do in torch."""
+    """Remove dimensions that were indexed by an integer, as torch does."""
     given = _as_tuple(index)
     if not any(isinstance(entry, int) for entry in given):
         return tensor
@@ -305,7 +305,7 @@ def _without_integers(tensor: Tensor, index: Any) -> Tensor:
 
 
 def _is_run(box: Box, shape: Shape) -> bool:
-    """Whether the elements of a box follow each other in memory."""
+    """Whether the elements of a box are contiguous in memory."""
     partial = [dim for dim, ((first, end), size) in enumerate(zip(box, shape, strict=True)) if end - first != size]
     return not partial or all(box[dim][1] - box[dim][0] == 1 for dim in range(partial[-1]))
 
@@ -318,9 +318,9 @@ class ShardWriter:
     """Writes tensors into numbered safetensors files of a directory, one shard in memory at a time.
 
     Args:
-        directory: an existing directory, usually the one that `atomic_directory` gives.
+        directory: an existing directory, usually from `atomic_directory`.
         part: tag that keeps the files of several writers (one per pipeline stage) apart.
-        max_shard_bytes: a shard is closed when it would grow beyond this.
+        max_shard_bytes: a shard is closed if it would grow beyond this.
     """
 
     def __init__(self, directory: Path, part: str = "0", max_shard_bytes: int = 5 << 30) -> None:
@@ -345,7 +345,7 @@ class ShardWriter:
         file = f"model-{self._part}-{len(set(self._weight_map.values())):05d}.safetensors"
         try:
             (self._directory / file).touch()
-            mode = (self._directory / file).stat().st_mode  # as the umask says: the library makes its files private
+            mode = (self._directory / file).stat().st_mode  # mode by the umask: the library makes its files private
             save_file(self._pending, self._directory / file, {"format": "pt"})
             (self._directory / file).chmod(stat.S_IMODE(mode))
         except (OSError, SafetensorError) as error:
@@ -358,14 +358,14 @@ class ShardWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> tuple[dict[str, str], int]:
-        """Write what is pending; (file of every tensor, bytes of all tensors) for `write_index`."""
+        """Write pending tensors; returns (file of every tensor, bytes of all tensors) for `write_index`."""
         if self._pending:
             self._flush()
         return self._weight_map, self._total_bytes
 
 
 def number_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, str]:
-    """Give the shards of all writers the usual names, `model-00001-of-0000N.safetensors`; returns the new map."""
+    """Rename the shards of all writers to the usual `model-00001-of-0000N.safetensors`; returns the new map."""
     files = sorted(set(weight_map.values()))
     names = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, start=1)}
     for file, name in names.items():
@@ -374,17 +374,17 @@ def number_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, s
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """The index over the shards of all writers; written last."""
+    """Write the index of the shards of all writers; must be written last."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def copy_side_files(source: Path, target: Path, changes: Mapping[str, object] | None = None) -> None:
-    """config.json, tokenizer and generation settings of `source`: every small file that is not weights.
+    """Copy config.json, tokenizer and generation settings of `source`: every small file except weights.
 
     Args:
-        changes: settings of the new config.json. Those of quantisation are left out of it: weights are written plain
-            unless `changes` says otherwise.
+        changes: settings of the new config.json. Quantisation settings are removed: weights are plain unless `changes`
+            sets them.
     """
     for path in source.iterdir():
         beside = path.suffix in _SIDE_SUFFIXES or path.name in _SIDE_NAMES
@@ -398,12 +398,12 @@ def copy_side_files(source: Path, target: Path, changes: Mapping[str, object] | 
 
 
 def staging_directory(target: Path) -> Path:
-    """Where `target` is built before it is published: beside it, on the same file system."""
+    """Directory in which `target` is built before it is published: beside it, on the same file system."""
     return target.with_name(f".{target.name}.partial")
 
 
 def publish(target: Path) -> None:
-    """Put the finished staging directory in place of `target`, which is replaced whole or not at all."""
+    """Replace `target` by the finished staging directory, as a whole or not at all."""
     staging, old = staging_directory(target), target.with_name(f".{target.name}.old")
     for path in [*staging.rglob("*"), staging]:
         descriptor = os.open(path, os.O_RDONLY)
@@ -418,7 +418,7 @@ def publish(target: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Generator[Path]:
-    """A fresh staging directory that becomes `target` when the block ends, and vanishes when it raises."""
+    """Fresh staging directory; renamed to the target when the block ends, removed if it raises."""
     staging = staging_directory(target)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

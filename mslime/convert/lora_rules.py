@@ -1,9 +1,9 @@
-"""Low-rank adapters by the rule table: from the rule of a weight follow those of its A and B.
+"""Rules of low-rank adapters, derived from the rules of their weights.
 
-A weight `[out, in]` gets `B A` added to it, A `[rank, in]` and B `[out, rank]`. Where one Megatron weight is made of
-several Hugging Face tensors, as peft and engines see them, each of those has an A and a B of its own: the A lie one
-below the other, and the rows of the B lie as the weight's own rows do. So B is a weight of the same kind with `rank`
-columns, and fused layers are split by the rule that splits the weight. Names are peft's, made of the weight's own.
+A weight `[out, in]` gets `B A` added to it, A `[rank, in]` and B `[out, rank]`. One Megatron weight may fuse several
+Hugging Face tensors; in peft and in engines each of these has its own A and B. The A are stacked, and the rows of the B
+are ordered like the weight's rows. So B has the weight's layout with `rank` columns, and the weight's rule also splits
+its adapter. Names are peft's, derived from the weight's name.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""Before every module's name in an adapter's file."""
+"""Prefix of every module's name in an adapter's file."""
 FACTORS = ("lora_A", "lora_B")
 LINEAR = (
     "linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
     "linear_kv_up_proj", "linear_fc1", "linear_fc2",
 )  # fmt: skip
-"""Megatron's linear layers that adapters are built for."""
+"""Megatron's linear layers that support adapters."""
 
 
 @dataclass(frozen=True)
 class Together(Kind):
-    """Tensors of one shape, one below the other, the same on every rank."""
+    """Stacked tensors of one shape, the same on every rank."""
 
     shape: Shape
     number: int
@@ -71,7 +71,7 @@ class Together(Kind):
 
 @dataclass(frozen=True)
 class SomeParts(RowRuns):
-    """Those rows of a fused weight that come from some of its parts, in the weight's order."""
+    """Rows of a fused weight that come from some of its parts, in the weight's order."""
 
     whole: RowRuns
     parts: tuple[int, ...]
@@ -92,12 +92,12 @@ class SomeParts(RowRuns):
 
 @dataclass(frozen=True)
 class AdapterRule:
-    """What is added to the weights of one rule, in some of its layers.
+    """Adapter of the weights of one rule, in some of its layers.
 
     Attributes:
         base: the weights' rule, for those layers.
-        parts: which of its Hugging Face tensors have an adapter.
-        a, b: rules of the two factors; of one that all experts of a layer share, a rule without experts.
+        parts: indices of its Hugging Face tensors with an adapter.
+        a, b: rules of the two factors; a factor shared by all experts of a layer has a rule without experts.
     """
 
     base: Rule
@@ -107,7 +107,7 @@ class AdapterRule:
 
     @property
     def split_in_halves(self) -> bool:
-        """Whether B's rows on a rank are a part of its first half, and one of its second."""
+        """Whether a rank's rows of B are a part of its first half and a part of its second."""
         return isinstance(self.b.kind, GatedMLP | FusedGatedMLP)
 
     def rows(self, tp_rank: int, tp_size: int) -> list[Run]:
@@ -129,12 +129,12 @@ class AdapterRule:
 
 @dataclass(frozen=True)
 class BoundAdapter:
-    """The adapter of one Megatron parameter.
+    """Adapter of one Megatron parameter.
 
     Attributes:
         rule: that it is bound from.
         base: the parameter's rule.
-        a, b: those of the factors.
+        a, b: rules of the factors.
     """
 
     rule: AdapterRule
@@ -150,8 +150,8 @@ class Adapters:
     Attributes:
         lora: their settings.
         rules: in the order of the table.
-        modules: Hugging Face names of everything in the model that has a matrix.
-        stacked: factors of all experts of a layer are one tensor in files, [experts, ...].
+        modules: Hugging Face names of all modules with a matrix.
+        stacked: in files, the factors of all experts of a layer are one tensor, [experts, ...].
     """
 
     lora: LoraConfig
@@ -161,13 +161,13 @@ class Adapters:
 
     @cached_property
     def table(self) -> RuleTable:
-        """The factors' own table: what is saved, sent and exported."""
+        """Rule table of the factors, for saving, sending and exporting."""
         rules = (rule for each in self.rules for rule in (each.a, each.b))
         return RuleTable(tuple(map(_stacked, rules) if self.stacked else rules))
 
     @cached_property
     def bound(self) -> Mapping[str, BoundAdapter]:
-        """By the canonical name of the weight that they are added to."""
+        """Bound adapters by the canonical name of their weight."""
         found: dict[str, BoundAdapter] = {}
         for rule in self.rules:
             a, b = ({(each.layer, each.expert): each for each in factor.expand()} for factor in (rule.a, rule.b))
@@ -178,22 +178,24 @@ class Adapters:
 
     @property
     def as_files(self) -> Adapters:
-        """The same adapters as files hold them: in peft's format, or where experts share factors, for which that has
-        no name, as SGLang reads those."""
+        """The same adapters in file format: peft's, or, with factors shared by experts, which peft does not support,
+        SGLang's.
+        """
         return self.with_stacked_experts() if self.lora.shares_outer else self
 
     def with_plain_scale(self) -> Adapters:
-        """The same adapters scaled by alpha / rank, for who knows no other scale."""
+        """The same adapters scaled by alpha / rank, for readers without other scales."""
         plain = self.lora.model_copy(update={"alpha": self.lora.scale * self.lora.rank, "rs_lora": False})
         return replace(self, lora=plain)
 
     def with_stacked_experts(self) -> Adapters:
-        """The same adapters in files that hold one tensor for all experts of a layer, as SGLang reads them too. It is
-        not peft's format."""
+        """The same adapters with one tensor in the file for all experts of a layer, which SGLang reads too. This is not
+        peft's format.
+        """
         return replace(self, stacked=True)
 
     def check_stages(self, stages: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Every pipeline stage has something to train: megatron-core's optimizer needs that.
+        """Check that every pipeline stage has trainable parameters, as megatron-core's optimizer requires.
 
         Args:
             stages: global layer ids `[stage][chunk]`.
@@ -211,7 +213,7 @@ class Adapters:
 
     @cached_property
     def target_modules(self) -> tuple[str, ...]:
-        """Modules with an adapter as peft's `target_modules`: ends of names where they say it, else whole names."""
+        """Modules with an adapter as peft's `target_modules`: name endings if these suffice, else whole names."""
         bases = (base for rule in self.rules for base in rule.base.expand())
         adapted = dict.fromkeys(
             _module(base.hf_names[part]) for base in bases for part in self.bound[base.name].rule.parts
@@ -222,14 +224,14 @@ class Adapters:
 
 
 def _stacked(rule: Rule) -> Rule:
-    """The rule of a factor whose experts lie in one tensor."""
+    """Rule of a factor whose experts are stacked in one tensor."""
     return replace(rule, hf=tuple(name.replace(".{expert}.", ".") for name in rule.hf))
 
 
 def stored_place(rule: Rule, bound: BoundRule) -> tuple[str, list[tuple[int, int, int]]]:
-    """Where a checkpoint keeps a factor: (key of the stored tensor, (axis, place, places) in it).
+    """Location of a factor in a checkpoint: (key of the stored tensor, (axis, place, places) in it).
 
-    Layers, and experts, are stacked in one tensor, so that its name does not depend on who holds them.
+    Layers and experts are stacked in one tensor, so its name does not depend on the ranks that hold them.
 
     Args:
         rule, bound: of the factor.
@@ -241,19 +243,19 @@ def stored_place(rule: Rule, bound: BoundRule) -> tuple[str, list[tuple[int, int
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter, by its Megatron name, is one of an adapter's."""
+    """Whether a parameter, by its Megatron name, is a factor of an adapter."""
     return name.rsplit(".", 1)[-1] in FACTORS
 
 
 def make_adapters(table: RuleTable, lora: LoraConfig) -> Adapters:
-    """The adapters of a model.
+    """Build the adapters of a model.
 
     Args:
         table: the model's conversion rules.
-        lora: which, and of what rank.
+        lora: their targets and ranks.
 
     Raises:
-        ConfigError: a target that names nothing, or something that adapters are not built for.
+        ConfigError: a target that matches nothing, or a layer without adapter support.
     """
     modules = {
         _module(name): rule for rule in table.rules for bound in rule.expand() for name in bound.hf_names
@@ -273,7 +275,7 @@ def make_adapters(table: RuleTable, lora: LoraConfig) -> Adapters:
 
 
 def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[str]:
-    """Modules that a target stands for."""
+    """Modules that a target selects."""
     built = {name for name, rule in modules.items() if _is_built(rule)}
     if target in LORA_GROUPS:
         if target == "experts" and stacked:
@@ -298,7 +300,7 @@ def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[st
 
 
 def _is_built(rule: Rule) -> bool:
-    """Whether adapters are built for the layer that holds these weights."""
+    """Whether the layer of these weights supports adapters."""
     kinds = FusedQKV | GatedMLP | FusedGatedMLP | Sharded | Replicated
     return rule.megatron.split(".")[-2] in LINEAR and isinstance(rule.kind, kinds) and not rule.stacked
 
@@ -320,10 +322,10 @@ def _end(name: str) -> str:
 
 
 def _chosen_parts(rule: Rule, chosen: set[str]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Layers of a rule by which of its tensors are chosen there.
+    """Layers of a rule by the indices of its selected tensors.
 
     Raises:
-        ConfigError: some experts of a layer are chosen, and others are not.
+        ConfigError: only some experts of a layer are selected.
     """
     found: dict[int, tuple[int, ...]] = {}
     for bound in rule.expand():
@@ -343,7 +345,7 @@ def _chosen_parts(rule: Rule, chosen: set[str]) -> dict[tuple[int, ...], tuple[i
 def _adapter(base: Rule, parts: tuple[int, ...], lora: LoraConfig) -> AdapterRule:
     a, b = _factor_kinds(base.kind, parts, lora.rank)
     module = base.megatron.removesuffix(".weight")
-    # A of what reads the hidden state, B of what writes it.
+    # A if the layer reads the hidden state, B if it writes it.
     outer = FACTORS[base.megatron.split(".")[-2] == "linear_fc2"] if base.experts and lora.shares_outer else None
 
     def rule(factor: str, kind: Kind) -> Rule:
@@ -355,13 +357,13 @@ def _adapter(base: Rule, parts: tuple[int, ...], lora: LoraConfig) -> AdapterRul
 
 
 def _of_all_experts(rule: Rule) -> Rule:
-    """The rule of one factor in the place of each expert's: a tensor of the layer, whole on every rank."""
+    """Rule of one factor for all experts of a layer: one tensor, whole on every rank."""
     assert rule.kind.tp_axis is None, rule
     return replace(_stacked(rule), megatron=of_all_experts(rule.megatron), kind=OneForAll(rule.kind), experts=0)
 
 
 def _factor_kinds(kind: Kind, parts: tuple[int, ...], rank: int) -> tuple[Kind, Kind]:
-    """How A and B are laid out and shared out."""
+    """Layouts of A and B."""
     if isinstance(kind, Sharded | Replicated):
         out, features = kind.shape
         if kind.tp_axis is None:

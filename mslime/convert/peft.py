@@ -1,8 +1,8 @@
 """Adapters in files, in the format of peft: adapter_config.json beside adapter_model.safetensors.
 
-Tensors have the names and shapes of `Adapters.table`; the configuration says how they are scaled. peft has no name for
-a factor that experts share: adapters that have some (`lora.experts`) are in the form that SGLang reads, in which all
-factors of a layer's experts are one tensor, [experts, ...], and a shared one is [1, ...].
+Tensors have the names and shapes of `Adapters.table`; the configuration holds their scaling. peft has no name for a
+factor that experts share. Adapters with shared factors (`lora.experts`) are in the format of SGLang: all factors of a
+layer's experts are one tensor, [experts, ...], and a shared one is [1, ...].
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REFUSED = {
     "layer_replication": "layers are repeated in it",
     "lora_bias": "B has a bias in it",
 }
-"""Settings of a file that, when they are set, make it something else than A and B of linear layers."""
+"""Settings with which a file is more than A and B of linear layers."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AdapterFile:
     """An adapter on disk.
 
     Attributes:
-        directory: where it lies.
+        directory: its path.
         lora: rank, alpha and scaling.
         info: its tensors by name.
     """
@@ -67,7 +67,7 @@ class AdapterFile:
         """Read the settings and the file's header.
 
         Raises:
-            CheckpointError: there is none, or it is not made of A and B of linear layers alone.
+            CheckpointError: it is missing, or has other parts than A and B of linear layers.
         """
         path = directory / CONFIG
         if not path.is_file():
@@ -109,17 +109,17 @@ class AdapterFile:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of every tensor."""
+        """Shape of every tensor."""
         return {name: info.shape for name, info in self.info.items()}
 
     @cached_property
     def experts(self) -> int:
-        """In how many slices the factors of a layer's experts lie in one tensor; 0: they do not."""
+        """Number of experts that are stacked in one tensor; 0: experts are not stacked."""
         return max((shape[0] for shape in self.shapes.values() if len(shape) == 3), default=0)
 
     @property
     def factors(self) -> dict[str, Shape]:
-        """As peft's format would name them, each expert's its own: with their shapes."""
+        """Factors in peft's format, with one entry per expert: their shapes."""
         found: dict[str, Shape] = {}
         for name, shape in self.shapes.items():
             if len(shape) == 3:
@@ -129,10 +129,10 @@ class AdapterFile:
         return found
 
     def check(self, adapters: Adapters) -> None:
-        """It is an adapter of this model, with these settings.
+        """Check that this is an adapter of this model with these settings.
 
         Raises:
-            CheckpointError: another rank or scale, or tensors that are missing, misshapen or not asked for.
+            CheckpointError: another rank or scale, or tensors that are missing, misshapen or unexpected.
         """
         mine, asked = self.lora, adapters.lora
         of_experts = ("experts",) if any(_EXPERTS in name for name in self.info) else ()
@@ -154,8 +154,9 @@ class AdapterFile:
         table.check_hf(self.shapes, str(self.directory / WEIGHTS))
 
     def reader(self) -> Callable[[str], Tensor]:
-        """A function that gives a tensor by its name in the file, or in `factors`; the file stays open as long as it
-        is there. The function raises CheckpointError where values are not finite."""
+        """Function that reads a tensor by its name in the file, or in `factors`; the file is open as long as the
+        function exists. It raises CheckpointError for non-finite values.
+        """
         from safetensors import safe_open
 
         file: Any = safe_open(self.directory / WEIGHTS, framework="pt")
@@ -184,7 +185,7 @@ class AdapterFile:
 
 
 def _of_expert(stack: str, expert: int) -> str:
-    """Name of one expert's factor, from that of all of them."""
+    """Name of one expert's factor, from the name of the stacked tensor."""
     return stack.replace(_EXPERTS, f"{_EXPERTS}{expert}.")
 
 
@@ -199,14 +200,14 @@ def _reader(path: Path) -> Callable[[str], Tensor]:
 def adapters_of_run(
     table: RuleTable, lora: LoraConfig, layout: ParallelLayout, stages: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Adapters, AdapterFile | None]:
-    """(the adapters that a run trains, what they start from).
+    """(adapters that a run trains, adapter file that they start from).
 
     Args:
         table: the model's conversion rules.
         stages: global layer ids `[stage][chunk]` (`config.layout.stage_layers`).
 
     Raises:
-        ConfigError: a target that the model does not have, or that this layout cannot share out.
+        ConfigError: a target that the model does not have, or that this layout cannot divide.
         CheckpointError: the adapter to start from is of another model, rank, scale or targets.
     """
     adapters = make_adapters(table, lora)
@@ -220,7 +221,7 @@ def adapters_of_run(
 
 
 def adapter_config(adapters: Adapters, base: Path) -> dict[str, object]:
-    """adapter_config.json as peft writes it.
+    """adapter_config.json in peft's format.
 
     Args:
         base: of the model that the adapter is added to.
@@ -249,11 +250,11 @@ def adapter_config(adapters: Adapters, base: Path) -> dict[str, object]:
 def write_adapter(
     adapters: Adapters, staging: Path, source: Path, dtype: str, files: Mapping[str, str], nbytes: int
 ) -> None:
-    """Make an adapter of the safetensors shards in a directory; the shards go. One that holds all of it is the file.
+    """Merge the safetensors shards in a directory into an adapter file; a single shard is renamed.
 
     Args:
         source: checkpoint of the model.
-        dtype, nbytes: not used: shards say what they hold.
+        dtype, nbytes: not used: the shards define them.
         files: name of the shard of every tensor.
     """
     if len(set(files.values())) == 1:
@@ -273,7 +274,7 @@ def write_adapter(
 def write_adapter_files(
     adapters: Adapters, directory: Path, base: Path, dtypes: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Both files of an adapter.
+    """Write both files of an adapter.
 
     Args:
         base: checkpoint of the model.
@@ -287,6 +288,6 @@ def write_adapter_files(
 
 
 def write_adapter_config(adapters: Adapters, directory: Path, base: Path) -> None:
-    """`adapter_config` in its file; see `write_adapter_files`."""
+    """Write `adapter_config` to its file; see `write_adapter_files`."""
     text = json.dumps(adapter_config(adapters, base), indent=2) + "\n"
     (directory / CONFIG).write_text(text, encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Quantised checkpoints: which are read, and how a tensor that is stored in several becomes one again.
+"""Reads quantised checkpoints: supported formats, and reconstruction of a weight from its stored tensors.
 
-`check_quantisation` decides from config.json; `Quantisation.join` folds weights and their scales into the plain tensors
-that the rules know, read slice by slice and dequantised on the way. Supported are FP8 with a scale per block, row or
-tensor (DeepSeek, Kimi-K2, Qwen3, MiniMax; GLM and others through compressed-tensors), INT4 of compressed-tensors
-(Kimi-K2-Thinking) and GPT-OSS's MXFP4. Every other method is refused by its name.
+`check_quantisation` decides from config.json. `Quantisation.join` combines weights and their scales into the plain
+tensors of the rules, read and dequantised slice by slice. Supported are FP8 with a scale per block, row or tensor
+(DeepSeek, Kimi-K2, Qwen3, MiniMax; GLM and others through compressed-tensors), INT4 of compressed-tensors
+(Kimi-K2-Thinking) and GPT-OSS's MXFP4. Every other method is rejected by name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 class Scheme(ABC):
-    """One way to store a weight in several tensors."""
+    """A format that stores one weight as several tensors."""
 
     suffixes: tuple[str, ...]
-    """Of the stored names, the one that marks a quantised weight first."""
+    """Suffixes of the stored names; the first marks a quantised weight."""
 
     @abstractmethod
     def shape(self, stored: Sequence[Shape]) -> Shape | None:
-        """Shape of the weight, None when the stored shapes do not belong together."""
+        """Shape of the weight; None if the stored shapes do not match each other."""
 
     @abstractmethod
     def read(self, stored: Sequence[Sliceable], box: Box, dtype: torch.dtype) -> Tensor:
@@ -53,8 +53,8 @@ class Fp8(Scheme):
     """float8 `weight` with a scale for each block, each row or the whole tensor.
 
     Attributes:
-        block: rows and columns that share a scale; None: a whole row or tensor, as the scale's shape says.
-        suffixes: `weight` and what the scale is called.
+        block: rows and columns that share a scale; None: a whole row or tensor, by the scale's shape.
+        suffixes: `weight` and the suffix of the scale.
     """
 
     block: tuple[int, int] | None
@@ -148,7 +148,7 @@ class Joined:
     """A weight that is stored in several tensors.
 
     Attributes:
-        scheme: how.
+        scheme: its format.
         stored: names of those tensors, in the scheme's order.
         shape: of the weight.
     """
@@ -160,25 +160,25 @@ class Joined:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What config.json says about the weights.
+    """Quantisation in config.json.
 
     Attributes:
         method: for people.
-        schemes: ways in which weights may be stored; tensors that fit none are stored as they are.
+        schemes: possible formats of weights; tensors that match none are stored plain.
     """
 
     method: str
     schemes: tuple[Scheme, ...]
 
     def join(self, stored: Mapping[str, tuple[str, Shape]], where: str) -> dict[str, Joined]:
-        """Every quantised weight by name.
+        """Quantised weights by name.
 
         Args:
             stored: safetensors dtype and shape of every tensor of the checkpoint.
             where: directory, for messages.
 
         Raises:
-            CheckpointError: a quantised weight lacks its scale, or their shapes do not belong together.
+            CheckpointError: a quantised weight lacks its scale, or their shapes do not match.
         """
         found: dict[str, Joined] = {}
         for name, (dtype, _) in stored.items():
@@ -209,7 +209,7 @@ def _marks(scheme: Scheme, name: str, dtype: str) -> bool:
 
 
 def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:
-    """FP8 numbers without a scale mean nothing. Raises CheckpointError."""
+    """Raise CheckpointError for FP8 numbers without a scale: they are meaningless."""
     if dtype.startswith(("F8_E4", "F8_E5")):
         raise CheckpointError(
             f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config with the place of its scale",
@@ -218,13 +218,13 @@ def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:
 
 
 def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
-    """How the weights of a checkpoint are quantised, None when they are not.
+    """Quantisation of a checkpoint's weights; None if they are plain.
 
     Args:
-        hf_config: config.json; the settings of a text model inside a multimodal one count too.
+        hf_config: config.json; settings of a text model inside a multimodal one count too.
 
     Raises:
-        CheckpointError: a method that mslime does not dequantise, by name.
+        CheckpointError: an unsupported method, by name.
     """
     section = _section(hf_config)
     if section is None:
@@ -241,15 +241,15 @@ def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
 
 
 def scales_are_powers_of_two(hf_config: Mapping[str, object]) -> bool:
-    """Whether config.json says that FP8 scales are powers of two (`scale_fmt: ue8m0`)."""
+    """Whether config.json declares FP8 scales to be powers of two (`scale_fmt: ue8m0`)."""
     return (_section(hf_config) or {}).get("scale_fmt") == "ue8m0"
 
 
 def left_plain(hf_config: Mapping[str, object]) -> Callable[[str], bool]:
-    """Which modules config.json leaves plain, by name.
+    """Predicate for modules, by name, that config.json leaves plain.
 
     `modules_to_not_convert` of FP8 holds names of modules, or parts of them; `ignore` of compressed-tensors also
-    expressions that begin with `re:`, for the beginning of a name.
+    expressions that begin with `re:` and match the start of a name.
     """
     section = _section(hf_config) or {}
     named = [

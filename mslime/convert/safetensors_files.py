@@ -1,5 +1,5 @@
-"""Files of a conversion: safetensors headers that are read, output files with checksums, and the two formats written.
-Afterwards it is read again, from the disk, and compared.
+"""Files of a conversion: safetensors headers, output files with checksums, writers of both formats, and verification
+from the disk.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes that have just been done."""
+"""Called with the number of bytes just processed."""
 _READ_BYTES = 8 << 20
-_GATHERED_BYTES = 1 << 20  # of one call to the system
-_GATHERED_PIECES = 512  # Linux takes 1024
-_BEHIND_BYTES = 16 << 20  # that the thread may lag behind
-_SYNC_BYTES = 256 << 20  # between two waits for the disk, so that dirty pages do not pile up
+_GATHERED_BYTES = 1 << 20  # bytes per system call
+_GATHERED_PIECES = 512  # Linux's limit is 1024
+_BEHIND_BYTES = 16 << 20  # most bytes that the thread may lag behind
+_SYNC_BYTES = 256 << 20  # between two syncs, which limits dirty pages
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where a tensor's bytes lie in a file, and their CRC-32."""
+    """Position of a tensor's bytes in a file, and their CRC-32."""
 
     start: int
     length: int
@@ -55,7 +55,7 @@ class Written:
         file: its name.
         size: in bytes.
         spans: of every tensor, under a name that is unique in the file.
-        records: (start, length) of what holds each tensor, in formats that put something around it.
+        records: (start, length) of each tensor's container, in formats that have one.
     """
 
     file: str
@@ -65,9 +65,9 @@ class Written:
 
 
 class OutputFile:
-    """A file that is written from front to back; a context manager that leaves it whole or not at all.
+    """A file that is written sequentially; a context manager that leaves a complete file or none.
 
-    A thread hands the bytes to the system and to the disk, so that the next tensor is read and converted meanwhile.
+    A thread writes and syncs the bytes while the next tensor is read and converted.
 
     Args:
         path: its final name.
@@ -102,10 +102,10 @@ class OutputFile:
             self._temporary.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview, what: str = "header") -> int:
-        """Append bytes, which must stay as they are until the file is complete; returns how many.
+        """Append bytes, which must not change until the file is complete; returns how many.
 
         Raises:
-            CheckpointError: the file system refused, naming the file and about what was written then.
+            CheckpointError: the file system refused, naming the file and the approximate position.
         """
         self._latest = what
         self._gathered.append(data)
@@ -116,7 +116,7 @@ class OutputFile:
         return len(data)
 
     def _hand_over(self) -> None:
-        """Give what is gathered to the thread; wait when that lags behind."""
+        """Pass gathered bytes to the thread; wait if it lags behind."""
         self._writing.append((self._thread.submit(self._flush, self._gathered), self._gathered_bytes))
         self._gathered, self._gathered_bytes = [], 0
         while self._writing and (sum(n for _, n in self._writing) > _BEHIND_BYTES or self._writing[0][0].done()):
@@ -129,7 +129,7 @@ class OutputFile:
             raise self._failed(error) from error
 
     def _flush(self, waiting: list[bytes | memoryview]) -> None:
-        """In the thread: to the system in one call, and on to the disk now and then."""
+        """Write in one system call, in the thread, and sync from time to time."""
         while waiting:
             written = os.writev(self._file.fileno(), waiting)
             self._unsynced += written
@@ -142,7 +142,7 @@ class OutputFile:
             self._unsynced = 0
 
     def write_tensor(self, name: str, tensor: Tensor) -> ByteRange:
-        """Append the bytes of a contiguous CPU tensor and remember their checksum. Raises like `write`."""
+        """Append the bytes of a contiguous CPU tensor and record their checksum. Raises like `write`."""
         data = tensor_bytes(tensor)
         span = ByteRange(self.at, len(data), zlib.crc32(data))
         self.write(data, name)
@@ -150,7 +150,7 @@ class OutputFile:
         return span
 
     def complete(self) -> Written:
-        """Everything is written: bring it to the disk and give the file its name. Raises like `write`."""
+        """Sync the finished file to the disk and rename it to its final name. Raises like `write`."""
         self._hand_over()
         while self._writing:
             self._wait_for_one()
@@ -187,7 +187,7 @@ def verify(directory: Path, written: Written, advance: Advance) -> None:
     path = directory / written.file
     try:
         with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what the disk has, not what memory kept
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from the page cache
             size = os.fstat(file.fileno()).st_size
             if size != written.size:
                 raise _different(path, "file", f"{size} bytes", f"{written.size} bytes were written")
@@ -216,7 +216,7 @@ def _different(path: Path, what: str, found: object, rule: str) -> CheckpointErr
     return CheckpointError(f"{path}: {what}", found, rule, "check the disk and its file system, then convert again")
 
 
-# The two formats a conversion writes, tensor by tensor: safetensors shards, and the records of `torch_dist` files.
+# Writers of the two formats of a conversion: safetensors shards, and records of `torch_dist` files.
 
 SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
@@ -253,7 +253,7 @@ class TensorPlan:
 
 
 def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
-    """What a shard begins with; the tensors' bytes follow one after the other."""
+    """Header of a shard; the tensors' bytes follow one after the other."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
@@ -264,12 +264,12 @@ def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
         }
         at += plan.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # tensors begin aligned
+    text += b" " * (-(8 + len(text)) % 64)  # tensors start aligned
     return len(text).to_bytes(8, "little") + text
 
 
 def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance) -> Written:
-    """One shard: the header, which is known before any tensor, then the tensors one at a time.
+    """Write one shard: the header, which needs no tensor, then the tensors one at a time.
 
     Args:
         tensors: in the order of `plans`, on the CPU, in the planned dtypes and shapes.
@@ -289,10 +289,10 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable
 
 
 def write_record(file: OutputFile, name: str, tensor: Tensor) -> None:
-    """Append what `torch.save(tensor)` means: a zip archive of a small pickle and the tensor's bytes as they are.
+    """Append a tensor in the format of `torch.save`: a zip archive of a small pickle and the tensor's raw bytes.
 
-    Written by hand because torch computes its checksums at a tenth of the speed of zlib, and Python's zipfile takes
-    longer for an archive than a small tensor takes.
+    Not by torch, whose checksums have a tenth of zlib's speed, nor by zipfile: its overhead for an archive exceeds the
+    cost of a small tensor.
 
     Args:
         name: for `file.records` and `file.spans`.
@@ -314,7 +314,7 @@ def write_record(file: OutputFile, name: str, tensor: Tensor) -> None:
 
 
 def _write_large(file: OutputFile, name: str, members: Sequence[tuple[str, bytes]], data: memoryview) -> int:
-    """An archive with 64-bit sizes; returns where the data begins."""
+    """Write an archive with 64-bit sizes; returns where the data begins."""
     with zipfile.ZipFile(_Appending(file, name), "w") as archive:  # pyright: ignore[reportArgumentType]
         for member, content in members:
             archive.writestr(zipfile.ZipInfo(member), content)
@@ -326,7 +326,7 @@ def _write_large(file: OutputFile, name: str, members: Sequence[tuple[str, bytes
 
 @dataclass(frozen=True)
 class _Template:
-    """The archive of every tensor of one dtype and shape, but for its bytes and their checksum.
+    """Archive for tensors of one dtype and shape, without their bytes and checksum.
 
     Attributes:
         head: everything before the tensor's bytes.
@@ -348,7 +348,7 @@ class _Template:
 
 @lru_cache(maxsize=256)
 def _template(dtype: str, shape: Shape, size: int) -> _Template:
-    """Made with `zipfile` from an archive whose data is missing; the format is PKWARE's APPNOTE.TXT, section 4.3."""
+    """Build a template from an archive without data. Format: PKWARE's APPNOTE.TXT, section 4.3."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for member, content in _prelude(dtype, shape):
@@ -369,7 +369,7 @@ def _template(dtype: str, shape: Shape, size: int) -> _Template:
 
 
 class _Appending(io.RawIOBase):
-    """A file from its present end on, which cannot be sought: zipfile then writes from front to back."""
+    """Unseekable file that appends at the present end, which makes zipfile write sequentially."""
 
     def __init__(self, file: OutputFile, what: str) -> None:
         self._target, self._what, self._start = file, what, file.at
@@ -389,7 +389,7 @@ class _Appending(io.RawIOBase):
 
 @lru_cache(maxsize=256)
 def _prelude(dtype: str, shape: Shape) -> tuple[tuple[str, bytes], ...]:
-    """The members of the archive but the data (torch's `torch/serialization.py`, `_save`)."""
+    """Members of the archive except the data (torch's `torch/serialization.py`, `_save`)."""
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=2).dump(_Described(dtype, shape))
     return (
@@ -401,7 +401,7 @@ def _prelude(dtype: str, shape: Shape) -> tuple[tuple[str, bytes], ...]:
 
 @dataclass(frozen=True)
 class _Described:
-    """Stands for a contiguous tensor in a pickle."""
+    """Placeholder of a contiguous tensor in a pickle."""
 
     dtype: str
     shape: Shape
@@ -409,14 +409,14 @@ class _Described:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for its storage."""
+    """Placeholder of its storage."""
 
     dtype: str
     numel: int
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles a `_Described` the way torch pickles a tensor."""
+    """Pickles a `_Described` as torch pickles a tensor."""
 
     def reducer_override(self, obj: Any, /) -> Any:
         if not isinstance(obj, _Described):
@@ -435,23 +435,23 @@ class _TensorPickler(pickle.Pickler):
 
 
 def _rebuild_function() -> Any:
-    """The function that a pickled tensor names."""
+    """Function that a pickled tensor names."""
     import torch._utils  # pyright: ignore[reportMissingTypeStubs]
 
     return torch._utils._rebuild_tensor_v2  # pyright: ignore
 
 
 def _no_hooks() -> OrderedDict[str, object]:
-    """Must not be made by calling the generic alias, which would leave its mark on the object."""
+    """Make an empty mapping without calling the generic alias, which would set an attribute on it."""
     hooks: OrderedDict[str, object] = OrderedDict()
     return hooks
 
 
-# Headers of safetensors files, checked as the safetensors library checks them, without reading a weight.
+# Headers of safetensors files, validated as in the safetensors library, without reading a weight.
 #
-# The format: 8 bytes little-endian header length, JSON header, tensor data (huggingface.co/docs/safetensors,
-# "Format"; rules: `Metadata::validate` of the library). What the library refuses is refused here: otherwise a damaged
-# header would be read as other weights.
+# The format: 8 bytes little-endian header length, JSON header, tensor data (huggingface.co/docs/safetensors, "Format";
+# rules: `Metadata::validate` of the library). Validation is as strict as the library's: a damaged header could
+# otherwise be read as other weights.
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _HEADER_BITS = {
@@ -472,7 +472,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of one safetensors file, whose length must be what its header promises.
+    """Names, shapes and dtypes of one safetensors file, whose length must match its header.
 
     Raises:
         CheckpointError: the file is missing, truncated or not safetensors, or its header contradicts itself.
@@ -508,7 +508,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
-    """One entry of the header, whose bytes must be those of its shape and dtype."""
+    """Info from one entry of the header, whose bytes must match its shape and dtype."""
     shape, dtype = entry["shape"], entry["dtype"]
     start, end = entry["data_offsets"]
     assert all(type(n) is int and n >= 0 for n in [*shape, start, end]), f"{name}: shape or offsets are no sizes"
@@ -522,7 +522,7 @@ def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
 
 
 def _check_layout(path: Path, spans: dict[str, tuple[TensorInfo, int, int]], length: int, size: int) -> None:
-    """Tensors lie one after the other, from the end of the header to the end of the file."""
+    """Check that tensors are contiguous, from the end of the header to the end of the file."""
     at = 0
     for name, (_, start, end) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != at:

@@ -1,7 +1,7 @@
-"""Which adapters SGLang 0.5.23 serves beside a model's weights (`lora.sync: adapter`).
+"""Adapters that SGLang 0.5.23 serves beside a model's weights (`lora.sync: adapter`).
 
-What it does not know it skips without a word, or it ends: so what is served is what was run and compared with merged
-weights, family by family (`Support.served_adapters`).
+It silently skips unknown adapters, or exits. So only adapters are allowed that were compared with merged weights,
+family by family (`Support.served_adapters`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from mslime.convert.families.family import Family
 from mslime.convert.lora_rules import Adapters
 
 _SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Ends of the names of modules that were run."""
+"""Name endings of tested modules."""
 _TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
-"""(module, another that a layer with an adapter on the first must have one on): SGLang joins them."""
+"""(module, its partner): SGLang joins them, so a layer with an adapter on one must have one on the other."""
 _EXPERTS = (("gate_proj", "down_proj"), ("down_proj", "gate_proj"))
-"""The same of experts, which have adapters on both or on none there."""
+"""The same pairs in experts: adapters on both or on neither."""
 _MERGED = "set lora.sync: merged"
 
 
 def served_modules(adapters: Adapters) -> tuple[str, ...]:
-    """Ends of the names of the modules that have an adapter."""
+    """Name endings of the modules with an adapter."""
     return tuple(dict.fromkeys(name.rsplit(".", 1)[-1] for name in _adapted(adapters)))
 
 
 def check_served(adapters: Adapters, family: Family) -> None:
-    """SGLang serves these adapters.
+    """Check that SGLang serves these adapters.
 
     Raises:
-        ConfigError: it does not, or was never run with them.
+        ConfigError: it does not, or they are not tested.
     """
     if not family.support.served_adapters:
         raise ConfigError(
@@ -56,7 +56,7 @@ def check_served(adapters: Adapters, family: Family) -> None:
 
 
 def _adapted(adapters: Adapters) -> list[str]:
-    """Hugging Face names of the modules that have an adapter."""
+    """Hugging Face names of the modules with an adapter."""
     bases = (base for rule in adapters.rules for base in rule.base.expand())
     return [
         base.hf_names[part].removesuffix(".weight") for base in bases for part in adapters.bound[base.name].rule.parts

@@ -1,6 +1,6 @@
-"""The support matrix: what works with which model family, as the families themselves say it.
+"""Support matrix of the model families, from their own declarations.
 
-`mslime models` prints it and `docs/models.md` is written from it, so that neither can differ from the code.
+`mslime models` prints it and `docs/models.md` is generated from it, so both always match the code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ This page is written by `mslime models --markdown`; a test keeps it equal to the
 
 @dataclass(frozen=True)
 class SupportRow:
-    """One family of the matrix, as texts; see `Support`."""
+    """One family's row of the matrix, as texts; see `Support`."""
 
     architecture: str
     models: str
@@ -66,7 +66,7 @@ def _row(family: Family) -> SupportRow:
 
 
 def as_markdown(rows: Iterable[SupportRow]) -> str:
-    """The page `docs/models.md`."""
+    """Text of `docs/models.md`."""
     rows = list(rows)
     lines = [" | ".join(_HEADINGS), " | ".join("---" for _ in _HEADINGS)]
     lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine, row.adapters)) for row in rows]
@@ -76,13 +76,13 @@ def as_markdown(rows: Iterable[SupportRow]) -> str:
 
 
 def as_table(rows: Iterable[SupportRow]) -> Table:
-    """The matrix for a terminal."""
+    """The matrix as a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
     rows, (architecture, checkpoints, *others) = list(rows), _HEADINGS
     table = Table(caption="Notes and proofs: docs/models.md")
-    # Names are whole in 80 columns: they are what one compares with config.json.
+    # Names stay complete in 80 columns: users compare them with config.json.
     table.add_column(Text(f"{architecture}\n  {checkpoints.lower()}"), min_width=max(len(r.architecture) for r in rows))
     for heading in others:
         table.add_column(heading)

@@ -1,4 +1,4 @@
-"""The rule table: which Hugging Face tensors make which Megatron parameter, declared once and read in both directions.
+"""Rule table: maps Megatron parameters to Hugging Face tensors, declared once for both directions.
 
 Names on the Megatron side are canonical: those of the local layer spec with global layer and expert ids (`spelling`
 maps other spellings onto them). A table is pure data, expanded for one model; it opens no file and needs no torch.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 UNTRAINED = ("mtp", "vision")
-"""First words of canonical names that training does not build: multi-token prediction, and what reads images."""
+"""First parts of canonical names that training does not build: multi-token prediction and vision."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Rule:
     Attributes:
         megatron: canonical name, with `{layer}` and `{expert}` as wildcards.
         hf: Hugging Face names with the same wildcards, in the order the kind expects.
-        kind: how the tensors are laid out and shared out.
-        layers: global layer ids that the rule stands for; empty when the name has no `{layer}`.
-        experts: number of experts; 0 when the name has no `{expert}`. Where a Hugging Face name has no `{expert}`, the
+        kind: layout of the tensors, and their split over ranks.
+        layers: global layer ids of the rule; empty if the name has no `{layer}`.
+        experts: number of experts; 0 if the name has no `{expert}`. With a Hugging Face name without `{expert}`, the
             file holds one tensor for all experts, [experts, ...]: it is stacked.
         exported: False for a copy of a tensor that another rule exports (tied embeddings on the last stage).
-        dtype: as torch names it, where the tensor keeps its own whatever the model's is (a router's correction bias).
-        bundle: rules of one layer with the same word here go to engines in one request: SGLang's loader joins their
-            tensors into one parameter, and forgets the first when the second does not come with it.
+        dtype: as torch names it, for a tensor with its own dtype (a router's correction bias).
+        bundle: rules of one layer with the same word are sent to engines in one request: SGLang's loader joins their
+            tensors into one parameter, and loses the first if the second arrives separately.
     """
 
     megatron: str
@@ -58,7 +58,7 @@ class Rule:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model that the rule stands for."""
+        """Parameters of the whole model that the rule covers."""
         return (len(self.layers) if "{layer}" in self.megatron else 1) * (self.experts or 1)
 
     @property
@@ -83,12 +83,12 @@ class BoundRule:
 
     Attributes:
         name: canonical Megatron name.
-        hf_names: Hugging Face tensors it is made of.
+        hf_names: its Hugging Face tensors.
         kind: layout.
-        layer, expert: global ids, -1 where the parameter belongs to none.
+        layer, expert: global ids, -1 if it has none.
         exported: whether it is written when exporting.
         stack: number of experts that share each Hugging Face tensor, this one being slice `expert` of it; 0: none do.
-        dtype: of its own, None for the model's.
+        dtype: its own, None for the model's.
         bundle: see `Rule`.
     """
 
@@ -104,7 +104,7 @@ class BoundRule:
 
     @property
     def untrained(self) -> str:
-        """Part of the model that training neither builds nor changes, one of `UNTRAINED`; empty where it does."""
+        """Part of the model, one of `UNTRAINED`, outside of training; empty for trained parameters."""
         part = self.name.split(".", 1)[0]
         return part if part in UNTRAINED else ""
 
@@ -115,7 +115,7 @@ class BoundRule:
 
     @property
     def is_expert(self) -> bool:
-        """Whether expert and expert-tensor parallelism share it out, instead of tensor parallelism."""
+        """Whether it is split by expert and expert-tensor parallelism, instead of tensor parallelism."""
         return self.expert >= 0
 
     @property
@@ -138,24 +138,24 @@ class BoundRule:
         return self.kind.local_shape(tp_size)
 
     def to_megatron(self, read: Callable[[str], Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        """This rank's shard.
+        """Shard of one rank.
 
         Args:
-            read: gives a tensor, or a lazy view of one, by Hugging Face name (`HFCheckpoint.view`).
+            read: returns a tensor, or a lazy view of one, by Hugging Face name (`HFCheckpoint.view`).
             tp_rank, tp_size: position among tensor-parallel ranks (expert-tensor-parallel ones for an expert).
         """
         parts = [read(name) for name in self.hf_names]
         return self.kind.shard([_Slice(part, self.expert) for part in parts] if self.stack else parts, tp_rank, tp_size)
 
     def to_hf(self, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """The Hugging Face tensors, from the shards of all tensor-parallel ranks in rank order.
+        """Hugging Face tensors from the shards of all tensor-parallel ranks, in rank order.
 
-        Of a stacked tensor, this expert's slice of it: shape `hf_shapes` without the first dimension.
+        For a stacked tensor, this expert's slice: shape `hf_shapes` without the first dimension.
         """
         return list(zip(self.hf_names, self.kind.unshard(shards), strict=True))
 
     def hf_copies(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The copies of `to_hf` into tensors that are there: (place, what goes there), for one call of all."""
+        """The copies of `to_hf` into existing tensors as (target, source) pairs, for one batched call."""
         return self.kind.placed(shards, into)
 
 
@@ -175,7 +175,7 @@ class _Slice:
 
 @lru_cache(maxsize=4)
 def _all_bound(rules: tuple[Rule, ...]) -> Mapping[str, BoundRule]:
-    """See `RuleTable.all_bound`. Tables of one model are made again and again, and the largest has 46,000 rules."""
+    """Cached `RuleTable.all_bound`. Tables of one model are built repeatedly, and the largest has 46,000 rules."""
     found: dict[str, BoundRule] = {}
     depth = -1  # before the first rule with layers: the embedding; after the last: the head
     placed: list[tuple[float, BoundRule]] = []
@@ -200,8 +200,8 @@ class RuleTable:
 
     Attributes:
         rules: the family's declaration for this model, in the order in which tensors are exported.
-        ignored: Hugging Face names that a checkpoint may hold and that mean nothing (a tied output layer).
-        aliases: Hugging Face names that a checkpoint may hold beside the tensor that they repeat, and that one's name
+        ignored: optional, meaningless Hugging Face names of a checkpoint (a tied output layer).
+        aliases: Hugging Face names that a checkpoint may hold as repetitions of another tensor, with that tensor's name
             (the embedding of a multi-token-prediction layer).
         undivided: parallel sizes, `cp` or `etp`, that must be 1 for this model, and why.
     """
@@ -213,12 +213,12 @@ class RuleTable:
 
     @cached_property
     def bound(self) -> Mapping[str, BoundRule]:
-        """The bound rules of all that is trained, by canonical name in model order."""
+        """Bound rules of all trained parameters, by canonical name in model order."""
         return {name: bound for name, bound in self.all_bound.items() if not bound.untrained}
 
     @cached_property
     def untrained_names(self) -> Mapping[str, str]:
-        """Hugging Face tensors that training neither builds nor changes, with the part of the model they belong to."""
+        """Hugging Face tensors that training neither builds nor changes, with their part of the model."""
         return {
             name: bound.untrained for bound in self.all_bound.values() if bound.untrained for name in bound.hf_names
         }
@@ -252,7 +252,7 @@ class RuleTable:
         }
 
     def check_model(self, canonical_names: Iterable[str]) -> None:
-        """Every parameter of a whole model has exactly one rule, and every exporting rule has its parameter.
+        """Check that every parameter of a whole model has exactly one rule, and every exporting rule its parameter.
 
         Args:
             canonical_names: parameters of all stages and experts; a tied copy may or may not be among them.
@@ -271,7 +271,7 @@ class RuleTable:
             )  # fmt: skip
 
     def check_hf(self, shapes: Mapping[str, Shape], where: str) -> None:
-        """A checkpoint holds exactly the tensors that the rules read, in their shapes.
+        """Check that a checkpoint holds exactly the tensors of the rules, in their shapes.
 
         Args:
             shapes: shape of every tensor of the checkpoint.
@@ -284,7 +284,7 @@ class RuleTable:
         present = {part for name, part in self.untrained_names.items() if name in shapes}
         for name, shape in expected.items():
             if self.untrained_names.get(name, "") not in {"", *present}:
-                continue  # published without this part, or cut off by a tool: all or none
+                continue  # published without this part, or removed by a tool: all or none
             if name not in shapes:
                 raise CheckpointError(
                     f"{where}: {name}", None, f"the tensor is missing {nearest(name, shapes)}".strip(),
@@ -310,7 +310,7 @@ class RuleTable:
                 )  # fmt: skip
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """The parallel layout divides this model.
+        """Check that the parallel layout divides this model.
 
         Raises:
             ConfigError: naming the size that does not divide, or that must be 1.
@@ -336,7 +336,7 @@ class RuleTable:
 
 
 def _check_tensor_parallel(rule: Rule, size: int, field: str) -> None:
-    """One rule's tensor divides over `size` ranks (the vocabulary always does: it is padded)."""
+    """Check that one rule's tensor divides over `size` ranks (the vocabulary always does: it is padded)."""
     for what, number in rule.kind.shared_out(size).items():
         if number % size:
             raise ConfigError(
@@ -347,10 +347,10 @@ def _check_tensor_parallel(rule: Rule, size: int, field: str) -> None:
             )
 
 
-# Spellings of Megatron parameter names: everything that differs from the canonical ones is mapped here, once.
+# Spellings of Megatron parameter names: all of them are mapped to the canonical ones here.
 #
 # Canonical is the local layer spec with global layer and expert ids. Transformer Engine fuses norms into the linear
-# layer after them and numbers the weights of a grouped GEMM, as we do its adapters; pipeline stages and expert ranks
+# layer after them and numbers the weights of a grouped GEMM, as adapters here do; pipeline stages and expert ranks
 # count from zero.
 
 _LAYER = re.compile(r"(?:module\.)*(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.transformer_layer))\.(.+)")
@@ -375,7 +375,7 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
         local_name: from `named_parameters()` of a local-spec or Transformer Engine model, wrappers' `module.` allowed.
         first_expert: global id of this rank's expert 0.
         global_layers: global (0-based) id of each of the chunk's layers in order; default: they are global already.
-            Multi-token-prediction layers have ids of their own, which are global.
+            Multi-token-prediction layers have their own global ids.
     """
     match = _LAYER.fullmatch(local_name)
     if match is None:
@@ -392,5 +392,5 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
 
 
 def of_all_experts(name: str) -> str:
-    """Canonical name of what all experts of a layer share, from the name that it has, or would have, in one of them."""
+    """Canonical name of a tensor shared by all experts of a layer, from its name in one of them."""
     return _EXPERT.sub(r"\1", name)

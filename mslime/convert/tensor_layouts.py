@@ -1,9 +1,9 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and back: every kind of layout, written once.
+"""Layouts of one Megatron parameter in Hugging Face tensors, for both directions.
 
-A kind knows shapes and slices only: no names, no files, no process groups. Rank `r` of `n` tensor-parallel ranks holds
-`shard(parts, r, n)`; `unshard` of all shards in rank order gives the parts back, bit for bit. Parts are anything that
-has a shape and can be indexed, so that a lazy view of a safetensors file reads only the rows that are asked for.
-Torch is imported where tensors are made, so that declaring rules does not need it.
+A kind uses shapes and slices only: no names, no files, no process groups. Rank `r` of `n` tensor-parallel ranks holds
+`shard(parts, r, n)`; `unshard` of all shards in rank order returns the parts, bit for bit. Parts are any objects with a
+shape that can be indexed: a lazy view of a safetensors file reads only the requested rows. Torch is imported only where
+tensors are made; rules are declared without it.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 Joined = tuple[Sequence["Tensor"], int]
-"""Parts of a tensor, and the dimension along which they make it."""
+"""Parts of a tensor, and the dimension along which they are joined."""
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, without a copy where there is one tensor."""
+    """`torch.cat`, without a copy for a single tensor."""
     import torch
 
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim)
 
 
 def rank_range(size: int, rank: int, ranks: int) -> slice:
-    """The run of `size` rows that `rank` of `ranks` holds when they share evenly."""
+    """Rows of `rank` if `ranks` ranks share `size` rows evenly."""
     assert size % ranks == 0, f"{size} rows cannot be shared by {ranks} ranks"
     step = size // ranks
     return slice(rank * step, (rank + 1) * step)
 
 
 def features(out: int, hidden: int | None) -> Shape:
-    """Shape of a linear layer's weight, or of its bias where `hidden` is None."""
+    """Shape of a linear layer's weight, or of its bias if `hidden` is None."""
     return (out,) if hidden is None else (out, hidden)
 
 
 class Kind(ABC):
-    """The layout of one Megatron parameter.
+    """Layout of one Megatron parameter.
 
     Attributes:
-        tp_axis: dimension that tensor parallelism splits, None when every rank holds the whole.
+        tp_axis: dimension that tensor parallelism splits, None if every rank holds the whole.
     """
 
     tp_axis: int | None
@@ -77,29 +77,29 @@ class Kind(ABC):
 
     @abstractmethod
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        """What rank `tp_rank` of `tp_size` holds, dtype of the parts."""
+        """Shard of rank `tp_rank` of `tp_size`, in the dtype of the parts."""
 
     @abstractmethod
     def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
-        """Of what each Hugging Face tensor consists: views of the shards of all ranks in rank order, where it can."""
+        """Parts of each Hugging Face tensor: views of the shards of all ranks in rank order, where possible."""
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The Hugging Face tensors, from the shards of all ranks in rank order."""
         return [cat(parts, dim).contiguous() for parts, dim in self.joined(shards)]
 
     def placed(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `unshard` copies, where the tensors are there already: (place, part), views of the same shape."""
+        """The copies of `unshard` into existing tensors: (target, part), views of the same shape."""
         for (parts, dim), whole in zip(self.joined(shards), into, strict=True):
             sizes = [part.shape[dim] for part in parts]
             assert sum(sizes) == whole.shape[dim], f"{sizes} along {dim} of shards, {tuple(whole.shape)} expected"
             yield from zip(whole.split_with_sizes(sizes, dim) if len(parts) > 1 else [whole], parts, strict=True)
 
     def in_order(self, tp_size: int) -> bool:
-        """Whether the shards of `tp_size` ranks in a row are the Hugging Face tensors in a row."""
+        """Whether the shards of `tp_size` ranks in order are the Hugging Face tensors in order."""
         return False
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
-        """What `tp_size` ranks must share evenly, by name in plain words; for the check before anything is built."""
+        """Quantities that `tp_size` ranks must share evenly, by name; for checks before anything is built."""
         return {} if self.tp_axis is None else {"features": self.full_shape[self.tp_axis]}
 
     def local_shape(self, tp_size: int) -> Shape:
@@ -139,7 +139,7 @@ class Replicated(Kind):
 
 @dataclass(frozen=True)
 class OneForAll(Kind):
-    """What all experts of a layer share, whole on every rank; files hold it as a stack of one, [1, ...]."""
+    """A tensor shared by all experts, whole on every rank; files hold it as a stack of one, [1, ...]."""
 
     one: Kind
     tp_axis: int | None = None
@@ -161,7 +161,7 @@ class OneForAll(Kind):
 
 @dataclass(frozen=True)
 class Sharded(Kind):
-    """One tensor whose dimension `axis` is shared out evenly; `Column` and `Row` name the two usual ones."""
+    """One tensor whose dimension `axis` is split evenly; `Column` and `Row` name the two usual ones."""
 
     shape: Shape
     axis: int
@@ -190,18 +190,18 @@ class Sharded(Kind):
 
 
 def Column(shape: Shape) -> Sharded:
-    """A linear layer [out, in] (or its bias [out]) whose output features are shared out."""
+    """A linear layer [out, in] (or its bias [out]) whose output features are split."""
     return Sharded(shape, 0)
 
 
 def Row(shape: Shape) -> Sharded:
-    """A linear layer [out, in] whose input features are shared out; its bias [out] is `Replicated`."""
+    """A linear layer [out, in] whose input features are split; its bias [out] is `Replicated`."""
     return Sharded(shape, 1)
 
 
 @dataclass(frozen=True)
 class Vocabulary(Kind):
-    """Embedding or output layer [vocabulary, hidden]: rows are shared out, padded with zero rows to divide evenly."""
+    """Embedding or output layer [vocabulary, hidden]: rows are split, padded with zero rows to divide evenly."""
 
     vocab_size: int
     hidden: int
@@ -241,14 +241,14 @@ class Vocabulary(Kind):
 class RowRuns(Kind):
     """A parameter whose rows are runs of rows of its Hugging Face tensors, in another order on every rank.
 
-    `runs` is all that a kind says: both directions follow from it.
+    A kind defines only `runs`: both directions follow from it.
     """
 
     tp_axis: int | None = 0
 
     @abstractmethod
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
-        """The runs that make the shard of rank `tp_rank`, in order; over all ranks every row comes once."""
+        """The runs of the shard of rank `tp_rank`, in order; each row belongs to exactly one rank."""
 
     @property
     def full_shape(self) -> Shape:
@@ -274,7 +274,7 @@ class RowRuns(Kind):
 
 
 def _joined(runs: Iterator[Run]) -> Iterator[Run]:
-    """Runs that continue each other become one: fewer reads."""
+    """Join adjacent runs, which saves reads."""
     last: Run | None = None
     for part, first, rows in runs:
         if last is not None and last[0] == part and last[1] + last[2] == first:
@@ -296,7 +296,7 @@ def equal_shares(places: Sequence[Run], tp_rank: int, tp_size: int) -> Iterator[
 
 
 def equal_cut(whole: Iterable[Run], rows: int, tp_rank: int, tp_size: int) -> Iterator[Run]:
-    """One rank's equal share of `rows` rows, which are `whole` in order; a run may be cut."""
+    """One rank's equal share of the `rows` rows in `whole`, in order; a run may be cut."""
     mine, at = rank_range(rows, tp_rank, tp_size), 0
     for part, first, size in whole:
         start, stop = max(mine.start, at), min(mine.stop, at + size)
@@ -306,7 +306,7 @@ def equal_cut(whole: Iterable[Run], rows: int, tp_rank: int, tp_size: int) -> It
 
 
 def shared_groups(heads: int, groups: int, tp_size: int) -> dict[str, int]:
-    """What `tp_size` ranks must share evenly of grouped-query attention (`Kind.shared_out`)."""
+    """Quantities of grouped-query attention that `tp_size` ranks must share evenly (`Kind.shared_out`)."""
     whole_groups = groups % tp_size == 0 or tp_size % groups == 0
     return {"attention heads": heads} | ({} if whole_groups else {"key-value groups": groups})
 
@@ -334,7 +334,7 @@ class GatedMLP(RowRuns):
 
 @dataclass(frozen=True)
 class FusedGatedMLP(RowRuns):
-    """`GatedMLP` where the checkpoint holds gate and up projections as one tensor [2 * ffn, hidden], gate first."""
+    """`GatedMLP` for a checkpoint with gate and up projections in one tensor [2 * ffn, hidden], gate first."""
 
     ffn: int
     hidden: int
@@ -352,7 +352,7 @@ class FusedGatedMLP(RowRuns):
 
 @dataclass(frozen=True)
 class Heads(RowRuns):
-    """A vector [heads * head_dim] that goes with attention heads, shared out by whole heads."""
+    """A vector [heads * head_dim] that is split by whole attention heads."""
 
     heads: int
     head_dim: int
@@ -398,7 +398,7 @@ class FusedQKV(RowRuns):
 
 @dataclass(frozen=True)
 class InterleavedGatedMLP(Kind):
-    """A gated first layer in one tensor [hidden, 2 * ffn], gate and up features taking turns (GPT-OSS).
+    """A gated first layer in one tensor [hidden, 2 * ffn], with alternating gate and up features (GPT-OSS).
 
     With `hidden` None, its bias [2 * ffn]. Every rank holds [its gate rows; its up rows].
     """
@@ -432,7 +432,7 @@ class InterleavedGatedMLP(Kind):
 
 @dataclass(frozen=True)
 class TransposedRow(Kind):
-    """A linear layer [out, in] whose input features are shared out, stored as [in, out] (GPT-OSS)."""
+    """A linear layer [out, in] whose input features are split, stored as [in, out] (GPT-OSS)."""
 
     shape: Shape
     tp_axis: int | None = 1
@@ -519,7 +519,7 @@ class DeltaHeads:
         return self.values * self.value_dim
 
     def shared_out(self) -> dict[str, int]:
-        """What tensor parallelism divides; the value heads follow."""
+        """Quantities that tensor parallelism divides; the value heads follow."""
         return {"linear-attention key heads": self.keys}
 
 

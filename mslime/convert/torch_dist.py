@@ -1,9 +1,9 @@
 """megatron-core's `torch_dist` checkpoints, read lazily and without megatron, process groups or a model.
 
-The format is torch's distributed checkpoint: `.metadata` is a pickle that says which chunk of which tensor lies at
-which offset of which `.distcp` file; a chunk is what `torch.save` wrote for it, a zip archive whose tensor bytes are
-stored as they are. A pickle can name any code, so that only the classes of the format itself are let through; no chunk
-is ever unpickled into objects, only its tensor's strides are read.
+The format is torch's distributed checkpoint. The pickle `.metadata` maps chunks of tensors to offsets in `.distcp`
+files. A chunk is a zip archive from `torch.save` whose tensor bytes are uncompressed. A pickle can name any code, so
+only the classes of the format itself are allowed. Chunks are never unpickled into objects; only their tensors' strides
+are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MEGATRON_STAND_INS = {"MCoreMetadata", "MCoreSavePlan"}
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a stored tensor: where in the tensor, and where on disk (bytes `start` to `start + length`)."""
+    """One box of a stored tensor: its place in the tensor and on disk (bytes `start` to `start + length`)."""
 
     offsets: Shape
     sizes: Shape
@@ -74,7 +74,7 @@ class StoredTensor:
 
     @cached_property
     def _by_expert(self) -> dict[int, list[Chunk]] | None:
-        """Chunks by their first offset, where every chunk is a slice of a stack: hundreds of experts in one tensor."""
+        """Chunks by their first offset, if every chunk is a slice of a stack: hundreds of experts in one tensor."""
         if not self.shape or any(chunk.sizes[0] != 1 for chunk in self.chunks):
             return None
         found: dict[int, list[Chunk]] = {}
@@ -93,12 +93,12 @@ class DistCheckpoint:
     """A `torch_dist` checkpoint, opened by its metadata alone.
 
     Attributes:
-        directory: where it lies.
+        directory: its path.
         tensors: every tensor by the key under which megatron-core stores it.
-        objects: keys of what is not a tensor.
+        objects: keys of objects that are not tensors.
 
     Raises:
-        CheckpointError: not such a checkpoint, or a file is missing or shorter than the metadata says.
+        CheckpointError: not such a checkpoint, or a file is missing or shorter than the metadata requires.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -115,7 +115,7 @@ class DistCheckpoint:
             self._check_files()
 
     def _read(self, metadata: Any) -> None:
-        """What is stored, by the metadata. Raises CheckpointError, or one of MALFORMED."""
+        """Read the stored tensors from the metadata. Raises CheckpointError, or one of MALFORMED."""
         storage = {(index.fqn, _shape(index.offset or ())): info for index, info in metadata.storage_data.items()}
         for key, entry in metadata.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
@@ -133,7 +133,7 @@ class DistCheckpoint:
         return Chunk(_shape(chunk.offsets), _shape(chunk.sizes), info.relative_path, info.offset, info.length)
 
     def _check_files(self) -> None:
-        """Every file is as long as its chunks need, and every tensor's chunks fill it exactly."""
+        """Check that every file is long enough for its chunks, and that chunks fill every tensor exactly."""
         for key, tensor in self.tensors.items():
             if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise CheckpointError(
@@ -164,10 +164,10 @@ class DistCheckpoint:
         return DistView(self, key, self.tensors[key])
 
     def read_chunk(self, key: str, chunk: Chunk) -> Tensor:
-        """One chunk, in its own sizes.
+        """Read one chunk, in its own sizes.
 
         Raises:
-            CheckpointError: the bytes on disk are not the tensor that the metadata promises.
+            CheckpointError: the bytes on disk do not match the metadata.
         """
         import torch
 
@@ -194,7 +194,7 @@ class DistCheckpoint:
         return whole.as_strided(stored.size, stored.stride, stored.offset)
 
     def _locate(self, handle: io.BufferedReader, chunk: Chunk) -> _Record:
-        """Where the chunk's elements lie; archives of one length that begin with the same bytes are laid out alike."""
+        """Locate the chunk's elements; archives of equal length and equal first bytes have the same layout."""
         for head, record in self._layouts.get(chunk.length, ()):
             handle.seek(chunk.start)
             if handle.read(len(head)) == head:
@@ -216,7 +216,7 @@ class DistCheckpoint:
 
 @dataclass(frozen=True)
 class DistView:
-    """A stored tensor that is assembled, in the asked-for box only, when indexed."""
+    """A stored tensor; indexing it assembles only the requested box."""
 
     checkpoint: DistCheckpoint
     key: str
@@ -276,7 +276,7 @@ def _shape(sizes: Any) -> Shape:
 
 
 def _overlap(chunk: Chunk, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
-    """(start within the chunk, size, start within the box) of what chunk and box share, or None."""
+    """(start within the chunk, size, start within the box) of the overlap of chunk and box, or None."""
     within: list[int] = []
     size: list[int] = []
     target: list[int] = []
@@ -317,18 +317,18 @@ def _check_backend(directory: Path) -> None:
 
 
 class _PlaceholderClass:
-    """Takes the place of a class of megatron-core whose content is of no use here."""
+    """Placeholder for a class of megatron-core whose content is not needed."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the classes of the checkpoint format, and nothing else."""
+    """Unpickles only the classes of the checkpoint format."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) == ("builtins", "getattr"):
             return _enum_member
         if global_name in _MEGATRON_STAND_INS and module_name.startswith("megatron.core."):
             return _PlaceholderClass
-        # A dotted name would lead out of the module, through what it imports, to any class there is.
+        # A dotted name would reach any class that the module imports.
         known = "." not in global_name and _is_known(module_name, global_name)
         found = super().find_class(module_name, global_name) if known else None
         own = isinstance(found, type) and found.__module__ == module_name
@@ -338,7 +338,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(enum: Any, name: str) -> Any:
-    """What a file may mean by `getattr`: some versions of Python (3.11.2) write a member of an enum as that call."""
+    """Result of a file's `getattr` call: some versions of Python (3.11.2) write a member of an enum as one."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {enum!r}, which is no member of an enum")
     return enum[name]
@@ -353,10 +353,10 @@ def _is_known(module: str, name: str) -> bool:
 
 
 def load_metadata(path: Path) -> Any:
-    """torch's `Metadata` in a `.metadata` file, unpickled without running any code that the file names.
+    """Unpickle torch's `Metadata` from a `.metadata` file, without running any code that the file names.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it names a class that is no part of the format.
+        CheckpointError: it is missing, damaged, or names a class outside of the format.
     """
     try:
         with path.open("rb") as file:
@@ -373,7 +373,7 @@ def load_metadata(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class _Record:
-    """Where the elements of a `torch.save`d tensor lie in a file, and its view of them."""
+    """Position of the elements of a `torch.save`d tensor in a file, and its view of them."""
 
     start: int
     nbytes: int
@@ -390,7 +390,7 @@ class _Record:
 
 
 class _Window(io.RawIOBase):
-    """Bytes `start` to `start + length` of a file as a file of their own."""
+    """Bytes `start` to `start + length` of a file as a separate file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -418,7 +418,7 @@ class _Window(io.RawIOBase):
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Reads the shape of a saved tensor; makes no tensor and calls nothing that the file names."""
+    """Reads the shape of a saved tensor; builds no tensor and calls nothing that the file names."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) == ("collections", "OrderedDict"):
@@ -426,7 +426,7 @@ class _RecordUnpickler(pickle.Unpickler):
         if (module_name, global_name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _described
         if module_name == "torch" and global_name.endswith("Storage"):
-            return global_name  # a name stands for itself: it is only passed to persistent_load
+            return global_name  # kept as a name: it is only passed to persistent_load
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -440,7 +440,7 @@ def _described(storage: tuple[str, int], offset: int, size: Any, stride: Any, *r
 
 
 def _locate(file: io.BufferedReader, chunk: Chunk) -> _Record:
-    """The record of one chunk: opens the zip archive's directory, reads the small pickle, and skips the data."""
+    """Record of one chunk: opens the zip archive's directory, reads the small pickle, and skips the data."""
     window = _Window(file, chunk.start, chunk.length)
     with zipfile.ZipFile(window) as archive:  # pyright: ignore[reportArgumentType]
         names = {name.split("/", 1)[1]: name for name in archive.namelist() if "/" in name}
@@ -449,19 +449,19 @@ def _locate(file: io.BufferedReader, chunk: Chunk) -> _Record:
         if data.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile("the tensor is compressed")
     window.seek(data.header_offset + 26)
-    lengths = window.read(4)  # of the local header's name and extra field, which differ from the directory's
+    lengths = window.read(4)  # lengths of the local header's name and extra field, which differ from the directory's
     begin = data.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     return _Record(chunk.start + begin, data.file_size, numel, offset, size, stride)
 
 
-# Where megatron-core keeps the elements of each parameter in a checkpoint: pure data, made by a built model
+# Places of parameters in megatron-core checkpoints: pure data, made by a built model
 # (`backends.megatron.checkpoint_files`) and used without one. Layers and experts may be stacked in one stored tensor,
 # and a parameter may be stored in pieces (the halves of a gated MLP).
 
 
 @dataclass(frozen=True)
 class ParameterBox:
-    """A view of one parameter, and the box of a stored tensor that holds it.
+    """A view of one parameter, and its box in a stored tensor.
 
     Attributes:
         key: of the stored tensor.
@@ -483,24 +483,24 @@ class ParameterBox:
         return parameter.contiguous().as_strided(self.size, self.stride, self.start).reshape(self.sizes).contiguous()
 
     def paste(self, parameter: Tensor, box: Tensor) -> None:
-        """Write what the box holds into its place in a contiguous parameter."""
+        """Copy the box into its place in a contiguous parameter."""
         parameter.as_strided(self.size, self.stride, self.start).copy_(box.reshape(self.size))
 
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a whole model lies.
+    """Places of a whole model's parameters.
 
     Attributes:
         pieces: of every parameter, by canonical name.
-        objects: keys of what megatron-core stores beside tensors (modules' extra state, `None` in a fresh model).
+        objects: keys of megatron-core's stored objects (modules' extra state, `None` in a fresh model).
     """
 
     pieces: Mapping[str, tuple[ParameterBox, ...]]
     objects: Sequence[str]
 
     def check(self, table: RuleTable) -> None:
-        """Every rule that is exported has its parameter, and pieces fill parameters; raises AssertionError."""
+        """Assert that every exported rule has its parameter, and that pieces fill parameters."""
         absent = [name for name, rule in table.all_bound.items() if rule.exported and name not in self.pieces]
         assert not absent, f"no place for {absent[:3]}"
         for name, pieces in self.pieces.items():
@@ -510,7 +510,7 @@ class ModelPlacement:
 
 
 def whole(rule: BoundRule) -> ParameterBox:
-    """The place of a parameter that megatron-core does not build: under its own name."""
+    """Place of a parameter that megatron-core does not build: under its own name."""
     shape = rule.full_shape
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return ParameterBox(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

@@ -1,16 +1,16 @@
-"""Checkpoint directories: what makes one complete, its manifest and checksums, which is resumed from, which are kept.
-Needs neither
-torch nor megatron, so the driver can choose one before any trainer runs; `backends.megatron.checkpoint` fills them.
+"""Checkpoint directories: completeness, manifest and checksums, choice of the one to resume from, retention. Needs
+neither torch nor megatron, so the driver can choose one before any trainer runs; `backends.megatron.checkpoint` fills
+them.
 
-A checkpoint is written into a hidden sibling directory, its manifest last, and then renamed: under its own name it is
-either absent or complete. The manifest holds every file's size and checksum, so that what is damaged later is noticed
-and named; nothing is resumed from, or passed over, in silence.
+A checkpoint is written into a hidden sibling directory, its manifest last, and then renamed. Under its own name it is
+either absent or complete. The manifest holds every file's size and checksum: later damage is detected and its file is
+named. A damaged checkpoint is never resumed from or skipped silently.
 
     <root>/step_10/manifest.json       files with sizes and checksums, layout, extra; written last
                   /rng/rank_00000.npz  random number generators of each rank
                   /rollouts.npz        work in flight, written by the rollout service
                   /...                 megatron-core's torch_dist files (weights, optimizer, schedule)
-    <root>/critic/step_10/...          likewise of PPO's critic
+    <root>/critic/step_10/...          the same for PPO's critic
     <root>/damaged-step_20/...         set aside by `checkpoint.resume: older`
 """
 
@@ -34,12 +34,12 @@ from mslime import __version__
 from mslime.config.base import Resume
 from mslime.config.errors import CheckpointError, ConfigError
 
-# SHA-256 of files: summed while they are written, so that nothing is read again, and compared when they are read.
+# SHA-256 of files. It is computed during the write, which saves a second read, and compared at every read.
 #
-# Why SHA-256 and not a faster sum is in docs/decisions/0003-models-and-checkpoints.md.
+# docs/decisions/0003-models-and-checkpoints.md gives the reasons for SHA-256.
 
 _READ_BYTES = 8 << 20
-_OVERLAPPED_BYTES = 1 << 20  # from here on it pays to sum in a thread while the system writes
+_OVERLAPPED_BYTES = 1 << 20  # from this size on, summing in a thread during the write pays off
 _THREADS = 8
 WAY_OUT = (
     "restore the file, delete the checkpoint, or set checkpoint.resume: older to continue from the newest undamaged one"
@@ -48,11 +48,11 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be.
+    """Expected size and checksum of a file.
 
     Attributes:
         size: in bytes.
-        sha256: in hexadecimal; None in checkpoints from before files were summed.
+        sha256: in hexadecimal; None in checkpoints of format 1.
     """
 
     size: int
@@ -60,10 +60,10 @@ class FileSum:
 
 
 class SummedFile(io.RawIOBase):
-    """A new file, written from front to back and summed on the way.
+    """New file that is written sequentially and summed during the write.
 
     Args:
-        path: replaced when it exists.
+        path: replaced if it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,11 +75,11 @@ class SummedFile(io.RawIOBase):
 
     @property
     def sum(self) -> FileSum:
-        """Of everything written so far."""
+        """Sum of all bytes written so far."""
         return FileSum(self._at, self._hash.hexdigest())
 
     def write(self, data: Any, /) -> int:
-        """Append bytes; returns how many. Raises OSError when the file system refuses."""
+        """Append bytes; returns how many. Raises OSError if the file system does."""
         view = memoryview(data).cast("B")
         if len(view) < _OVERLAPPED_BYTES:
             self._file.write(view)
@@ -95,17 +95,17 @@ class SummedFile(io.RawIOBase):
         return len(view)
 
     def sync(self) -> None:
-        """Bring it to the disk."""
+        """Sync to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
-        """To the system."""
+        """Flush to the operating system."""
         if not self._file.closed:
             self._file.flush()
 
     def fileno(self) -> int:
-        """Of the file underneath."""
+        """Descriptor of the underlying file."""
         self._file.flush()
         return self._file.fileno()
 
@@ -114,7 +114,7 @@ class SummedFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Never: what was summed cannot be written again."""
+        """Never: summed bytes cannot be rewritten."""
         return False
 
     def tell(self) -> int:
@@ -138,7 +138,7 @@ def write_summed(path: Path, data: bytes) -> FileSum:
 
 
 def sum_file(path: Path) -> FileSum:
-    """The sum of a file that is there. Raises OSError."""
+    """Sum of an existing file. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
@@ -149,10 +149,10 @@ def sum_file(path: Path) -> FileSum:
 
 
 def check_sizes(directory: Path, files: Mapping[str, FileSum]) -> None:
-    """Compare sizes, without reading. Raises CheckpointError naming the first file that is missing or another."""
+    """Compare sizes only. Raises CheckpointError naming the first file that is missing or has another size."""
     for name, expected in files.items():
         path, found = directory / name, None
-        with suppress(OSError):  # a name that no file system takes, a directory that may not be entered
+        with suppress(OSError):  # an invalid file name, or a directory without access
             found = path.stat().st_size if path.is_file() else None
         if found != expected.size:
             raise CheckpointError(
@@ -162,7 +162,7 @@ def check_sizes(directory: Path, files: Mapping[str, FileSum]) -> None:
 
 
 def check_sums(directory: Path, files: Mapping[str, FileSum], threads: int = _THREADS) -> None:
-    """Read the files and compare them with their sums, several side by side; sizes only where there is no sum.
+    """Compare files with their checksums in several threads; only sizes for files without a checksum.
 
     Raises:
         CheckpointError: naming the first file, by name, that is missing or damaged.
@@ -191,7 +191,7 @@ def _damage(path: Path, expected: FileSum) -> CheckpointError | None:
 
 
 def share(files: Mapping[str, FileSum], rank: int, ranks: int) -> dict[str, FileSum]:
-    """The files that one of several readers checks, so that each reads about as many bytes: the same on every rank."""
+    """Files that one of several readers checks, balanced by bytes. The result is the same on every rank."""
     loads, mine = [0] * ranks, dict[str, FileSum]()
     for name in _largest_first(files):
         lightest = loads.index(min(loads))
@@ -205,9 +205,9 @@ def _largest_first(files: Mapping[str, FileSum]) -> Iterable[str]:
     return sorted(files, key=lambda name: (-files[name].size, name))
 
 
-# `manifest.json` of a checkpoint: every file with its size and checksum, and what belongs to the checkpoint beside its
-# tensors. It is written last and carries a checksum of itself, so that a damaged one is never believed. A manifest that
-# another version of mslime wrote is read, or refused by saying so; it never ends in a traceback.
+# `manifest.json` of a checkpoint: every file with its size and checksum, and the data saved beside the tensors. It is
+# written last and carries its own checksum, which reveals damage. The manifest of another version of mslime is read, or
+# rejected with a CheckpointError; it never causes a traceback.
 
 FORMAT = 2
 """1: sizes of files only. 2: checksums of files and of the manifest itself."""
@@ -218,13 +218,13 @@ _NEWER = f"resume with the version of mslime that wrote it; else {WAY_OUT}"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`.
+    """Content of `manifest.json`.
 
     Attributes:
         layout: the parallel layout that wrote it, for people and for the random number generators.
         world_size: ranks that wrote it.
-        extra: what the caller saved with it, JSON values; binary values are files of their own.
-        files: what every other file must be, by path relative to the checkpoint.
+        extra: JSON values saved by the caller; binary values are separate files.
+        files: expected size and checksum of every other file, by path relative to the checkpoint.
         format: of this file.
         written_by: version of mslime.
     """
@@ -253,19 +253,18 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "extra": manifest.extra,
         "files": {name: {"bytes": s.size, "sha256": s.sha256} for name, s in sorted(manifest.files.items())},
     }
-    content = json.loads(json.dumps(content))  # what a reader will find: keys are text, tuples are lists
+    content = json.loads(json.dumps(content))  # as a reader will see it: keys are text, tuples are lists
     write_summed(directory / NAME, json.dumps(content | {"sha256": _digest(content)}, indent=1).encode())
 
 
 def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
-    """The manifest of a complete checkpoint.
+    """Manifest of a complete checkpoint.
 
     Args:
-        check_files: compare every file's size with the manifest; one rank of many is enough to do that.
+        check_files: compare every file's size with the manifest; one rank is enough for this.
 
     Raises:
-        CheckpointError: there is none, it is damaged or of a version that this one cannot read, or a file is missing
-            or has another size.
+        CheckpointError: it is missing, damaged, or of an unsupported version; or a file is missing or has another size.
     """
     path = directory / NAME
     content = _read(path)
@@ -304,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parsed(path: Path, content: Mapping[str, Any], version: int) -> Manifest:
-    """The manifest of a content that is as it was written. Raises CheckpointError when it is another version's."""
+    """Manifest from undamaged content. Raises CheckpointError if its version is not supported."""
     known = {*_TYPES, "format", "written_by"} if version > 1 else {*_TYPES, "format"}
     if known != set(content):
         unknown, missing = sorted(content.keys() - known), sorted(known - content.keys())
@@ -325,7 +324,7 @@ def _parsed(path: Path, content: Mapping[str, Any], version: int) -> Manifest:
 
 
 def _file_sum(path: Path, name: str, entry: object, version: int) -> FileSum:
-    """Of one entry of `files`. Raises CheckpointError when it is not one, or the file would lie elsewhere."""
+    """Sum from one entry of `files`. Raises CheckpointError if it is malformed or its path leaves the checkpoint."""
     size: object = entry
     digest: object = None
     if version > 1:
@@ -348,37 +347,37 @@ def _writer(content: Mapping[str, Any]) -> str:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Of the content whatever its white space and the order of its keys."""
+    """Digest of the content that ignores white space and the order of keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 ROLLOUTS, OUTLINE = "rollouts.npz", "rollouts_outline.npz"
-"""The rollout service's file, and the one that stands in for it when the service is gone."""
+"""File of the rollout service, or of its outline if the service is lost."""
 _OLD_ROLLOUTS = "extra/rollouts.bin"  # of format 1
 CRITIC = "critic"
-"""In `extra`: whether a critic was saved with it."""
+"""Key in `extra`: whether a critic was saved too."""
 SAVING, REPLACED, DAMAGED = ".saving-", ".replaced-", "damaged-"
 _STEP = re.compile(r"step_(\d+)")
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint that continues at `step` lives."""
+    """Directory of the checkpoint that continues at `step`."""
     return root / f"step_{step}"
 
 
 def critic_directory(directory: Path) -> Path:
-    """Where the critic that belongs to a checkpoint lives: a checkpoint of its own, complete before the policy's is."""
+    """Directory of the critic that belongs to a checkpoint: a checkpoint of its own, completed before the policy's."""
     return directory.parent / "critic" / directory.name
 
 
 def saving_directory(directory: Path) -> Path:
-    """Where the checkpoint is written until it is complete."""
+    """Directory for the checkpoint until it is complete."""
     return directory.with_name(f"{SAVING}{directory.name}")
 
 
 def rollouts_file(manifest: Manifest) -> str | None:
-    """Which file of a checkpoint is the rollout service's; None of supervised training."""
+    """Name of the rollout service's file in a checkpoint; None for supervised training."""
     return next((name for name in (OUTLINE, ROLLOUTS, _OLD_ROLLOUTS) if name in manifest.files), None)
 
 
@@ -386,7 +385,7 @@ def rollouts_file(manifest: Manifest) -> str | None:
 
 
 def begin(directory: Path) -> Path:
-    """An empty hidden directory beside `directory`, to write the checkpoint into."""
+    """Create an empty hidden directory beside `directory`, to write the checkpoint into."""
     saving = saving_directory(directory)
     shutil.rmtree(saving, ignore_errors=True)
     saving.mkdir(parents=True)
@@ -396,14 +395,14 @@ def begin(directory: Path) -> Path:
 def complete(
     saving: Path, directory: Path, layout: str, world_size: int, extra: dict[str, Any], files: Mapping[str, FileSum]
 ) -> None:
-    """Everything is written and on the disk: write the manifest, and give the checkpoint its name.
+    """Write the manifest and rename the directory, once everything else is written and synced.
 
     Args:
         extra: JSON values.
-        files: sums of files as their writers know them. What else is there is small: it is read, summed and synced.
+        files: sums that the writers computed. All other files are small: they are read, summed and synced here.
 
     Raises:
-        CheckpointError: a file is not as its writer left it.
+        CheckpointError: a file has changed since its writer finished.
     """
     check_sizes(saving, files)
     others = [path for path in saving.rglob("*") if path.is_file() and str(path.relative_to(saving)) not in files]
@@ -426,11 +425,11 @@ def complete(
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a run continues from.
+    """Checkpoint from which a run continues.
 
     Attributes:
-        directory: the checkpoint; None where there is none.
-        passed_over: newer ones that are damaged, now under another name, with what is wrong.
+        directory: the checkpoint; None if there is none.
+        passed_over: newer, damaged ones under their new names, each with its damage.
     """
 
     directory: Path | None
@@ -438,15 +437,15 @@ class Chosen:
 
 
 def choose(root: Path, resume: Resume) -> Chosen:
-    """The checkpoint under `root` to continue from, as `checkpoint.resume` says.
+    """Choose the checkpoint under `root` to continue from, by `checkpoint.resume`.
 
-    `auto` takes the newest, whose manifest and sizes must be right (its checksums are compared by the ranks, side by
-    side, when they load it). `older` reads whole checkpoints, newest first, until one is undamaged, and sets aside
-    those before it. `never` wants none to be there.
+    `auto` takes the newest, whose manifest and sizes must be right. Ranks compare its checksums in parallel when they
+    load it. `older` reads whole checkpoints, newest first, until one is undamaged, and sets the damaged ones aside.
+    `never` allows none.
 
     Raises:
         CheckpointError: the newest is damaged (`auto`), or all are (`older`).
-        ConfigError: there is one (`never`).
+        ConfigError: a checkpoint exists (`never`).
     """
     found = steps(root)
     if not found:
@@ -460,7 +459,7 @@ def choose(root: Path, resume: Resume) -> Chosen:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint under `root`; None when there is none. Raises CheckpointError when it is damaged."""
+    """Newest checkpoint under `root`; None if there is none. Raises CheckpointError if it is damaged."""
     found = steps(root)
     if not found:
         return None
@@ -482,7 +481,7 @@ def _check_one(directory: Path, check: Callable[[Path, Mapping[str, FileSum]], N
 
 
 def _undamaged(found: Sequence[Path]) -> Chosen:
-    """The newest undamaged one; the damaged ones after it get another name, so that no later start meets them."""
+    """Newest undamaged checkpoint; damaged newer ones are renamed, which hides them from later starts."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for directory in reversed(found):
         try:
@@ -512,7 +511,7 @@ def _set_aside(directory: Path) -> Path:
 def retained(
     saved: Sequence[int], keep: int, keep_every: int = 0, scores: Mapping[int, float] | None = None
 ) -> set[int]:
-    """Which steps of `saved` are kept: the newest `keep`, multiples of `keep_every` (0: none), and the best.
+    """Select the steps of `saved` to keep: the newest `keep`, multiples of `keep_every` (0: none), and the best.
 
     Args:
         scores: of steps, larger is better; the newest of equals wins, NaN never does.
@@ -527,7 +526,7 @@ def retained(
 
 
 def prune(root: Path, keep: Callable[[Sequence[int]], set[int]]) -> None:
-    """Remove complete checkpoints that `keep` does not choose, and what an interrupted save or removal left behind."""
+    """Remove complete checkpoints that `keep` does not select, and leftovers of interrupted saves or removals."""
     complete_ones = {step_of(d): d for d in steps(root) if _is_complete(d)}
     kept = keep(list(complete_ones))
     for step, directory in complete_ones.items():
@@ -538,7 +537,7 @@ def prune(root: Path, keep: Callable[[Sequence[int]], set[int]]) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint: it stops being one at once, whatever happens during the removal."""
+    """Remove a checkpoint. It is invalid from the first moment, even if the removal is interrupted."""
     doomed = directory.with_name(f"{REPLACED}{directory.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     directory.rename(doomed)
@@ -546,19 +545,19 @@ def discard(directory: Path) -> None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, complete or not, oldest first."""
+    """Paths named like checkpoints, complete or not, oldest first."""
     found = [(step, path) for path in root.glob("step_*") if (step := step_of(path)) >= 0]
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def newest_step(run_dir: Path) -> int:
-    """The steps that a run's newest checkpoint holds; 0 without one."""
+    """Step of a run's newest checkpoint; 0 without one."""
     found = steps(run_dir / "checkpoints")
     return step_of(found[-1]) if found else 0
 
 
 def step_of(directory: Path) -> int:
-    """The steps that a checkpoint's name tells of; -1 for any other name."""
+    """Step in a checkpoint's name; -1 for any other name."""
     match = _STEP.fullmatch(directory.name)
     return int(match[1]) if match else -1
 

@@ -1,8 +1,8 @@
-"""What a client of `mslime serve` gives for a forward and backward pass, and the shards that it becomes.
+"""Data of `mslime serve` clients for a forward and backward pass, and its conversion to shards.
 
 A datum has an input and, for each of its tokens, a target, which need not be the token that follows: row t predicts
-`targets[t]` from `tokens[: t + 1]`. A shard's columns are about the token after a row, so a datum of T rows is a
-sequence of T + 1 tokens whose column t + 1 is the datum's row t.
+`targets[t]` from `tokens[: t + 1]`. A shard's columns are about the token after a row. A datum of T rows therefore
+becomes a sequence of T + 1 tokens, whose column t + 1 is the datum's row t.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Datum:
 
 @dataclass(frozen=True)
 class ClientShard:
-    """A data-parallel rank's part of a client's data.
+    """Part of a client's data for one data-parallel rank.
 
     Attributes:
         shard: its columns; `sequence_ids` are numbers of data. targets: [N] int32, 0 for the first of each sequence.
-        loss: what is computed of them.
+        loss: the loss to compute.
     """
 
     shard: TrainShard
@@ -56,10 +56,10 @@ class ClientShard:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass over data found.
+    """Result of a pass over data.
 
     Attributes:
-        loss: summed over all of them.
+        loss: summed over all data.
         log_probs: of each datum's targets, [T] float32.
     """
 
@@ -71,7 +71,7 @@ def client_shards(
     data: Sequence[Datum], loss: LossChoice, layout: ParallelLayout, token_budget: int, *, packed: bool,
     multiple_of: int = 1, quadratic_tokens: float | None = None,
 ) -> list[ClientShard]:  # fmt: skip
-    """One for each data-parallel rank, with the same number of micro-batches. See `packing.build_shards`."""
+    """Shards for all data-parallel ranks, with the same number of micro-batches. See `packing.build_shards`."""
     lengths = np.asarray([len(datum) + 1 for datum in data], np.int64)
     packer = Packer(token_budget * layout.cp, layout.dp, multiple_of, quadratic_tokens)
     plan = packer.pack(lengths) if packed else packer.one_each(lengths)
@@ -104,7 +104,7 @@ def _of_rank(data: Sequence[Datum], micro_batches: Sequence[Sequence[int]], loss
 
 
 def by_datum(found: Sequence[tuple[ClientShard, NDArray[np.float32]]], count: int) -> list[NDArray[np.float32]]:
-    """[T] of every datum, from [N] of the data-parallel ranks' shards."""
+    """Split [N] values of the data-parallel ranks' shards into [T] per datum."""
     out: dict[int, NDArray[np.float32]] = {}
     for part, column in found:
         for number, (start, stop) in zip(part.shard.sequence_ids.tolist(), part.shard.spans(), strict=True):

@@ -1,8 +1,8 @@
-"""Conversations as sequences to learn from: which tokens of the rendered text the assistant must have said.
+"""Conversations as training sequences: rendered text, tokens, and the spans of the assistant that are trained.
 
-The whole conversation is rendered once and tokenised once. A turn begins where a generation prompt after the messages
-before it would end, and ends with the token that ends the turn, perhaps the one with which the next turn begins; or
-both are what the template marks with `{% generation %}`. Whatever cannot be told apart exactly is refused by row.
+The whole conversation is rendered once and tokenised once. A turn begins at the end of the generation prompt for the
+messages before it. It ends with its end-of-turn token, which may be the first token of the next turn. If the template
+has `{% generation %}` marks, they define both places. A row whose spans cannot be determined exactly is rejected.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OTHERWISE = (
 
 @dataclass(frozen=True)
 class Supervised:
-    """A sequence with the parts of it that are trained.
+    """A sequence with its trained parts.
 
     Attributes:
-        text: what the tokens say. characters: [start, end) of the trained parts in it.
+        text: the decoded text. characters: [start, end) of the trained parts in it.
         tokens: T ids. spans: [start, end) of the trained ones, in order; none begins at 0.
         response: the last trained part.
     """
@@ -43,16 +43,16 @@ class Supervised:
 
     @property
     def response(self) -> str:
-        """The text of the last trained part."""
+        """Text of the last trained part."""
         return self.text[slice(*self.characters[-1])]
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return sum(end - start for start, end in self.spans)
 
     def cut(self, limit: int) -> Supervised:
-        """The first `limit` tokens; the text stays whole."""
+        """The same with the first `limit` tokens; the text stays whole."""
         spans = tuple((start, min(end, limit)) for start, end in self.spans if start < limit)
         return replace(self, tokens=self.tokens[:limit], spans=spans)
 
@@ -70,14 +70,14 @@ def supervised_turns(
     where: str,
     loss_on: SftLossOn,
 ) -> list[Supervised]:
-    """The sequences that a conversation becomes: one, or one for each assistant turn.
+    """Sequences of a conversation: one, or one for each assistant turn.
 
     Args:
         options: for the chat template. where: the row, for messages.
 
     Raises:
-        DataError: no turn is to be trained; the template cannot render the conversation, or does not show where turns
-            begin and end; a token straddles such a place; a turn does not end with a special token.
+        DataError: no turn is to be trained; the template cannot render the conversation or does not show turn
+            boundaries; a token straddles a boundary; a turn does not end with a special token.
     """
     turns, wanted = wanted_turns(messages, where, loss_on)
     with reading(DataError, where, "the tokenizer cannot encode the conversation", "mend or delete the row"):
@@ -88,7 +88,7 @@ def supervised_turns(
 
 
 def wanted_turns(messages: Sequence[Mapping[str, Any]], where: str, loss_on: SftLossOn) -> tuple[list[int], list[int]]:
-    """(indices of the assistant's messages, of those that are trained). Raises DataError when none is."""
+    """(indices of the assistant's messages, of those to train). Raises DataError if none is to be trained."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (turns[-1:] if loss_on == "last" else turns) if _is_wanted(messages[i], where)]
     if not wanted:
@@ -117,7 +117,7 @@ def _sequence(
     tokenizer: Tokenizer,
     where: str,
 ) -> Supervised:
-    """One rendering in which the turns `wanted` are trained."""
+    """Render the conversation once, with the turns `wanted` as trained spans."""
     whole = {**options, "add_generation_prompt": False}
     text, marks = tokenizer.render(messages, whole), tokenizer.marks(messages, whole)
     if marks is None:
@@ -147,7 +147,7 @@ def _sequence(
 def _turn(
     messages: Sequence[dict[str, Any]], i: int, text: str, options: Mapping[str, Any], tokenizer: Tokenizer, where: str
 ) -> Span:
-    """Characters of one assistant turn: behind the generation prompt, with the token that ends it."""
+    """Character span of one assistant turn, after the generation prompt, including its end-of-turn token."""
     if i == 0:
         raise DataError(where, "assistant", "the first message is the assistant's, and nothing asks for it",
                         "begin with another's message, or give the turn `train: false`")  # fmt: skip
@@ -160,7 +160,7 @@ def _turn(
         "</think>" in str(messages[i].get("content")) and "</think>" not in through[len(before) - len(_THINKS[0]) :]
     )
     if not through.startswith(before) and before.endswith(_THINKS) and not thought:
-        before = before[: before.rindex(_THINKS[0].strip())]  # the prompt opens thoughts, of which the row has none
+        before = before[: before.rindex(_THINKS[0].strip())]  # the prompt opens a thinking block that the row lacks
     if not through.startswith(before):
         raise DataError(where, _difference(through, before), f"the chat template does not write message {i + 1} behind "
                         "the prompt with which it asks for it", "set data.chat_template_kwargs so that both agree, or "
@@ -169,7 +169,7 @@ def _turn(
 
 
 def _with_end(span: Span, text: str, tokenizer: Tokenizer) -> Span:
-    """A turn with the special token behind it, where it ends with none: of GLM, the next turn's `<|user|>` ends it."""
+    """Extend a span without an end token by the special token behind it, such as GLM's `<|user|>` of the next turn."""
     start, end = span
     if _is_special(text[start:end], -1, tokenizer):
         return span
@@ -177,7 +177,7 @@ def _with_end(span: Span, text: str, tokenizer: Tokenizer) -> Span:
 
 
 def _end_behind(messages: Sequence[dict[str, Any]], text: str, options: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    """The special token with which a user's turn behind the last one would begin, where the last one ends with none."""
+    """The special token with which a next user turn would begin, for a last turn without an end token."""
     if _is_special(text.rstrip(), -1, tokenizer):
         return ""
     try:
@@ -193,7 +193,7 @@ def _is_special(text: str, at: int, tokenizer: Tokenizer) -> bool:
 
 
 def _first_special(text: str, tokenizer: Tokenizer) -> str:
-    """The special token that a text begins with, other than what begins every text; empty when it begins with none."""
+    """Special token at the start of a text, other than a BOS; empty if there is none."""
     tokens = tokenizer.encode(text, special_tokens=False)[:1]
     if not tokens or tokens[0] not in tokenizer.special_ids or tokens[0] in tokenizer.encode("", special_tokens=True):
         return ""
@@ -202,13 +202,13 @@ def _first_special(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _difference(text: str, other: str) -> str:
-    """What `text` says where `other` first differs."""
+    """Rest of `text` from the first difference to `other`."""
     at = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     return text[max(0, at - 20) : at + 40]
 
 
 def _chosen(marks: Sequence[Span], turns: Sequence[int], wanted: Sequence[int], where: str) -> list[Span]:
-    """The template's marks of the turns `wanted`."""
+    """The template's marks for the turns `wanted`."""
     marked = [(start, end) for start, end in marks if end > start]
     if not marked:
         raise DataError(where, "{% generation %}", "the chat template marks nothing in this conversation",
@@ -225,11 +225,11 @@ def _chosen(marks: Sequence[Span], turns: Sequence[int], wanted: Sequence[int], 
 def _token_edges(
     text: str, edges: Sequence[int], tokens: Sequence[int], tokenizer: Tokenizer, where: str
 ) -> dict[int, int]:
-    """For each character position the number of tokens before it. Raises DataError when a token straddles one.
+    """Number of tokens before each character position. Raises DataError if a token straddles a position.
 
-    Tokenisers' own offsets will not do: some leave blanks out of them. Where the pieces between the positions have the
-    tokens of the whole, those are the borders; else (some tokenisers treat the beginning of a text in a way of its own)
-    the text before each position must.
+    Tokenisers' own offsets are unreliable: some leave out blanks. If the pieces between positions tokenise to the
+    tokens of the whole, they give the borders. Otherwise (some tokenisers treat the start of a text differently) the
+    text before each position must.
     """
     ends = [*edges, len(text)]
     pieces = [tokenizer.encode(text[a:b], special_tokens=False) for a, b in itertools.pairwise([0, *ends])]
@@ -247,14 +247,14 @@ def _token_edges(
     return found
 
 
-# Chat messages as people have them, in the one form in which every template takes them.
+# Chat messages in the common form that every template accepts.
 
 _JSON = "is not valid JSON"
 _WAY_OUT = "write the text into content"
 
 
 def is_chat(value: object) -> bool:
-    """A list of messages, each with a role, and content or calls of tools."""
+    """Whether a value is a list of messages, each with a role and content or tool calls."""
     if not isinstance(value, list):
         return False
     return all(isinstance(m, dict) and _is_message(cast("dict[str, Any]", m)) for m in cast("list[object]", value))
@@ -265,18 +265,18 @@ def _is_message(found: Mapping[str, Any]) -> bool:
 
 
 def as_messages(prompt: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """A prompt as chat messages: a text is a user's."""
+    """Chat messages of a prompt; text becomes a user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def normalised(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A message whose content is text, whose calls of tools have objects as arguments, and that has no empty keys.
+    """Normalise a message: content as text, tool arguments as objects, no empty keys.
 
-    Templates treat a list of parts each in its own way; OpenAI's format writes arguments as JSON, which templates would
-    write as JSON once more; and a table gives every message the keys of all, at which templates look with `in`.
+    Templates treat lists of parts differently. OpenAI's format has JSON arguments, which templates would encode again.
+    A table gives every message all keys, which templates test with `in`.
 
     Raises:
-        DataError: content that is no text, or arguments that are not JSON.
+        DataError: content that is not text, or arguments that are not JSON.
     """
     found = {key: value for key, value in message.items() if value is not None}
     found["content"] = _text(message, where)
@@ -286,7 +286,7 @@ def normalised(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(message: Mapping[str, Any], where: str) -> str | None:
-    """The content, with parts of text joined; None beside calls of tools."""
+    """Content with its text parts joined; None beside tool calls."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
@@ -304,7 +304,7 @@ def _text(message: Mapping[str, Any], where: str) -> str | None:
 
 
 def _with_arguments(call: Any, where: str) -> Any:
-    """A call of a tool with its arguments as an object."""
+    """A tool call with its arguments as an object."""
     with reading(DataError, where, "a call of a tool is an object with a function", "mend or delete the row"):
         function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
@@ -314,7 +314,7 @@ def _with_arguments(call: Any, where: str) -> Any:
 
 
 def tools_of(value: Any, where: str) -> list[Any] | None:
-    """Definitions of tools from a list, or from one written as JSON; None when there are none. Raises DataError."""
+    """Tool definitions from a list or its JSON text; None if there are none. Raises DataError."""
     if isinstance(value, str):
         with reading(DataError, where, f"the tools: {_JSON}", "mend or delete the row"):
             value = json.loads(value)
@@ -326,7 +326,7 @@ def tools_of(value: Any, where: str) -> list[Any] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A table gives every definition the keys of all: those without a value go."""
+    """Remove keys without a value: a table gives every definition all keys."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
     return [_without_nulls(v) for v in cast("list[Any]", value)] if isinstance(value, list) else value

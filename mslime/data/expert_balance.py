@@ -1,9 +1,9 @@
-"""Which sequences meet in an MoE layer, chosen by the experts that they will use.
+"""Placement of sequences in micro-batches by the experts that they will use.
 
-Data-parallel ranks that share out the experts run their micro-batches of the same index together: in every MoE layer
-all wait for the rank whose experts got the most tokens. With routes of the rollout that is known before the step. So
-micro-batches, and then sequences, change places where that makes the busiest ranks less busy and no micro-batch larger.
-Which micro-batches there are, and what a token weighs, stays as it was.
+Data-parallel ranks within one expert-parallel group run micro-batches of the same index together. In every MoE layer
+all wait for the rank whose experts got the most tokens. Routes of the rollout predict this before the step.
+Micro-batches, and then sequences, are therefore exchanged if this unloads the busiest ranks and makes no micro-batch
+larger. The number of micro-batches and the weights of tokens do not change.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Plan = list[list[list[int]]]
 """[data-parallel ranks][micro-batches] lists of sequence indices."""
 
 SLACK = 0.02
-"""By how much more work than the heaviest one of its index a micro-batch may become."""
+"""Share of extra work that a micro-batch may get beyond the heaviest one of its index."""
 
 WINDOW = 64
-"""How many sequences of about the same length are tried for each place."""
+"""Number of sequences of similar length that are tried for each place."""
 
 ROUTES_COUNTED = 2**26
-"""Token-to-expert choices that are looked at; of more, every so many tokens are."""
+"""Most token-to-expert choices that are examined; larger inputs are subsampled with a fixed stride."""
 
 WORK = 3 * 10**9
-"""Additions of a search, at most: a few seconds."""
+"""Most additions of a search: a few seconds."""
 
 EVEN = 1.01
-"""Micro-batches whose busiest ranks have so many times the mean are left alone."""
+"""Micro-batches whose busiest ranks have at most this multiple of the mean are left alone."""
 
 
 def loads_of(routes: Sequence[Routes | None], lengths: Sequence[int], num_experts: int, ep: int) -> NDArray[np.float32]:
-    """What each sequence asks of each expert-parallel rank.
+    """Load of each sequence on each expert-parallel rank.
 
     Args:
-        routes: of each sequence. Rows that are masked, or are not there, are taken to be like the others.
+        routes: of each sequence. Masked or missing rows are estimated from the others.
         num_experts: of a layer; expert-parallel ranks hold equal runs of them.
 
     Returns:
@@ -64,7 +64,7 @@ def loads_of(routes: Sequence[Routes | None], lengths: Sequence[int], num_expert
 
 
 def ranks_together(layout: ParallelLayout) -> int:
-    """Data-parallel ranks whose micro-batches meet in an MoE layer: those within one copy of the experts."""
+    """Number of data-parallel ranks whose micro-batches share MoE layers: the ranks of one copy of the experts."""
     dense = layout.tp * layout.cp
     return max(layout.expert_size // dense, 1) if layout.expert_size % dense == 0 else 1
 
@@ -76,13 +76,13 @@ def expert_imbalance(plan: Plan, loads: NDArray[np.float32], together: int) -> f
 
 
 def least_imbalance(loads: NDArray[np.float32]) -> float:
-    """What `expert_imbalance` is where every micro-batch is a mixture of all sequences: no packing gets below it."""
+    """Lower bound of `expert_imbalance` for any packing: every micro-batch is a mixture of all sequences."""
     total = loads.sum(axis=0)
     return float(total.max(axis=1).sum() / max(total.mean(axis=1).sum(), 1e-9)) - 1
 
 
 def _meetings(plan: Plan, loads: NDArray[np.float32], together: int) -> list[NDArray[np.float32]]:
-    """Loads of the sequences of each meeting, which is a micro-batch of each of some ranks."""
+    """Loads of the sequences that meet: the micro-batches of one index on ranks that share experts."""
     return [
         loads[[i for rank in plan[first : first + together] for i in rank[index]]]
         for first in range(0, len(plan), together)
@@ -98,17 +98,17 @@ def spread_experts(
     budget: int,
     together: int,
 ) -> Plan:
-    """The plan after exchanges of equally heavy micro-batches, then of sequences of about the same length.
+    """The plan after exchanges of equally heavy micro-batches, then of sequences of similar length.
 
     Args:
-        loads: see `loads_of`. lengths, costs: of each sequence, in tokens, and work.
-        budget: tokens of a micro-batch; one that has more keeps no more than it has.
+        loads: see `loads_of`. lengths, costs: of each sequence, in tokens and in work.
+        budget: tokens of a micro-batch; a larger one does not grow.
         together: see `ranks_together`.
     """
     ranks, count = len(plan), len(plan[0])
     if ranks // together * count < 2:
         return plan
-    bins = [plan[rank][index] for index in range(count) for rank in range(ranks)]  # neighbours are of one index
+    bins = [plan[rank][index] for index in range(count) for rank in range(ranks)]  # neighbours have the same index
     meeting = np.asarray([i * (ranks // together) + r // together for i in range(count) for r in range(ranks)])
     work = np.asarray([costs[b].sum() for b in bins])
     limit = np.repeat(work.reshape(count, ranks).max(axis=1), ranks) * (1 + SLACK)
@@ -117,7 +117,7 @@ def spread_experts(
     places = _Places(np.arange(len(bins)), meeting, limit, np.full(len(bins), np.iinfo(np.int64).max))
     tokens = np.asarray([lengths[b].sum() for b in bins])
     placed = _Search(places, whole, tokens, work).run()
-    order: list[int] = np.argsort(placed).tolist()  # placed[b]: where micro-batch b went
+    order: list[int] = np.argsort(placed).tolist()  # placed[b]: new place of micro-batch b
     bins = [bins[b] for b in order]
 
     used = [i for b in bins for i in b]
@@ -135,10 +135,10 @@ def spread_experts(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where things lie, and how much may lie there.
+    """Assignment of items to places, and the limits of places.
 
     Attributes:
-        holder: place of each thing. meeting: of each place, which of the meetings it is a part of.
+        holder: place of each item. meeting: index of each place's meeting.
         work, room: most work and most tokens of each place.
     """
 
@@ -149,18 +149,19 @@ class _Places:
 
 
 def _busiest(sums: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[n], of [n, layers, ranks]: what the busiest rank of each layer has, in all layers."""
+    """[n] from [n, layers, ranks]: loads of the busiest rank, summed over layers."""
     return sums.max(axis=2).sum(axis=1)
 
 
 def _squares(sums: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[n], of [n, layers, ranks]: falls also where a layer has several busiest ranks and one of them gets less."""
+    """[n] from [n, layers, ranks]: sum of squares; also falls if one of several busiest ranks of a layer gets less."""
     return np.einsum("nlr,nlr->n", sums, sums)
 
 
 class _Search:
-    """Exchanges of two things at a time, each the best of a few, for as long as they help: first towards the same load
-    for all ranks, then towards less for the busiest ones, which alone may have nowhere to go that helps at once."""
+    """Local search that exchanges two items at a time, each the best of a few. It first lowers the squares of all
+    ranks' loads, then the busiest ranks' loads, which alone may offer no improving first exchange.
+    """
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class _Search:
         self._rank[self._order] = np.arange(len(self._order))
 
     def run(self) -> NDArray[np.int64]:
-        """The place of each thing afterwards."""
+        """Place of each item after the search."""
         tries = WORK // max(2 * WINDOW * int(np.prod(self._loads.shape[1:])), 1)
         for self._height in (_squares, _busiest):
             self._heights, before = self._height(self._sums), np.inf
@@ -195,15 +196,15 @@ class _Search:
         return self._holder
 
     def _uneven(self) -> list[int]:
-        """Things of meetings whose busiest ranks have too much, the worst meeting first."""
+        """Items of meetings whose busiest ranks are overloaded, the worst meeting first."""
         excess = _busiest(self._sums) / np.maximum(self._sums.mean(axis=2).sum(axis=1), 1e-9)
         mine = excess[self._places.meeting[self._holder]]
         order = np.argsort(-mine, kind="stable")
         return order[mine[order] > EVEN].tolist()
 
     def _exchange(self, item: int) -> None:
-        """Put the thing in the place of the one of its size with which that helps most, if any does."""
-        others = self._like(item)  # itself, at least
+        """Exchange the item with the similar one that helps most, if any does."""
+        others = self._like(item)  # at least the item itself
         meeting = self._places.meeting
         here, there = meeting[self._holder[item]], meeting[self._holder[others]]
         moved = self._loads[others] - self._loads[item]
@@ -223,7 +224,7 @@ class _Search:
         self._holder[item], self._holder[other] = b, a
 
     def _like(self, item: int) -> NDArray[np.int64]:
-        """Things of about the same work with which this one may change places; within a meeting that gains nothing."""
+        """Items of similar work that this one may be exchanged with; an exchange within a meeting gains nothing."""
         at = int(self._rank[item])
         near = self._order[max(at - WINDOW // 2, 0) : at + WINDOW // 2 + 1]
         mine, theirs = self._holder[item], self._holder[near]

@@ -1,8 +1,8 @@
-"""The fate of every generated token.
+"""Account of every generated token.
 
-A generated token is pending until it is trained, masked or dropped, and it is exactly one of these at any time.
-`settle` compares the books with a count of what is really alive, so a token that was lost or counted twice is found
-in the step in which it happened.
+A generated token is pending until it is trained, masked or dropped; it is exactly one of these at any time. `settle`
+compares the totals with a count of the tokens still held. A lost or doubly counted token is detected in the step in
+which it happened.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Ledger:
     """Token counts since the beginning of the run.
 
     Attributes:
-        generated: tokens sampled by an engine.
-        trained: handed to the trainer inside the loss.
+        generated: sampled by an engine.
+        trained: sent to the trainer inside the loss.
         masked: kept in a sequence but out of the loss, by reason.
-        dropped: thrown away, by reason (`stale`, `zero_variance`, `reward`, `aborted`, ...).
+        dropped: discarded, by reason (`stale`, `zero_variance`, `reward`, `aborted`, ...).
     """
 
     generated: int = 0
@@ -32,34 +32,34 @@ class Ledger:
 
     @property
     def pending(self) -> int:
-        """Tokens whose fate is open: in flight, waiting to be continued, or accepted but not yet trained."""
+        """Pending tokens: in flight, waiting to be continued, or accepted but not yet trained."""
         return self.generated - self.trained - self.masked.total() - self.dropped.total()
 
     def generate(self, tokens: int) -> None:
-        """An engine returned `tokens` new tokens."""
+        """Count `tokens` new tokens from an engine."""
         assert tokens >= 0
         self.generated += tokens
 
     def train(self, tokens: int) -> None:
-        """`tokens` pending tokens go to the trainer inside the loss."""
+        """Move `tokens` pending tokens to trained."""
         self._spend(tokens)
         self.trained += tokens
 
     def mask(self, tokens: int, reason: str = "stale") -> None:
-        """`tokens` pending tokens leave the loss but stay in their sequence."""
+        """Move `tokens` pending tokens out of the loss; they stay in their sequence."""
         self._spend(tokens)
         self.masked[reason] += tokens
 
     def drop(self, tokens: int, reason: str) -> None:
-        """`tokens` pending tokens are thrown away."""
+        """Discard `tokens` pending tokens."""
         self._spend(tokens)
         self.dropped[reason] += tokens
 
     def settle(self, alive: int) -> dict[str, int]:
-        """Close a step and return its movements.
+        """Close a step and return its changes.
 
         Args:
-            alive: trainable tokens counted in everything that is still held; must equal `pending`.
+            alive: trainable tokens counted in all samples still held; must equal `pending`.
 
         Returns:
             `{generated,trained,masked,dropped}_tokens` since the last settlement, `pending_tokens` now, and the masked
@@ -79,11 +79,11 @@ class Ledger:
         return dict(self._mark)
 
     def copy(self) -> Ledger:
-        """Books of their own, equal to these."""
+        """An independent copy."""
         return Ledger.from_state(self.state_dict())
 
     def before_training(self, tokens: int, mark: Mapping[str, int]) -> Ledger:
-        """These books as if `tokens` had not been handed to the trainer, and nothing been settled since `mark`."""
+        """Ledger as it was before `tokens` were sent to the trainer, with the last settlement at `mark`."""
         books = self.copy()
         books.trained -= tokens
         books._mark = dict(mark)
@@ -91,7 +91,7 @@ class Ledger:
 
     @classmethod
     def joined(cls, parts: Iterable[Ledger], mark: Mapping[str, int]) -> Ledger:
-        """The sum of several ledgers, settled last when the sum was `mark`."""
+        """Sum of several ledgers, with the last settlement at `mark`."""
         total = cls(_mark=dict(mark))
         for part in parts:
             total.generated += part.generated
@@ -101,13 +101,13 @@ class Ledger:
         return total
 
     def without_pending(self) -> Ledger:
-        """These books without the tokens whose fate is open, which others keep."""
+        """Ledger without pending tokens, which belong to other ledgers."""
         books = self.copy()
         books.generated -= self.pending
         return books
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values."""
+        """State as JSON values."""
         return {
             "generated": self.generated,
             "trained": self.trained,
@@ -118,7 +118,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """The ledger that `state_dict` was taken from."""
+        """Ledger from the values of `state_dict`."""
         counters = Counter[str](state["masked"]), Counter[str](state["dropped"])
         books = cls(state["generated"], state["trained"], *counters, dict(state["mark"]))
         numbers = [books.generated, books.trained, *(n for c in counters for n in c.values()), *books._mark.values()]

@@ -1,9 +1,9 @@
-"""Samples to trainer shards: optimizer steps, micro-batches under a token budget, and balance over data-parallel ranks.
+"""Samples to trainer shards: optimizer steps, micro-batches under a token budget, balance over data-parallel ranks.
 
-Every rank gets the same number of micro-batches, and those of the same index cost about the same on all ranks: with
-experts spread over data-parallel ranks they wait for each other in every MoE layer. The schedule follows from the
-lengths alone; nothing in it is random. Denominators (`denominators`) are there before anything is split, so a token's
-weight does not depend on the layout.
+Every rank gets the same number of micro-batches. Those of one index cost about the same on all ranks: with expert
+parallelism over data-parallel ranks they wait for each other in every MoE layer. The schedule depends only on the
+lengths and is deterministic. Denominators (`denominators`) are computed before the split, so a token's weight does not
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def build_shards(
     times: Sequence[SequenceTime] | None = None,
     loads: NDArray[np.float32] | None = None,
 ) -> list[list[TrainShard]]:
-    """One shard per optimizer step and data-parallel rank.
+    """Build one shard per optimizer step and data-parallel rank.
 
     Args:
         samples: the groups of a rollout; those of a group share `group_id` and stay in one optimizer step.
         advantages: one number per sample, or one [T] array per sample.
-        token_budget: tokens of a micro-batch per context-parallel rank; a longer sequence gets one of its own.
+        token_budget: tokens of a micro-batch per context-parallel rank; a longer sequence gets its own micro-batch.
         loss_aggregation, max_response_tokens: see `denominators.token_weights`.
         packed: False puts one sequence into each micro-batch.
         steps: optimizer steps to spread the groups over.
         multiple_of: the number of micro-batches per rank is a multiple of it (interleaved pipelines need this).
         quadratic_tokens: sequence length at which attention costs as much as everything else, for balance; None
             balances by tokens.
-        version: the weights that are about to be trained, for the ages of tokens.
-        times: of each sample, where the time of a rollout runs through all its sequences.
-        loads: what each sample asks of each expert-parallel rank (`expert_balance.loads_of`), to be spread evenly; None
+        version: the weights to be trained, for the ages of tokens.
+        times: of each sample, if the time of a rollout runs through all its sequences.
+        loads: each sample's load on each expert-parallel rank (`expert_balance.loads_of`), to be spread evenly; None
             packs by lengths alone.
 
     Returns:
@@ -83,7 +83,7 @@ def build_shards(
 
 
 def _split_steps(samples: Sequence[Sample], steps: int) -> list[list[int]]:
-    """Sample indices of each optimizer step: whole groups, in order, as evenly as they divide."""
+    """Sample indices of each optimizer step: whole groups, in order, split as evenly as possible."""
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(i)
@@ -94,7 +94,7 @@ def _split_steps(samples: Sequence[Sample], steps: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packer:
-    """Sequences to micro-batches to ranks.
+    """Packs sequences into micro-batches and assigns these to ranks.
 
     Attributes:
         budget: tokens of a micro-batch. dp: ranks. multiple_of: granularity of the number of micro-batches per rank.
@@ -107,7 +107,7 @@ class Packer:
     quadratic: float | None = None
 
     def one_each(self, lengths: NDArray[np.int64]) -> Plan:
-        """One sequence a micro-batch; see `pack` for the result."""
+        """One sequence per micro-batch; the result is like that of `pack`."""
         bins = [[int(i)] for i in np.argsort(-lengths, kind="stable")]
         return self._deal(self._filled_up(bins), lengths)
 
@@ -115,12 +115,12 @@ class Packer:
         """Balanced micro-batches within the budget, as few as best-fit-decreasing needs.
 
         Returns:
-            The same number of micro-batches on every rank, some empty when there are fewer sequences than those.
+            The same number of micro-batches on every rank; some are empty if there are too few sequences.
         """
         order = np.argsort(-lengths, kind="stable").tolist()
         tokens, costs = lengths.tolist(), self.cost(lengths).tolist()
         fitted = self._filled_up(_best_fit(order, tokens, self.budget))
-        balanced = _balance(order, tokens, costs, len(fitted), self.budget)  # may find no room where best-fit did
+        balanced = _balance(order, tokens, costs, len(fitted), self.budget)  # may fail although best-fit succeeded
         return self._deal(balanced or fitted, lengths)
 
     def cost(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -129,11 +129,11 @@ class Packer:
         return n if self.quadratic is None else n * (1 + n / self.quadratic)
 
     def _filled_up(self, bins: list[list[int]]) -> list[list[int]]:
-        """With empty bins, so that each rank has the same number and the granularity is kept."""
+        """Add empty bins until ranks have equally many and the granularity is met."""
         return bins + [[] for _ in range(-len(bins) % (self.dp * self.multiple_of))]
 
     def _deal(self, bins: list[list[int]], lengths: NDArray[np.int64]) -> Plan:
-        """Rows of equally heavy bins, one for each rank; the heaviest goes to the rank with the least so far."""
+        """Deal rows of equally heavy bins, one per rank; the heaviest goes to the rank with the least work so far."""
         costs = self.cost(lengths)
         loads = [float(costs[b].sum()) for b in bins]
         heaviest = sorted(range(len(bins)), key=lambda b: -loads[b])
@@ -148,10 +148,10 @@ class Packer:
 
 
 def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Best-fit-decreasing: each sequence into the fullest bin that has room; one over the budget fills a bin alone.
+    """Best-fit-decreasing: each sequence into the fullest bin with enough space; one over the budget gets its own bin.
 
-    Needs at most 11/9 of the fewest bins, plus one. Bins are kept by the room they have left, and a bitmap of two
-    levels finds the smallest sufficient room, so that 100,000 sequences take a fraction of a second.
+    Needs at most 11/9 of the fewest bins, plus one. A two-level bitmap over free space finds the smallest sufficient
+    space: 100,000 sequences take a fraction of a second.
     """
     rooms = _Rooms(budget)
     bins: list[list[int]] = []
@@ -162,7 +162,7 @@ def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[
             room, chosen = rooms.take(need) or (budget, len(bins))
             if chosen == len(bins):
                 bins.append([])
-            count = max(min(room // need, len(equal) - start), 1)  # the fullest bin with room is the same for the next
+            count = max(min(room // need, len(equal) - start), 1)  # the next sequence has the same fullest bin
             bins[chosen] += equal[start : start + count]
             start += count
             if room > need * count:
@@ -171,14 +171,14 @@ def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[
 
 
 class _Rooms:
-    """Bins by the room they have left."""
+    """Bins indexed by free space."""
 
     BITS = 10
 
     def __init__(self, budget: int) -> None:
         self._bins: dict[int, list[int]] = {}
         self._words = [0] * ((budget >> self.BITS) + 1)
-        self._used = 0  # words that are not zero
+        self._used = 0  # bitmap of the non-zero words
 
     def put(self, room: int, index: int) -> None:
         """Add a bin."""
@@ -191,7 +191,7 @@ class _Rooms:
         self._used |= 1 << word
 
     def take(self, need: int) -> tuple[int, int] | None:
-        """(room, bin) of the bin with the least room that is at least `need`, which is removed; None: there is none."""
+        """Remove and return (free space, bin) of the fullest bin with space for `need`; None if there is none."""
         word, bit = need >> self.BITS, need & ((1 << self.BITS) - 1)
         bits = self._words[word] >> bit << bit if word < len(self._words) else 0
         if not bits:
@@ -218,9 +218,9 @@ def _lowest_bit(bits: int) -> int:
 def _balance(
     order: Sequence[int], tokens: Sequence[int], costs: Sequence[float], count: int, budget: int
 ) -> list[list[int]] | None:
-    """Longest first, each into the cheapest of `count` bins that has room; None when one finds no room.
+    """Longest first, each into the cheapest of `count` bins with enough space; None if one fits nowhere.
 
-    A bin without room waits aside until the sequences have become short enough for it, so each step takes O(log count).
+    A full bin waits aside until sequences are short enough for it, so each step takes O(log count).
     """
     cheapest = [(0.0, b) for b in range(count)]
     waiting: list[tuple[int, int, float]] = []  # (-room, bin, cost)
@@ -246,7 +246,7 @@ def _balance(
 def packing_metrics(
     steps: Sequence[Sequence[TrainShard]], layout: ParallelLayout, token_budget: int, quadratic_tokens: float | None
 ) -> dict[str, float]:
-    """`packing/*` of the shards of a rollout, over all optimizer steps."""
+    """`packing/*` metrics of a rollout's shards, over all optimizer steps."""
     packer = Packer(token_budget * layout.cp, layout.dp, quadratic=quadratic_tokens)
     tokens = rows = slots = empty = 0
     waited = worked = rank_excess = 0.0
@@ -277,7 +277,7 @@ def packing_metrics(
 def expert_metrics(
     steps: Sequence[Sequence[TrainShard]], loads: NDArray[np.float32], layout: ParallelLayout
 ) -> dict[str, float]:
-    """`packing/expert_*` of the shards of a rollout, whose sequence ids are rows of `loads`; the worst step's."""
+    """`packing/expert_*` metrics of a rollout's shards, for the worst step. Their sequence ids are rows of `loads`."""
     plans = [[[list(s.sequence_ids[list(m)]) for m in s.micro_batches] for s in shards] for shards in steps]
     members = [[i for rank in plan for m in rank for i in m] for plan in plans]
     return {
@@ -287,15 +287,15 @@ def expert_metrics(
 
 
 def padded_rows(lengths: NDArray[np.int64], layout: ParallelLayout) -> int:
-    """Rows that a micro-batch of these sequences has over its context-parallel ranks, with sequence parallelism."""
+    """Rows of a micro-batch of these sequences over its context-parallel ranks, with sequence parallelism."""
     return sum(padded_lengths(lengths.tolist(), layout.cp, layout.tp))
 
 
 def padded_lengths(lengths: Sequence[int], cp: int, sp: int, multiple: int = 1) -> list[int]:
-    """The lengths of a micro-batch's sequences when they are laid out on ranks; of none, one of padding alone.
+    """Padded lengths of a micro-batch's sequences on their ranks; an empty one gets a sequence of padding.
 
-    Each goes to a multiple of 2 x CP; what the total lacks to one of that times the sequence-parallel size, or is of
-    one row, goes to the last; and what its rows on each rank lack to `multiple`.
+    Each length is padded to a multiple of 2 x CP. The last one absorbs the padding of the total to a multiple of that
+    times the sequence-parallel size (at least two rows), and of each rank's rows to `multiple`.
     """
     each = 2 * cp if cp > 1 else 1
     padded = [-(-n // each) * each for n in lengths] or [0]
@@ -306,5 +306,5 @@ def padded_lengths(lengths: Sequence[int], cp: int, sp: int, multiple: int = 1) 
 
 
 def chunks_per_group(layout: ParallelLayout) -> int:
-    """What the number of micro-batches per rank must be a multiple of: interleaved stages pass them on in groups."""
+    """Granularity of the number of micro-batches per rank: interleaved stages pass them on in groups."""
     return layout.pp if layout.vpp > 1 else 1

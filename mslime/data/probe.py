@@ -1,7 +1,7 @@
-"""A fixed text of which engines and trainer must say the same: its log-probs, and the experts of its tokens.
+"""Fixed text that engines and trainer score: log-probs and routed experts must agree.
 
-Equal parameters do not make an engine compute what the trainer computes: it may hold tensors that it derived from
-older parameters, count experts otherwise, or be set up for another model. All that shows here.
+Equal parameters do not guarantee equal results. An engine may hold tensors derived from older parameters, number
+experts differently, or be configured for another model. The probe reveals all of these.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ TEXT = (
     'def speed(way: float, hours: float) -> float:\n    """Kilometres per hour."""\n    return way / hours\n\n'
     "Der Fluss entspringt in den Bergen. La rivière prend sa source dans les collines. 河流发源于山中。"
 )
-"""Prose, numbers, code and other languages, so that many experts have something to do."""
+"""Prose, numbers, code and other languages, which use many experts."""
 MOST_TOKENS, NEW_TOKENS = 128, 8
-"""Of the text, at most; and of those that an engine adds to it."""
+"""Most tokens of the text, and most tokens that an engine adds to it."""
 SAME_ROUTES = 0.5
-"""The least share of (token, layer) pairs with the same experts. Rounding changes some, another numbering nearly all;
-a router that computes something else shows in the log-probs too."""
+"""Least share of (token, layer) pairs with the same experts. Rounding changes some, another numbering nearly all; a
+wrong router also changes the log-probs.
+"""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What a model says of a text of `given` tokens, and of those that an engine added to it, T in all.
+    """Scores of a text of `given` tokens and of the tokens that an engine added, T in all.
 
     Attributes:
         tokens: [T] int32.
         log_probs: [T] float32, natural log of each token's probability after those before it, at temperature 1; 0 for
             the first.
-        routes: [rows, MoE layers, top-k] expert ids, of the first tokens; None where nobody records them.
+        routes: [rows, MoE layers, top-k] expert ids, of the first tokens; None if they are not recorded.
     """
 
     tokens: NDArray[np.int32]
@@ -47,7 +48,7 @@ class Probed:
     routes: NDArray[np.integer] | None = None
 
     def may_be_followed(self, num_experts: int) -> bool:
-        """Whether there are routes, and each names experts that exist, none of them twice."""
+        """Whether there are routes, and each has distinct, existing experts."""
         if self.routes is None or not self.routes.size:
             return False
         experts = np.sort(self.routes.astype(np.int64), axis=-1)
@@ -56,12 +57,12 @@ class Probed:
 
 @dataclass(frozen=True)
 class ProbeDifferences:
-    """Between what an engine and the trainer say.
+    """Differences between scores of an engine and of the trainer.
 
     Attributes:
-        log_probs: nats; the median over the given tokens, or over the added ones where that is larger. A median, for
-            where two experts are about equally good rounding decides, and the tokens that it concerns differ by much.
-        routes: share of (token, layer) pairs with the same set of experts; 1 where they are not known.
+        log_probs: nats; the larger median of given tokens and of added tokens. A median, because rounding decides
+            between experts of nearly equal scores, and changes those tokens by much.
+        routes: share of (token, layer) pairs with the same set of experts; 1 if they are unknown.
     """
 
     log_probs: float
@@ -69,11 +70,11 @@ class ProbeDifferences:
 
     @classmethod
     def between(cls, one: Probed, other: Probed) -> ProbeDifferences:
-        """Raises AssertionError when they are not of the same tokens, layers and top-k."""
+        """Compare two scores. Raises AssertionError if tokens, layers or top-k differ."""
         assert np.array_equal(one.tokens, other.tokens), "of other tokens"
         apart = np.abs(one.log_probs.astype(np.float64) - other.log_probs)
         parts = (apart[1 : one.given], apart[one.given :])
-        worst = float(np.max([np.median(part) for part in parts if len(part)]))  # NaN where one is
+        worst = float(np.max([np.median(part) for part in parts if len(part)]))  # NaN if one part is NaN
         if one.routes is None or other.routes is None:
             return cls(worst)
         rows = min(len(one.routes), len(other.routes))
@@ -82,16 +83,16 @@ class ProbeDifferences:
         return cls(worst, float((first == second).all(-1).mean()) if first.size else 1.0)
 
     def too_large(self, tolerance: float) -> bool:
-        """Whether one of them cannot come from rounding. `tolerance`: nats."""
+        """Whether rounding cannot explain one of them. `tolerance`: nats."""
         return not self.log_probs <= tolerance or self.routes < SAME_ROUTES
 
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Routes that one rank computed: of some tokens, in some layers.
+    """Routes that one rank computed, of some tokens in some layers.
 
     Attributes:
-        tokens: [rows] int64, which, counted over all sequences.
+        tokens: [rows] int64, indices over all sequences.
         layer_ids: global ids of the layers.
         experts: [rows, layers, top-k] int16.
     """
@@ -102,17 +103,18 @@ class RoutedRows:
 
 
 def fitted(ids: Sequence[int], vocab_size: int, longest: int) -> list[int]:
-    """What of the text's token ids an engine is given whose sequences have at most `longest` tokens; empty where that
-    leaves nothing to compare. Ids that the model lacks are left out."""
+    """Ids of the text that fit an engine with sequences of at most `longest` tokens; empty if too few remain to
+    compare. Ids outside the vocabulary are left out.
+    """
     room = min(MOST_TOKENS, longest // 2 - NEW_TOKENS)
     found = [token for token in ids if token < vocab_size][: max(room, 0)]
     return found if len(found) > 1 else []
 
 
 def joined_routes(parts: Sequence[RoutedRows], tokens: int) -> NDArray[np.int16] | None:
-    """[T, layers, top-k] from what the ranks have, layers in order; None where none has anything.
+    """Join the ranks' parts into [T, layers, top-k], layers in order; None if all are empty.
 
-    Raises AssertionError when a token's routes in a layer are missing.
+    Raises AssertionError if a token's routes in a layer are missing.
     """
     if not parts:
         return None
@@ -126,7 +128,7 @@ def joined_routes(parts: Sequence[RoutedRows], tokens: int) -> NDArray[np.int16]
 
 
 def shard_of(sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None) -> TrainShard:
-    """Sequences of which nothing is trained, as each rank takes them for a forward pass, one a micro-batch.
+    """Shard of sequences without trained tokens for a forward pass, one per micro-batch.
 
     Args:
         routes: of all their tokens.
@@ -148,7 +150,7 @@ def shard_of(sequences: Sequence[NDArray[np.int32]], routes: Routes | None = Non
 
 
 def routes_of(probes: Sequence[Probed], layer_ids: Sequence[int], num_experts: int) -> Routes:
-    """The routes of texts that engines answered, laid end to end; tokens that have none are left to the routers."""
+    """Routes of scored texts, laid end to end; tokens without routes are left to the routers."""
     rows, masks = list[NDArray[np.integer]](), list[NDArray[np.bool_]]()
     for each in probes:
         assert each.routes is not None, "no routes were asked for"

@@ -1,8 +1,8 @@
-"""What the engine reports of every token beside its id: the experts it was routed to, the ids that sampling left.
+"""Per-token data from the engine beside the id: routed experts, and ids that survived truncated sampling.
 
-Rows follow positions: row t holds the experts that the forward pass of token t used. The newest token of a
-sequence has not been through the model yet, so a sequence of T tokens carries at most T - 1 rows. Whether a
-row may be replayed is kept in a mask, not in a sentinel id: with 256 experts every uint8 value is a real expert.
+Rows follow positions: row t holds the experts that the forward pass of token t used. The newest token of a sequence has
+not been through the model yet: a sequence of T tokens carries at most T - 1 rows. A mask, not a sentinel id, marks rows
+that must not be replayed: with 256 experts every uint8 value is a real expert.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def narrowest_dtype(num_experts: int) -> np.dtype:
 
 @dataclass(eq=False)
 class _RoutesBuffer:
-    """Arrays with room behind what routes have of them: a rollout of many turns is not copied at each.
+    """Arrays with spare capacity behind the rows in use, which avoids a copy at each turn of a rollout.
 
     Attributes:
         experts: of the rows from `start` on. mask: of all rows.
-        used: rows that some routes have. Only those that end there may grow in place.
+        used: rows in use. Only routes that end there may grow in place.
     """
 
     experts: NDArray[np.unsignedinteger]
@@ -36,12 +36,12 @@ class _RoutesBuffer:
 
 
 class Routes:
-    """Routed experts of consecutive tokens. Nobody writes to them.
+    """Routed experts of consecutive tokens. Read-only.
 
     Attributes:
         pieces: the rows, [rows of the piece, MoE layers, top-k] each, uint8 or uint16; ids are global over
-            expert-parallel ranks. One at least.
-        mask: [rows] bool; False where the trainer must route by itself.
+            expert-parallel ranks. At least one.
+        mask: [rows] bool; False where the trainer must use its own router.
         layer_ids: global (0-based, dense layers counted) id of each MoE layer on axis 1.
     """
 
@@ -63,13 +63,12 @@ class Routes:
         return len(self.mask)
 
     def __reduce__(self) -> tuple[type[Routes], tuple[Any, ...]]:
-        """Copies and pickles hold the rows alone."""
+        """Copies and pickles hold only the rows."""
         return Routes, (self.pieces, self.mask, self.layer_ids)
 
     @property
     def experts(self) -> NDArray[np.unsignedinteger]:
-        """[rows, MoE layers, top-k] all rows as one array. They are copied into one the first time, where they are in
-        several pieces."""
+        """[rows, MoE layers, top-k] all rows as one array. The first call joins several pieces into one."""
         whole, *others = self.pieces
         if others:
             whole = np.concatenate(self.pieces)
@@ -95,14 +94,15 @@ class Routes:
         return Routes(np.concatenate(kept), self.mask[:rows].copy(), self.layer_ids)
 
     def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
-        """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked.
-        The first ones may be kept as they are, so nobody writes to them afterwards."""
+        """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked. The
+        first ones may be stored without a copy: do not write to them afterwards.
+        """
         old = self.pieces[0]
         assert experts.shape[1:] == old.shape[1:], (experts.shape, old.shape)
         if experts.dtype != old.dtype:
             top = int(experts.max(initial=0))
             assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(old.dtype).max, f"expert id {top}"
-        if not len(self):  # most responses come whole, and their routes are large
+        if not len(self):  # most responses arrive whole, and their routes are large
             kept = np.ascontiguousarray(experts.astype(old.dtype, copy=False))
             return Routes(kept, np.ones(len(kept), np.bool_) if mask is None else mask, self.layer_ids)
         start, end = len(self), len(self) + len(experts)
@@ -115,8 +115,9 @@ class Routes:
         return Routes((*before, room.experts[: end - room.start]), room.mask[:end], self.layer_ids, room)
 
     def _further(self, rows: int) -> _RoutesBuffer:
-        """Room for up to `rows` rows and half as many again, behind these, which stay where they are. Memory that is
-        not touched is not taken."""
+        """Buffer for up to `rows` rows and half as many again, behind the rows here, which stay in place. Untouched
+        memory is not allocated by the system.
+        """
         start, size = len(self), rows + rows // 2
         shape = (size - start, *self.pieces[0].shape[1:])
         room = _RoutesBuffer(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
@@ -129,23 +130,23 @@ class Routes:
         return np.concatenate(picked) if len(picked) > 1 else picked[0], self.mask[::step]
 
     def stage_slice(self, layer_ids: Sequence[int]) -> Routes:
-        """Only the given global layers, in the given order: what one pipeline stage needs."""
+        """Routes of the given global layers only, in the given order, for one pipeline stage."""
         columns = [self.layer_ids.index(layer) for layer in layer_ids]
         return Routes(np.ascontiguousarray(self.experts[:, columns]), self.mask, tuple(layer_ids))
 
 
-# The sampling support of every sampled token: which ids survived top-k, top-p and min-p when it was drawn.
+# Sampling support of every sampled token: the ids that survived top-k, top-p and min-p at its draw.
 #
-# Kept as ragged CSR arrays, because a support has between one and a few thousand ids: 4 bytes an id and 8 a position,
-# in memory, in files and on the way to the trainer.
+# Ragged CSR arrays, because a support has between one and a few thousand ids: 4 bytes an id and 8 a position, in
+# memory, in files and on the way to the trainer.
 
 
 @dataclass(eq=False)
 class _SupportsBuffer:
-    """Arrays with room behind what supports have of them: a rollout of many turns is not copied at each.
+    """Arrays with spare capacity behind the rows in use, which avoids a copy at each turn of a rollout.
 
     Attributes:
-        used: rows that some supports have. Only those that end there may grow in place.
+        used: rows in use. Only supports that end there may grow in place.
     """
 
     ids: NDArray[np.int32]
@@ -155,7 +156,7 @@ class _SupportsBuffer:
 
 @dataclass(frozen=True)
 class Supports:
-    """Token ids kept by the sampler, one ragged row per position of the sequence. Nobody writes to them.
+    """Token ids kept by the sampler, one ragged row per position of the sequence. Read-only.
 
     Attributes:
         ids: [sum of support sizes] int32, rows laid end to end.
@@ -169,11 +170,11 @@ class Supports:
 
     def __post_init__(self) -> None:
         assert self.offsets.ndim == 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
-        if self._room is None:  # else they are of two supports that were looked at
+        if self._room is None:  # with a buffer they are already checked
             assert (np.diff(self.offsets) >= 0).all(), "support offsets must not decrease"
 
     def __reduce__(self) -> tuple[type[Supports], tuple[Any, ...]]:
-        """Copies and pickles hold the rows alone."""
+        """Copies and pickles hold only the rows."""
         return Supports, (self.ids, self.offsets)
 
     def __len__(self) -> int:
@@ -195,12 +196,12 @@ class Supports:
 
     @classmethod
     def of_sizes(cls, ids: NDArray[np.int32], sizes: NDArray[np.integer]) -> Supports:
-        """From rows laid end to end and how many ids each has."""
+        """Supports from rows laid end to end and their sizes."""
         return cls(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
     def joined(cls, parts: Sequence[Supports]) -> Supports:
-        """The positions of all parts, one part after the other."""
+        """Positions of all parts, one part after the other."""
         empty = cls.empty()
         ids = np.concatenate([empty.ids, *(part.ids for part in parts)])
         return cls.of_sizes(ids, np.concatenate([empty.sizes, *(part.sizes for part in parts)]))
@@ -214,7 +215,7 @@ class Supports:
         rows, ids = len(self) + len(new), len(self.ids) + len(new.ids)
         room = self._room
         if room is None or room.used != len(self) or rows >= len(room.offsets) or ids > len(room.ids):
-            # Half as many again: memory that is not touched is not taken.
+            # Half as many again: untouched memory is not allocated by the system.
             room = _SupportsBuffer(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
             room.ids[: len(self.ids)], room.offsets[: len(self) + 1] = self.ids, self.offsets
         room.ids[len(self.ids) : ids] = new.ids
@@ -229,19 +230,19 @@ class Supports:
         sizes[known] = self.offsets[positions[known] + 1] - self.offsets[positions[known]]
         starts = np.zeros(len(positions), np.int64)
         starts[known] = self.offsets[positions[known]]
-        before = np.cumsum(sizes) - sizes  # ids of the rows above
+        before = np.cumsum(sizes) - sizes  # ids of earlier rows
         at = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
         return Supports.of_sizes(self.ids[at], sizes)
 
     def hold(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """[rows] whether a row has the token [rows] at its position exactly once, or is empty."""
+        """[rows] whether a row is empty, or has the token [rows] at its position exactly once."""
         assert tokens.shape == (len(self),), f"{len(tokens)} tokens for {len(self)} supports"
         places = np.flatnonzero(self.ids == np.repeat(tokens, self.sizes))
         found = np.bincount(np.searchsorted(self.offsets, places, "right") - 1, minlength=len(self))
         return (found == 1) | (self.sizes == 0)
 
     def repeats(self) -> bool:
-        """Whether a row has an id twice, so that its probability would be counted twice."""
+        """Whether a row repeats an id, whose probability would then be counted twice."""
         keys = np.repeat(np.arange(len(self)) << 32, self.sizes)
         keys += self.ids
         keys.sort()

@@ -1,8 +1,7 @@
 """Files of prompts as rows: JSONL (plain or gzipped), JSON lists, parquet files, and directories of them.
 
-Every reader stands behind one border for foreign bytes: whatever is wrong with a file or a row is a DataError that
-names it. Where a file is large (JSONL, parquet) its rows stay on disk or in compact arrow arrays; a JSON list and a
-gzipped file are held in memory.
+Every reader converts errors of foreign data into a DataError that names the file or row. Rows of large formats (JSONL,
+parquet) stay on disk or in compact arrow arrays; a JSON list and a gzipped file are held in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _KINDS = ".jsonl, .jsonl.gz, .json and .parquet files, and directories of parque
 
 
 class JsonlFile:
-    """A JSONL file behind an index of byte offsets. Blank lines are no rows. Raises DataError on a broken line."""
+    """A JSONL file with an index of byte offsets. Blank lines are not rows. Raises DataError for a broken line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -102,7 +101,7 @@ def _gzipped(path: Path) -> ListedRows:
 
 
 def _listed(path: Path, content: bytes) -> ListedRows:
-    """A `.json` file, which must be a list of objects. json.loads takes a byte-order mark, where it is given bytes."""
+    """Rows of a `.json` file, which must be a list of objects. json.loads accepts a byte-order mark only in bytes."""
     way_out = "write a list of objects, or one object a line into a .jsonl file"
     with reading(DataError, str(path), "is not valid JSON", way_out):
         found: object = json.loads(content)
@@ -113,7 +112,7 @@ def _listed(path: Path, content: bytes) -> ListedRows:
 
 
 class TableRows:
-    """The wanted columns of parquet or arrow files, held as compact arrow arrays."""
+    """Selected columns of parquet or arrow files, held as compact arrow arrays."""
 
     def __init__(self, path: Path, table: Any) -> None:
         self._path, self._table = path, table
@@ -136,7 +135,7 @@ class TableRows:
 
 
 def _wanted(path: Path, columns: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """The columns that hold the keys; of a nested key the outermost. Raises DataError for one that is missing."""
+    """Columns that hold the keys; of a nested key the outermost. Raises DataError for one that is missing."""
     wanted = dict.fromkeys(key if key in columns else key.split(".")[0] for key in keys)
     for key in wanted:
         if key not in columns:
@@ -160,9 +159,9 @@ def _parquet(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRow
 
 
 def _one_table(files: Sequence[Path], tables: Sequence[Any]) -> Any:
-    """Shards as one table: types that hold the same values (int32 and int64, null and any) are made one.
+    """Join shards into one table; types that hold the same values (int32 and int64, null and any) are unified.
 
-    Raises DataError naming the shard and column of a type that cannot be made one with those before.
+    Raises DataError naming the shard and column whose type does not match the shards before.
     """
     arrow: Any = importlib.import_module("pyarrow")
     schema = tables[0].schema
@@ -181,7 +180,7 @@ def _one_table(files: Sequence[Path], tables: Sequence[Any]) -> Any:
 
 
 def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
-    """What `datasets.save_to_disk` wrote: arrow streams."""
+    """Dataset from `datasets.save_to_disk`: arrow streams."""
     arrow: Any = importlib.import_module("pyarrow")
     with reading(DataError, str(path), "holds no readable arrow files", "save it again, or with ds.to_json(FILE)"):
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
@@ -220,7 +219,7 @@ def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def plain(value: Any, what: str, where: str) -> Any:
-    """The value, if JSON and UTF-8 can hold it: a checkpoint must, and so must the engines. Raises DataError."""
+    """Return the value if JSON and UTF-8 can hold it, as checkpoints and engines require. Raises DataError."""
     rule = f"{what} must be text, numbers, lists or objects that JSON can hold"
     with reading(DataError, where, rule, f"{_MEND}; dates, decimals and bytes are to be written as text"):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -250,7 +249,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
 
 
 def glance(path: Path, keys: Sequence[str]) -> None:
-    """Refuse what costs nothing to see: no such file, or a first line of JSON without these keys. Raises DataError."""
+    """Cheap early checks: the file exists, and a first line of JSON has these keys. Raises DataError."""
     if not path.exists():
         raise _no_file(path)
     if path.suffix != ".jsonl" or not path.is_file():
@@ -269,6 +268,6 @@ def _no_file(path: Path) -> DataError:
 
 
 def _fetched(path: Path) -> str:
-    """For what looks like a data set on the Hugging Face Hub: how to fetch it."""
+    """Hint for a path that looks like a Hugging Face Hub data set: how to download it."""
     command = "" if path.suffix else hub_download(path, "--repo-type dataset ")[0]
     return f"{command}, then name its files" if command else ""

@@ -1,7 +1,7 @@
-"""A sequence of a rollout: a prompt, what was generated after it, where every token came from, and when.
+"""A sequence of a rollout: prompt and generated tokens, with the source and version of every token.
 
-A `Sample` grows in one method only, `extend`, which validates every length. `check_invariants` states what must
-hold of any sample; it runs in tests and at the seam to the trainer. Nothing here knows an engine or a trainer.
+A `Sample` grows in one method only, `extend`, which validates every length. `check_invariants` states the invariants of
+any sample; it runs in tests and before samples go to the trainer. This module imports no engine and no trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mslime.data.routes import Routes, Supports
 
 
 class SampleStatus(enum.Enum):
-    """Where a sample is in its life."""
+    """State of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -30,13 +30,13 @@ class SampleStatus(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        """No more tokens will be generated for this sample."""
+        """Whether generation for this sample has ended."""
         return self in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, end) that came from one source: the prompt, an environment, or one weight version of one engine.
+    """Tokens [start, end) from one source: the prompt, an environment, or one weight version of one engine.
 
     Attributes:
         start, end: token positions, half open.
@@ -54,11 +54,10 @@ class Segment:
 
 @dataclass(eq=False)
 class _SampleBuffer:
-    """Columns of which a sample's are the beginning, with room behind them: a rollout of many turns is not copied at
-    each.
+    """Columns with spare capacity behind a sample's tokens, which avoids a copy at each turn of a rollout.
 
     Attributes:
-        used: tokens that a sample has. Only one that ends there may grow in place.
+        used: tokens in use. Only a sample that ends there may grow in place.
     """
 
     tokens: NDArray[np.int32]
@@ -67,7 +66,7 @@ class _SampleBuffer:
     used: int = 0
 
     def holds(self, sample: Sample) -> bool:
-        """Whether the sample's columns are these, and nothing follows them."""
+        """Whether the sample's columns are these and end at `used`."""
         mine = (self.tokens, self.loss_mask, self.log_probs)
         theirs = (sample.tokens, sample.loss_mask, sample.log_probs)
         return self.used == len(sample) and all(a.base is b for a, b in zip(theirs, mine, strict=True))
@@ -86,16 +85,16 @@ class Sample:
         loss_mask: [T] bool, True where the token may enter the loss.
         log_probs: [T] float32, behaviour log-probability (natural log) of each token; 0 where not sampled.
         segments: contiguous spans that cover [0, T) exactly.
-        routes: experts per position, at most T - 1 rows; None when the engine was not asked for them.
+        routes: experts per position, at most T - 1 rows; None if the engine was not asked for them.
         supports: kept token ids per position, T rows; None when sampling was unrestricted.
-        reward: None until scored; of the whole rollout.
+        reward: of the whole rollout; None until scored.
         process_rewards: (position of the token that ends a step, reward), beside `reward`.
-        turns: (position at which it begins, number among the turns of the rollout) of each turn that was generated in
-            this sequence. Numbers are in the order in which turns ended, over all sequences of the rollout.
-        scores: what the reward told beside its number, by metric: `reward/<part>/mean`, `user/<name>`.
+        turns: (start position, number within the rollout) of each turn that was generated in this sequence. Numbers
+            follow the order in which turns ended, over all sequences of the rollout.
+        scores: further results of the reward, by metric: `reward/<part>/mean`, `user/<name>`.
         teacher_log_probs: [T] float32, a served teacher's log-probability of each trained token, 0 elsewhere; None
-            until a finished sample is scored, and when no server holds the teacher.
-        label, metadata: from the prompt's row, handed to the reward unchanged.
+            until a finished sample is scored, and if no server holds the teacher.
+        label, metadata: from the prompt's row, passed to the reward unchanged.
     """
 
     group_id: int
@@ -123,7 +122,7 @@ class Sample:
     _counted: tuple[list[Segment], int, int] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the tokens alone."""
+        """Copies and pickles hold only the tokens in use."""
         return {**self.__dict__, "_room": None, "_counted": None}
 
     @classmethod
@@ -155,12 +154,12 @@ class Sample:
 
     @property
     def rollout(self) -> tuple[int, int, bool]:
-        """What the parts of one rollout share, and no other sample has."""
+        """Key that the parts of one rollout share and that no other sample has."""
         return self.group_id, self.number, self.rollout_id is None
 
     @property
     def number(self) -> int:
-        """Of the rollout within its group."""
+        """Number of the rollout within its group."""
         return self.index if self.rollout_id is None else self.rollout_id
 
     @property
@@ -175,13 +174,13 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that a policy sampled, trained or not. Asked at each turn, so only new segments are counted."""
+        """Tokens that a policy sampled, trained or not. Called at each turn, so only new segments are counted."""
         known, counted, total = self._counted or (self.segments, 0, 0)
         if known is not self.segments or counted >= len(known):
             counted = total = 0
         *before, last = self.segments[counted:]
         total += sum(s.end - s.start for s in before if s.version is not None)
-        self._counted = self.segments, len(self.segments) - 1, total  # the last one may become longer
+        self._counted = self.segments, len(self.segments) - 1, total  # the last one may still grow
         return total + (0 if last.version is None else last.end - last.start)
 
     @property
@@ -204,13 +203,13 @@ class Sample:
         routes: NDArray[np.integer] | None = None,
         supports: Supports | None = None,
     ) -> None:
-        """Append tokens, with everything that is known about them. The only way a sample grows.
+        """Append tokens with all their data. No other method lets a sample grow.
 
         Args:
             tokens: [n] new token ids.
             log_probs: [n] behaviour log-probabilities; None for tokens of an environment, which are never trained.
             versions: (weight version, start, end) spans that cover [0, n) of the new tokens exactly.
-            engine: who sampled them.
+            engine: name of the engine that sampled them.
             routes: [rows, MoE layers, top-k] for the positions from `len(self.routes)` on. After the call routes
                 cover every token but the newest. `self.routes` must have been set (for example `Routes.empty`).
             supports: of the n new tokens; an empty row for an unrestricted draw.
@@ -245,8 +244,9 @@ class Sample:
             self._add_segment(Segment(old + start, old + end, version, engine, sampled))
 
     def _grow(self, length: int) -> _SampleBuffer:
-        """Columns with room for so many tokens, in which this sample's are the first, and for more where it has grown
-        before: most responses come whole."""
+        """Columns with capacity for `length` tokens that begin with this sample's. A sample that has grown before gets
+        spare capacity; most responses arrive whole.
+        """
         room = self._room
         if room is None or length > len(room.tokens) or not room.holds(self):
             size = length if len(self) == self.prompt_length else length + length // 2
@@ -258,7 +258,7 @@ class Sample:
         return room
 
     def _add_segment(self, segment: Segment) -> None:
-        """Append a segment, or lengthen the last one when the source is the same."""
+        """Append a segment, or extend the last one if the source is the same."""
         if segment.start == segment.end:
             return
         last = self.segments[-1]
@@ -297,13 +297,13 @@ class Sample:
         self._set_mask(start, end, True)
 
     def _forget_teacher(self, start: int, end: int) -> None:
-        """What the teacher said of tokens that have left the loss; in a copy, as the column may be being written."""
+        """Zero the teacher's log-probs outside the loss, in a copy: a writer may still use the column."""
         if self.teacher_log_probs is not None:
             self.teacher_log_probs = self.teacher_log_probs.copy()
             self.teacher_log_probs[start:end] = 0.0
 
     def _set_mask(self, start: int, end: int, mask: bool | NDArray[np.bool_]) -> None:
-        """In a copy: a rollout under way keeps the column that it has seen (`rollout.returned`)."""
+        """Set the mask in a copy: a running rollout keeps the column that it has returned (`rollout.returned`)."""
         self.loss_mask = self.loss_mask.copy()
         self.loss_mask[start:end] = mask
 
@@ -313,7 +313,7 @@ class Sample:
         return self.mask_before(newest + 1)
 
     def cut(self, at: int) -> int:
-        """Throw away the tokens from `at` on, none of the prompt; return how many of them were in the loss."""
+        """Discard the tokens from `at` on, none of the prompt; return how many of them were in the loss."""
         assert self.prompt_length <= at <= len(self), f"cut at {at} of {self.prompt_length}..{len(self)} tokens"
         lost = int(self.loss_mask[at:].sum())
         self.tokens, self.loss_mask, self.log_probs = self.tokens[:at], self.loss_mask[:at], self.log_probs[:at]
@@ -325,9 +325,10 @@ class Sample:
         return lost
 
     def branch(self, index: int, at: int) -> Sample:
-        """A sample that begins with the first `at` tokens of this one, which it does not train: they are trained here.
+        """A new sample that begins with the first `at` tokens of this one and does not train them: they are trained
+        here.
 
-        Its rows of routes and supports, log-probs and versions are copies of those here. `at` is not within the prompt.
+        Its routes, supports, log-probs and versions are copies. `at` is not within the prompt.
         """
         assert self.prompt_length <= at <= len(self), f"branch at {at} of {self.prompt_length}..{len(self)} tokens"
         parts = [replace(part, trainable=False) for s in self.segments for part in _split(s, at)]
@@ -347,8 +348,8 @@ class Sample:
         )
 
     def adopt(self, source: Sample, at: int, start: int = 0) -> int:
-        """Train the tokens [start, at) here as in `source`, which begins with the same `at` tokens and does not train
-        them any more. Their turns, and rewards of their steps, come along.
+        """Take over the training of tokens [start, at) from `source`, which begins with the same `at` tokens. The turns
+        and process rewards of these tokens move too.
 
         Returns:
             How many of them are in the loss.
@@ -369,7 +370,7 @@ class Sample:
         return int(mask.sum())
 
     def restart(self) -> int:
-        """Throw the response away and go back to the prompt (re-roll); return how many tokens were lost."""
+        """Discard the response and return to the prompt (re-roll); return how many tokens were lost."""
         lost = self.cut(self.prompt_length)
         self.supports, self.reward, self.process_rewards, self.response = None, None, [], ""
         self.scores, self.error = {}, ""
@@ -379,7 +380,7 @@ class Sample:
 
 
 def _split(segment: Segment, *positions: int) -> list[Segment]:
-    """The segment in pieces that end at these ascending positions, where they are within it."""
+    """The segment split at these ascending positions, as far as they lie within it."""
     inner = [at for at in positions if segment.start < at < segment.end]
     edges = [segment.start, *inner, segment.end]
     return [replace(segment, start=a, end=b) for a, b in pairwise(edges)]
@@ -389,18 +390,18 @@ def _split(segment: Segment, *positions: int) -> list[Segment]:
 class Group:
     """The samples of one prompt; advantages are computed within a group.
 
-    It is made of `size` rollouts. Each is one sample at first, with the prompt and the rollout's number as its index.
-    Sample k of rollout i has the index i + k * size, and all samples of a rollout of several have its number as their
+    It consists of `size` rollouts. Each is one sample at first, with the prompt and the rollout's number as its index.
+    Sample k of rollout i has the index i + k * size. All samples of a rollout of several have its number as their
     `rollout_id`.
 
     Attributes:
         source: `file:line` of the prompt.
-        metadata: of the prompt; each sample has a copy of its own, to which a rollout function may add.
-        failures: how often it ended a run because it could not be sent, scored or trained; a second time it is dropped.
+        metadata: of the prompt; each sample has its own copy, to which a rollout function may add.
+        failures: how often it ended a run because it could not be sent, scored or trained; dropped at the second.
         prompt: [P] int32 token ids; a sample of a rollout function may begin with others.
-        size: rollouts that were begun; some may have failed and be gone since.
-        messages, tools: the prompt as chat messages, and the tools that its row offers, for rollout functions; None
-            where the row has none.
+        size: rollouts that were begun; failed ones may have been removed since.
+        messages, tools: the prompt as chat messages, and the tools of its row, for rollout functions; None if the row
+            has none.
     """
 
     group_id: int
@@ -420,7 +421,7 @@ class Group:
 
     @property
     def numbers(self) -> list[int]:
-        """Of its rollouts, in the order of their samples."""
+        """Numbers of its rollouts, in the order of their samples."""
         return list(dict.fromkeys(s.number for s in self.samples))
 
     def rollouts(self) -> list[list[Sample]]:
@@ -432,11 +433,11 @@ class Group:
         return [s for s in self.samples if s.number == number]
 
     def next_index(self, number: int) -> int:
-        """Of a further sample of rollout `number`."""
+        """Index of a further sample of rollout `number`."""
         return max((s.index for s in self.parts(number)), default=number - self.size) + self.size
 
     def begin_again(self, number: int) -> int:
-        """Throw away what rollout `number` generated; it is one sample with the prompt then.
+        """Discard the tokens that rollout `number` generated; one sample with the prompt remains.
 
         Returns:
             How many tokens were to be trained.
@@ -451,7 +452,7 @@ class Group:
         return lost
 
     def set_parts(self, number: int, parts: Sequence[Sample]) -> None:
-        """Let rollout `number` consist of these samples, in this order, where its samples are now."""
+        """Replace the samples of rollout `number` by these, in this order and at the same place."""
         at = next(i for i, s in enumerate(self.samples) if s.number == number)
         rest = [s for s in self.samples if s.number != number]
         for part in parts:
@@ -460,7 +461,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Every sample has come to its end."""
+        """Whether all samples are finished."""
         return all(s.status.finished for s in self.samples)
 
     @property
@@ -470,7 +471,7 @@ class Group:
 
 
 def check_invariants(sample: Sample) -> None:
-    """Assert everything that must hold of a sample, whatever its history.
+    """Assert the invariants of a sample.
 
     Every token lies in exactly one segment; a trainable token's segment has a version and is trainable; untrained
     positions carry no surprise; routes never cover the newest token; a support contains the token drawn from it.
@@ -499,25 +500,25 @@ def check_invariants(sample: Sample) -> None:
 
 
 def check_teacher_log_probs(scores: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> None:
-    """Assert that a teacher's log-probs [T] float32 may be those of a sample with this mask."""
+    """Assert that a teacher's log-probs [T] float32 are valid for a sample with this mask."""
     assert scores.shape == loss_mask.shape and scores.dtype == np.float32, "one float32 score for each token"
     assert np.isfinite(scores).all() and (scores <= 1e-6).all(), "the teacher's log-probs must be finite and <= 0"
     assert not scores[~loss_mask].any(), "the teacher scored a token that is not trained"
 
 
-# Time within a rollout: its turns in the order in which they were generated, whichever sequence they are in.
+# Time within a rollout: its turns in the order in which they were generated, over all its sequences.
 #
-# A turn is trained in one sequence, the one in which it was generated. Its stretch are the tokens of that sequence
-# from the turn's beginning to that of the next one there, so that what an environment answered belongs to the turn
-# before it. A sequence of which no turns are known, or none is its own, is one turn.
+# A turn is trained in the sequence in which it was generated. It spans the tokens of that sequence from its beginning
+# to the next turn's there: an environment's reply belongs to the turn before it. A sequence without turns of its own
+# counts as one turn.
 
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """Tokens [start, stop) of one sample, the prompt included where the turn is its first.
+    """Tokens [start, stop) of one sample, including the prompt for its first turn.
 
     Attributes:
-        sample: index of it.
+        sample: its index.
         trained: positions that are trained, ascending.
     """
 
@@ -529,12 +530,12 @@ class TurnSpan:
 
 @dataclass(frozen=True)
 class TurnChunk:
-    """Turns that follow each other both in a sequence and in their rollout's time.
+    """Consecutive turns of a sequence that are also consecutive in their rollout's time.
 
     Attributes:
         length: tokens of the sequence. Its pieces cover it in order.
         number: unique among all pieces of the step.
-        following: number of the piece that comes next in the rollout's time; -1 where none does.
+        following: number of the next piece in the rollout's time; -1 for the last one.
     """
 
     length: int
@@ -544,11 +545,11 @@ class TurnChunk:
 
 @dataclass(frozen=True)
 class SequenceTime:
-    """What a sequence needs to know of its rollout's time.
+    """A sequence's part of its rollout's time.
 
     Attributes:
-        rewards: [T] float32, each on the trained token that earned it; None where the rollout is this sequence alone,
-            whose own rewards are all there is.
+        rewards: [T] float32, each on the trained token that earned it; None if the rollout is this sequence alone,
+            which has its own rewards.
         pieces: of the sequence, in order.
         num_pieces: of all sequences.
     """
@@ -567,7 +568,7 @@ def rollouts_in_time(samples: Sequence[Sample]) -> list[list[TurnSpan]]:
 
 
 def _turns(index: int, sample: Sample) -> list[tuple[tuple[int, int], TurnSpan]]:
-    """(what it is ordered by, turn) of a sample. Turns without a number come first, in the order of their samples."""
+    """(sort key, turn) for each turn of a sample. Turns without a number come first, in the order of their samples."""
     numbers = [number for _, number in sample.turns] or [0]
     edges = [0, *(start for start, _ in sample.turns[1:]), len(sample)]
     trained = np.flatnonzero(sample.loss_mask)
@@ -578,11 +579,10 @@ def _turns(index: int, sample: Sample) -> list[tuple[tuple[int, int], TurnSpan]]
 
 
 def sequence_times(samples: Sequence[Sample]) -> list[SequenceTime]:
-    """For each sample, how time runs through it and on into the other samples of its rollout.
+    """Path of time through each sample and into the other samples of its rollout.
 
-    The rollout's reward is on the last trained token of its last turn that has one. A process reward that does not lie
-    on a trained token goes to the last one before it in time; nothing that was trained has earned what lies before the
-    first.
+    The rollout's reward is on the last trained token of its last turn with one. A process reward on an untrained token
+    moves to the last trained one before it in time. Without such a token it is left out.
     """
     rewards: list[NDArray[np.float32] | None] = [None] * len(samples)
     pieces: list[list[TurnChunk]] = [[] for _ in samples]
@@ -596,7 +596,7 @@ def sequence_times(samples: Sequence[Sample]) -> list[SequenceTime]:
 
 
 def _placed_rewards(samples: Sequence[Sample], turns: Sequence[TurnSpan]) -> dict[int, NDArray[np.float32]]:
-    """The rewards of a rollout on the tokens that earned them, by sample."""
+    """Rewards of a rollout on the tokens that earned them, by sample."""
     rewards = {turn.sample: np.zeros(len(samples[turn.sample]), np.float32) for turn in turns}
     newest: tuple[int, int] | None = None  # the last trained token before the turn
     for turn in turns:
@@ -614,11 +614,11 @@ def _placed_rewards(samples: Sequence[Sample], turns: Sequence[TurnSpan]) -> dic
 
 
 def _place_pieces(turns: Sequence[TurnSpan], first: int, pieces: Sequence[list[TurnChunk]]) -> int:
-    """Add the pieces of a rollout, numbered from `first`, to those of its samples, in place; return how many.
+    """Append the pieces of a rollout, numbered from `first`, to those of its samples, in place; return how many.
 
-    Turns without a trained token are no time: they belong to a neighbour in their sequence.
+    Turns without a trained token get no piece of their own: they belong to a neighbour in their sequence.
     """
-    runs: list[tuple[int, int]] = []  # (sample, where it begins) of each piece, in time
+    runs: list[tuple[int, int]] = []  # (sample, start) of each piece, in time
     for turn in (t for t in turns if len(t.trained)):
         if not runs or runs[-1][0] != turn.sample:
             runs.append((turn.sample, turn.start))

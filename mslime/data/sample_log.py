@@ -1,7 +1,7 @@
-"""Responses as lines of JSON, for a person to read: which of a step's are kept, what a line says, and the writing of
-files in a thread of its own. Nothing here may delay or end a run: what cannot be written is said once, and left out.
+"""Responses as JSON lines for people: selection, content of a line, and a background writer. A failed write is reported
+once and skipped; it never delays or ends a run.
 
-A line with `kinds` is one of the few that show a step best; those stand first in a file, so that a reader of many
+Lines with `kinds` are the few responses selected to represent a step. They come first in a file: a reader of many
 gigabytes may stop at the first line without.
 """
 
@@ -26,30 +26,31 @@ from mslime.data.sample import Group, Sample, SampleStatus, Segment
 from mslime.data.tokenizer import Tokenizer
 
 KINDS = ("best", "worst", "longest", "truncated", "continued", "any", "group")
-"""Why a response is among the few: its reward or length, cut at the limit, sampled by several versions, chance; and
-those of the one group whose rewards differ most."""
+"""Reasons for a selection: reward, length, cut at the limit, several weight versions, chance, or membership of the
+group whose rewards differ most.
+"""
 A_KIND = 2
 A_GROUP = 8
 BYTES_A_FILE = 1 << 20
-"""Of a file of some responses. Lines that would not fit are left out."""
+"""Size limit of a file of some responses. Lines that do not fit are left out."""
 TOKENS_A_SIDE = 1024
 CHARACTERS_A_SIDE = 8192
 OTHER_BYTES = 4096
 ROUTE_BYTES = 16_384
-"""Of one response, before they are written as text: the first tokens' routes in the layers that are kept."""
+"""Size limit of one response's routes, before encoding: those of the first tokens in the selected layers."""
 WAITING_FILES = 4
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(frozen=True)
 class Logged:
-    """Responses that go to a file together.
+    """Responses that go to one file together.
 
     Attributes:
-        groups: finished; not changed by anybody afterwards.
+        groups: finished and no longer changed.
         version: weight version that they are trained by, or evaluated under.
-        advantages: of each sample, groups one after the other: one number, or [T]. None: not known here.
-        set_name: of the held-out set; empty for those that are trained.
+        advantages: of each sample, groups one after the other: one number, or [T]. None: unknown.
+        set_name: of the held-out set; empty for training samples.
     """
 
     groups: Sequence[Group]
@@ -65,7 +66,7 @@ class Logged:
 
 
 class LoggedSample(NamedTuple):
-    """A sample among those that are logged together: where its prompt came from, its advantage, how many there are."""
+    """A logged sample: the source of its prompt, its advantage, and the number of samples."""
 
     source: str
     sample: Sample
@@ -74,12 +75,12 @@ class LoggedSample(NamedTuple):
 
 
 class SampleLog:
-    """Writes files of responses in the background, one after the other."""
+    """Background writer of files of responses, one at a time."""
 
     def __init__(self, keep: Kept, tokenizer: Tokenizer, route_layers: int = 0) -> None:
         """
         Args:
-            route_layers: MoE layers whose routes are written of the few; 0: none.
+            route_layers: MoE layers whose routes are written for selected responses; 0: none.
         """
         self._keep: Kept = keep
         self._tokenizer, self._route_layers = tokenizer, route_layers
@@ -90,13 +91,13 @@ class SampleLog:
         self._notes: list[str] = []
 
     def write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
-        """Write the responses of a step in place of an earlier file of that name; returns at once."""
+        """Write the responses of a step in place of an earlier file of that name; returns immediately."""
         if self._keep == "none":
             return
         self._submit(path, self._lines(step, list(parts)))
 
     def watch(self, step: int, samples: Sequence[Sample], trained: Sequence[Sample]) -> tuple[int, ...]:
-        """Which of the `trained` sequences are among the few of a step's `samples`: `write_trained` takes theirs."""
+        """Select sequences for `write_trained`: those of `trained` that are among the selection from `samples`."""
         few = [] if self._keep == "none" else [samples[place] for place in choose(samples, step)]
         numbers = {id(sample): number for number, sample in enumerate(trained)}
         found = {numbers[id(sample)]: sample for sample in few if id(sample) in numbers}
@@ -104,10 +105,10 @@ class SampleLog:
         return tuple(found)
 
     def write_trained(self, path: Path, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
-        """Write what the trainer found of the sequences that `watch` named; returns at once.
+        """Write the trainer's log-probs of the sequences from `watch`; returns immediately.
 
         Args:
-            log_probs: by sequence, [T] float32, NaN where there is none.
+            log_probs: by sequence, [T] float32, NaN if unknown.
         """
         lines = [
             {"group": sample.group_id, "index": sample.index, "log_probs": self._trainers(sample, log_probs[number])}
@@ -118,23 +119,23 @@ class SampleLog:
             self._submit(path, (orjson.dumps(line, option=_OPTIONS) + b"\n" for line in lines))
 
     def _trainers(self, sample: Sample, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The trainer's log-probs of the tokens that the sample's line holds, NaN where no policy sampled."""
+        """The trainer's log-probs of the tokens in the sample's line, NaN where no policy sampled."""
         head, tail = _kept_tokens(sample.response_length, self._keep == "all")
         own = np.where(_sampled(sample), np.round(log_probs, 4), np.nan).astype(np.float32)[sample.prompt_length :]
         return np.concatenate([own[:head], own[tail:]])
 
     def notes(self) -> list[str]:
-        """What could not be written since the last call, one line each; the same trouble is told once."""
+        """Failures since the last call, one line each; repeated failures are reported once."""
         notes, self._notes = self._notes, []
         return notes
 
     def close(self, seconds: float) -> None:
-        """Wait so long for what is being written; what has not begun by then is left out."""
+        """Wait up to `seconds` for the current write; pending files are left out."""
         wait(self._waiting, timeout=seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, path: Path, lines: Iterable[bytes]) -> None:
-        """Write a file in the background, unless too many are being written; `lines` is read there."""
+        """Write a file in the background, unless too many are queued; `lines` is read there."""
         self._waiting = [file for file in self._waiting if not file.done()]
         if len(self._waiting) >= WAITING_FILES:
             self._note("slow", f"{path}: left out, as the files before it are still being written")
@@ -142,7 +143,7 @@ class SampleLog:
         self._waiting.append(self._thread.submit(self._write, path, lines))
 
     def _write(self, path: Path, lines: Iterable[bytes]) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         fresh = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ class SampleLog:
             self._note("disk", f"{path}: responses cannot be written ({error.strerror}); the run goes on without")
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-        except Exception as error:  # whatever a tokenizer or a user's object raises: it is only for reading
+        except Exception as error:  # a tokenizer or a user's object may raise anything, and these files are optional
             self._note("line", f"{path}: responses cannot be written ({type(error).__name__}: {error})"[:400])
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
@@ -192,10 +193,10 @@ class SampleLog:
 
 
 def choose(samples: Sequence[Sample], seed: int) -> dict[int, list[str]]:
-    """Positions of the few samples that show the others best, most telling first, with their KINDS.
+    """Positions of the most informative samples, best first, with their KINDS.
 
-    Up to A_KIND of a kind, of different groups where there are, and up to A_GROUP of one group; best, worst and the
-    group only where rewards differ.
+    Up to A_KIND of a kind, of different groups if possible, and up to A_GROUP of one group; best, worst and the group
+    only if rewards differ.
     """
     places = range(len(samples))
     rewards = [s.reward or 0.0 for s in samples]
@@ -229,7 +230,7 @@ def _most_different(samples: Sequence[Sample]) -> list[int]:
 
 
 def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
-    """The first A_KIND of an order, of different groups where there are that many."""
+    """The first A_KIND of an order, of different groups if there are enough."""
     groups: dict[int, int] = {}
     for i in order:
         groups.setdefault(samples[i].group_id, i)
@@ -240,16 +241,16 @@ def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
 def sample_row(
     part: Logged, entry: LoggedSample, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
 ) -> dict[str, Any]:
-    """What a line says of a sample; positions count from the first token of the response.
+    """Content of a sample's line; positions count from the first token of the response.
 
-    `ids`, `texts` and `log_probs` are of the response's tokens, but for those in `left_out`, [start, end). `log_probs`
-    is null where no policy sampled. `support_sizes`, there when tokens were drawn from a part of the vocabulary, says
-    from how many ids each was; 0: all. `advantage` is a mean over trained tokens, null where it is the trainer's to
-    work out. `texts` together are the response with its special tokens.
+    `ids`, `texts` and `log_probs` are of the response's tokens without `left_out`, [start, end). `log_probs` is null
+    where no policy sampled. `support_sizes`, present with truncated sampling, is the size of each token's support; 0:
+    all ids. `advantage` is a mean over trained tokens, null if the trainer computes it. `texts` together are the
+    response with its special tokens.
 
     Args:
-        whole: leave nothing out of long texts.
-        texts: also the text of each token.
+        whole: keep long texts complete.
+        texts: include the text of each token.
     """
     sample, prompt_length = entry.sample, entry.sample.prompt_length
     head, tail = _kept_tokens(sample.response_length, whole)
@@ -296,10 +297,10 @@ def _sampled(sample: Sample) -> NDArray[np.bool_]:
 
 
 def routes_row(sample: Sample, layers: int) -> dict[str, Any] | None:
-    """The experts of the response's first tokens in so many MoE layers, evenly spread, the first and last among them.
+    """Experts of the response's first tokens in `layers` MoE layers, evenly spread, including the first and the last.
 
-    `experts` is the base64 of [tokens, layers, top-k], of unsigned little-endian integers of `bytes` bytes each. None
-    where there are no routes, or none are wanted.
+    `experts` is the base64 of [tokens, layers, top-k], unsigned little-endian integers of `bytes` bytes each. None
+    without routes, or for no layers.
     """
     if sample.routes is None or layers == 0 or not sample.routes.layer_ids:
         return None
@@ -334,9 +335,9 @@ def _mean_advantage(advantage: float | NDArray[np.floating] | None, sample: Samp
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """The text that each token adds, special tokens included. A character of several tokens belongs to its last one."""
+    """Text that each token adds, special tokens included. A character of several tokens belongs to its last one."""
     texts: list[str] = []
-    begin = shown = 0  # tokens from `begin` on are decoded together; those before `shown` are in `before`
+    begin = shown = 0  # tokens from `begin` on are decoded together; `before` holds those before `shown`
     before = ""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[begin:end], special_tokens=True)
@@ -350,21 +351,21 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def _kept_tokens(count: int, whole: bool) -> tuple[int, int]:
-    """Tokens before the first and from the second on are written."""
+    """(a, b): tokens before a and from b on are written."""
     return (count, count) if whole or count <= 2 * TOKENS_A_SIDE else (TOKENS_A_SIDE, count - TOKENS_A_SIDE)
 
 
 def _cut(text: str, side: int = CHARACTERS_A_SIDE) -> str:
-    """The text, or its beginning and end."""
+    """The text, shortened to its beginning and end if it is long."""
     out = len(text) - 2 * side
     return text if out <= 0 else f"{text[:side]} [... {out} characters left out ...] {text[-side:]}"
 
 
 def _small(value: Any) -> Any:
-    """A value that may be written, or the beginning and end of its text."""
+    """The value, or the beginning and end of its text if it is too large."""
     try:
         size = len(orjson.dumps(value, default=str, option=_OPTIONS))
-    except Exception:  # told when the line is written
+    except Exception:  # reported when the line is written
         return value
     return value if size <= OTHER_BYTES else _cut(_as_text(value), OTHER_BYTES // 2)
 

@@ -1,8 +1,8 @@
-"""What one trainer rank needs for one optimizer step, as columns; how samples become them, and what a token weighs.
+"""Columns that one trainer rank needs for one optimizer step; conversion of samples, and token weights.
 
 Index t of a column belongs to token t: `loss_mask[t]`, `advantages[t]` and `behaviour_log_probs[t]` are about token t,
-which the model predicts at position t - 1. The trainer shifts; nobody else does. Denominators are already inside
-`weights`, computed over the whole step before the split, so that the loss is
+which the model predicts at position t - 1. Only the trainer shifts. Denominators are already inside `weights`, computed
+over the whole step before the split, so that the loss is
 
     sum over all shards, micro-batches and tokens of weights[t] * token_loss[t]
 
@@ -40,16 +40,16 @@ class TrainShard:
         behaviour_log_probs: [N] float32.
         rewards: [N] float32: the rollout's on its sequence's last trained token, process rewards where a step ends;
             None in supervised training.
-        pieces: [P, 3] int64, where time goes on from one sequence of a rollout to another, see `mslime.data.sample`:
-            length, number, number of the piece that follows or -1. None: time ends with each sequence.
+        pieces: [P, 3] int64, continuation of time between sequences of a rollout (`mslime.data.sample`): length,
+            number, number of the next piece or -1. None: time ends with each sequence.
         num_pieces: of all shards of a rollout step.
-        segment_index: [N] int32: which of its sequence's weight versions sampled the token, counted from 0 in order; 0
-            where none did. None: not known.
+        segment_index: [N] int32: index of the weight version that sampled the token among its sequence's versions, in
+            order; 0 where none did. None: unknown.
         segment_ages: [N] int32: weight versions between the one that sampled the token and the one being trained; 0
-            where none did. None: not known.
+            where none did. None: unknown.
         old_log_probs, reference_log_probs: [N] float32 once computed, else None.
-        teacher_log_probs: [N] float32; from the rollouts when the teacher is served, else computed like those before.
-        values, returns: [N] float32, the critic's and what it is to learn, once computed, else None.
+        teacher_log_probs: [N] float32; from the rollouts if the teacher is served, else computed like the previous two.
+        values, returns: [N] float32, the critic's values and targets once computed, else None.
         routes: N rows (rows without a route are masked), None when replay is off or recorded by the trainer.
         supports: N rows, the ids that each token within the mask was drawn from; None when all were drawn from the
             whole vocabulary, and for stages that have no logits.
@@ -93,19 +93,19 @@ class TrainShard:
         return [(int(e - n), int(e)) for e, n in zip(ends, self.lengths, strict=True)]
 
     def stage_slice(self, layer_ids: Sequence[int], *, has_logits: bool = True) -> TrainShard:
-        """This shard with the routes of the given layers only, and without supports where there are no logits."""
+        """This shard with the routes of the given layers only, and without supports if the stage has no logits."""
         routes = None if self.routes is None else self.routes.stage_slice(layer_ids)
         return replace(self, routes=routes, supports=self.supports if has_logits else None)
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One sequence on its way into a shard.
+    """One sequence to be packed into a shard.
 
     Attributes:
         sequence_id: unique within the step. weights: [T] float32.
-        advantage: 0-d or [T] float32. version: of the weights that are about to be trained; None: ages are not known.
-        time: how the rollout's time runs through it; None: time ends with the sequence.
+        advantage: 0-d or [T] float32. version: of the weights to be trained; None: ages are unknown.
+        time: its part of the rollout's time; None: time ends with the sequence.
     """
 
     sequence_id: int
@@ -121,8 +121,9 @@ class PackedSequence:
         return np.where(self.sample.loss_mask, self.advantage, np.float32(0))
 
     def rewards(self) -> NDArray[np.float32]:
-        """[T] float32: the rollout's reward on the last trained token, process rewards where their steps end; or as the
-        rollout's time has them."""
+        """[T] float32: the rollout's reward on the last trained token, process rewards where their steps end; or the
+        rewards from `time`.
+        """
         if self.time is not None and self.time.rewards is not None:
             return self.time.rewards
         out = np.zeros(len(self.sample), np.float32)
@@ -158,10 +159,10 @@ class PackedSequence:
 
 
 def shards_of(columns: Sequence[PackedSequence], plan: Sequence[Sequence[Sequence[int]]]) -> list[TrainShard]:
-    """The shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
+    """Shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
 
-    A column that only some samples have (rewards, ages, a teacher's scores) is left out everywhere; routes are all
-    samples' or none's. A sample without supports was drawn from the whole vocabulary: its rows are empty.
+    Columns that only some samples have (rewards, ages, a teacher's scores) are left out; either all samples have routes
+    or none. A sample without supports was drawn from the whole vocabulary: its rows are empty.
     """
     template = columns[0].sample.routes
     assert all((c.sample.routes is None) == (template is None) for c in columns), "some samples carry routes"
@@ -215,8 +216,9 @@ def _joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Sc
 
 
 def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
-    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`. They are most of the bytes of
-    a shard, so each row is copied once; tokens without one are not replayed."""
+    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`. Rows are copied once, because
+    routes are most of a shard's bytes. Tokens without a row are not replayed.
+    """
     known = [(len(s), s.routes) for s in mine if s.routes is not None]
     tokens = sum(length for length, _ in known)
     piece = template.pieces[0]

@@ -1,8 +1,8 @@
-"""Prompts, drawn in a resumable order: from files of rows, or from a function of the user's.
+"""Prompts, drawn in a resumable order: from files of rows, or from a user's function.
 
-Opening a source reads every selected row once and refuses the first bad one by file and line, so that a broken row
-ends a run before it starts and not days into it. The order of an epoch is a permutation drawn from (seed, epoch), so an
-epoch number and a cursor are the whole state.
+Opening a source reads every selected row once and rejects the first invalid one by file and line: a broken row ends a
+run before it starts, not days later. The order of an epoch is a permutation drawn from (seed, epoch), so an epoch
+number and a cursor are the whole state.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import calling, load_function
 
 _CHARACTERS_OF_A_TOKEN = 512
-"""No vocabulary has tokens of so many characters on average: what is longer is too long without being tokenised."""
+"""Upper bound of a vocabulary's mean characters per token: a longer text is too long without tokenisation."""
 
-_OPENING = 256  # characters in which the tokens stand that a tokenizer begins a text with
+_OPENING = 256  # characters that contain the tokens with which a tokenizer begins a text
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<body>[^\[\]]*)\]$")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row says.
+    """Content of a row.
 
     Attributes:
         prompt: text or chat messages; the whole conversation with `data.messages_key`.
@@ -58,12 +58,12 @@ class Prompt:
 
     Attributes:
         tokens: prompt token ids, never empty.
-        label: handed to the reward unchanged; None when there is no label key.
+        label: passed to the reward unchanged; None when there is no label key.
         metadata: the row's metadata, if a key for it is configured.
         where: `file:line` (JSONL) or `file:row` (parquet), for messages.
-        text: what the tokens say, in the chat template if there is one; empty where only they are known.
-        messages: the prompt as chat messages, where it goes through the chat template; else None.
-        tools: that the row offers, if a key for them is configured.
+        text: decoded tokens, in the chat template if there is one; empty if only tokens are known.
+        messages: the prompt as chat messages, if it uses the chat template; else None.
+        tools: of the row, if a key for them is configured.
     """
 
     tokens: list[int]
@@ -98,7 +98,7 @@ def _slice_error(spec: str) -> DataError:
 
 
 def keys_of_rows(config: DataConfig) -> list[str]:
-    """The keys that every row has."""
+    """Keys that every row must have."""
     mine = (config.messages_key,) if config.messages_key else (config.prompt_key, config.label_key)
     return [key for key in (*mine, config.tools_key, config.metadata_key) if key is not None]
 
@@ -121,7 +121,7 @@ def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
 
 
 def _is_opened(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a text begins with what the tokenizer begins every text with: it was rendered before it was saved."""
+    """Whether a text begins with the tokenizer's own prefix, as a text saved after rendering does."""
     opening = tokenizer.encode("", special_tokens=True)
     return bool(opening) and tokenizer.encode(text[:_OPENING], special_tokens=False)[: len(opening)] == opening
 
@@ -136,8 +136,9 @@ def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None
 
 
 def checked_row(row: Row, config: DataConfig) -> Row:
-    """A row whose prompt is text or chat messages, as the configuration has it, and whose label and metadata can be
-    saved; messages with their contents as text. Raises DataError."""
+    """Row with valid prompt (text or messages, as configured), and with label and metadata that can be saved; contents
+    of messages as text. Raises DataError.
+    """
     prompt, where = row.prompt, row.where
     chat = config.apply_chat_template or config.messages_key is not None
     if not (isinstance(prompt, str) and config.messages_key is None) and not (chat and is_chat(prompt)):
@@ -223,7 +224,7 @@ class PromptSource:
         return fitting(row, self._config, self._tokenizer)
 
     def all_too_long(self) -> DataError:
-        """The error for files of which every prompt is too long."""
+        """Error for files whose prompts are all too long."""
         rule = f"every one of the {len(self)} prompts is longer"
         return DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
                          "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
@@ -239,7 +240,7 @@ class PromptSource:
         return (self.at(i) for i in range(len(self)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values from which `load_state_dict` continues: the next draw after it is the next draw here."""
+        """State as plain values. After `load_state_dict` the next draw is the same as here."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -251,7 +252,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when files, slices, seed or shuffle are others."""
+        """Continue from `state`. Raises DataError if files, slices, seed or shuffle differ."""
         mine = self.state_dict()
         for key in ("files", "rows", "seed", "shuffle"):
             saved = state.get(key)
@@ -273,7 +274,7 @@ class PromptSource:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
     def row(self, index: int) -> Row:
-        """What a row says, not tokenised. Raises DataError when a part of it is not what it must be."""
+        """Row `index`, not tokenised. Raises DataError if a part of it is invalid."""
         file_index, row_index = (int(i) for i in self._rows[index])
         file, config = self._files[file_index], self._config
         where = file.where(row_index)
@@ -298,28 +299,28 @@ def _kind_rule(config: DataConfig) -> str:
 
 
 def _far_longer(prompt: str | Sequence[Mapping[str, Any]], limit: float) -> bool:
-    """Whether a prompt has so many characters that it need not be tokenised to be skipped."""
+    """Whether a prompt has too many characters to fit, and need not be tokenised."""
     texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
     return sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN
 
 
 def _same_by_size(old: Sequence[str], new: Sequence[str]) -> bool:
-    """Whether fingerprints of before contents were compared (`parquet-ROWS-...`) have the same numbers of rows."""
+    """Whether old fingerprints without contents (`parquet-ROWS-...`) have the same numbers of rows."""
     pairs = list(zip(old, new, strict=False))
     return len(old) == len(new) and all(
         a == b or (a.startswith("parquet-") and a.split("-")[1] == b.split("-")[1]) for a, b in pairs
     )
 
 
-# Training prompts from a function of the user's, `data.source`: what it gives is checked and tokenised here.
+# Training prompts from a user's function, `data.source`: items are validated and tokenised here.
 
 SETTING = "data.source"
 KEYS = ("prompt", "label", "metadata")
 METHODS = ("__iter__", "state_dict", "load_state_dict")
 ENVIRONMENTS = "environments"
-"""In a state: the run had no prompts of its own."""
+"""Marks the state of a run without prompts."""
 MOST_TOO_LONG = 1000
-"""Prompts in a row that may be too long, before none is taken to fit."""
+"""Consecutive prompts that may be too long before an error is raised."""
 
 
 PromptStream: TypeAlias = "PromptSource | UserSource | NoPrompts"
@@ -327,8 +328,9 @@ PromptStream: TypeAlias = "PromptSource | UserSource | NoPrompts"
 
 
 def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStream:
-    """What a run draws its training prompts from: the files of `data.prompts`, or `data.source`; nothing where
-    environments bring their own. Raises UserError."""
+    """Open the source of a run's training prompts: `data.prompts`, `data.source`, or none if environments have their
+    own prompts. Raises UserError.
+    """
     if data.source is None and not data.prompts:
         return NoPrompts()
     if data.source is None:
@@ -337,7 +339,7 @@ def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStr
 
 
 class NoPrompts:
-    """For runs whose environments bring prompts of their own: groups are numbered, and their prompt says nothing.
+    """Source for runs whose environments have their own prompts: numbered groups with placeholder prompts.
 
     Attributes:
         drawn: groups so far. skipped: none.
@@ -349,16 +351,16 @@ class NoPrompts:
         self.drawn = 0
 
     def next(self) -> Prompt:
-        """A prompt of one token, which nobody is sent."""
+        """A placeholder prompt of one token, which is never sent."""
         self.drawn += 1
         return Prompt([0], None, {}, f"environments:{self.drawn}")
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were drawn."""
+        """Number of drawn groups."""
         return {"source": ENVIRONMENTS, "drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises ConfigError when it was of prompts."""
+        """Continue from `state`. Raises ConfigError if it is from a run with prompts."""
         if state.get("source") != ENVIRONMENTS:
             raise ConfigError(
                 SETTING, None, f"the run was saved with {state.get('source') or 'files of data.prompts'}, and its "
@@ -368,11 +370,10 @@ class NoPrompts:
 
 
 class UserSource:
-    """Prompts that an object of the user's iterates over: mappings with `prompt` and, where there are any, `label` and
-    `metadata`.
+    """Prompts from a user's iterable object: mappings with `prompt` and optionally `label` and `metadata`.
 
-    Raises ConfigError when the function fails or its object lacks a method; while drawing also DataError, for an item
-    that is no prompt, for an end, and when no prompt fits `data.max_prompt_tokens`.
+    Raises ConfigError if the function fails or its object lacks a method; while drawing also DataError, for an item
+    that is not a prompt, for an end, and if no prompt fits `data.max_prompt_tokens`.
 
     Attributes:
         drawn: items taken so far. skipped: those of them that were too long.
@@ -404,7 +405,7 @@ class UserSource:
                         "raise it, or give shorter prompts")  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The object's own state and our counts."""
+        """The object's own state and the counts kept here."""
         with calling(self._spec, SETTING, "state_dict"):
             own = self._source.state_dict()
         try:
@@ -415,7 +416,7 @@ class UserSource:
         return {"source": self._spec, "drawn": self.drawn, "skipped": self.skipped, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ConfigError when it was of another source."""
+        """Continue from `state`. Raises ConfigError if it is from another source."""
         if state.get("source") != self._spec:
             raise ConfigError(
                 SETTING, self._spec, f"the run was saved with {state.get('source') or 'files of data.prompts'}",

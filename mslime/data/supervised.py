@@ -1,6 +1,6 @@
 """Rows of supervised training: prompt and label, or messages, as samples with their trained tokens marked.
 
-Nobody sampled these tokens: behaviour log-probs and versions are 0.
+These tokens are not sampled: behaviour log-probs and versions are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mslime.data.tokenizer import Tokenizer, encode_after
 
 @dataclass(frozen=True)
 class Fitted:
-    """What of a row is trained: sequences, and how many were skipped or cut as too long."""
+    """Trained part of a row: its sequences, and how many were skipped or cut as too long."""
 
     sequences: Sequence[Supervised]
     skipped: int = 0
@@ -63,7 +63,7 @@ class SupervisedSource:
         return len(self.rows)
 
     def next(self, group_id: int) -> list[Sample]:
-        """The next row's samples. What is too long is skipped, cut or refused (`train.sft_too_long`).
+        """The next row's samples. Too long ones are skipped, cut or rejected (`train.sft_too_long`).
 
         Args:
             group_id: of the samples, which are one rollout.
@@ -82,7 +82,7 @@ class SupervisedSource:
                         "too long", "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
 
     def fitted(self, row: Row) -> Fitted:
-        """What of a row is trained. Raises DataError when it cannot be, or is too long."""
+        """Trained part of a row. Raises DataError if it has none or is too long."""
         sequences = self._sequences(row)
         long = [len(one.tokens) for one in sequences if len(one.tokens) > self.limit]
         if not sequences or not long:
@@ -97,7 +97,7 @@ class SupervisedSource:
         return Fitted(trained, skipped=len(sequences) - len(trained), cut=len(trained) + len(long) - len(sequences))
 
     def _sequences(self, row: Row) -> list[Supervised]:
-        """A row's sequences, whatever their length; none when `data.max_prompt_tokens` skips it."""
+        """Sequences of a row, whatever their length; none if `data.max_prompt_tokens` skips it."""
         data = self._data
         if data.messages_key is None:
             prompt = self.rows.fitting(row)
@@ -107,7 +107,7 @@ class SupervisedSource:
         return supervised_turns(messages, options, self._tokenizer, row.where, loss_on)
 
     def samples(self) -> list[Sample]:
-        """All rows' samples in file order, as `next` would give them; nothing is counted. Raises DataError."""
+        """Samples of all rows in file order, as `next` returns them; counters do not change. Raises DataError."""
         rows = [self.rows.row(index) for index in range(len(self))]
         return [
             _sample(one, index, part, row)
@@ -116,7 +116,7 @@ class SupervisedSource:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """`data/*`."""
+        """`data/*` metrics."""
         return {"data/skipped_rows": float(self.rows.skipped), "data/cut_rows": float(self.cut)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class SupervisedSource:
         return self.rows.state_dict() | {"cut": self.cut}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when files, slices, seed or shuffle are others."""
+        """Continue from `state`. Raises DataError if files, slices, seed or shuffle differ."""
         self.rows.load_state_dict(state)
-        self.cut = int(state.get("cut", 0))  # older checkpoints do not count
+        self.cut = int(state.get("cut", 0))  # absent in older checkpoints
 
 
 def refuse_unlabelled(label: Any, where: str, tokenizer: Tokenizer) -> None:
-    """Raise DataError when a row's label cannot be a response, or the tokenizer could not end one."""
+    """Raise DataError if a row's label cannot be a response, or the tokenizer has no EOS to end it."""
     if not isinstance(label, str) or not label:
         raise DataError(where, label, "supervised training needs the response as text in data.label_key",
                         "write the response into the row, name its key with data.label_key, or name a list of "
@@ -150,21 +150,21 @@ def labelled(prompt: Prompt, tokenizer: Tokenizer) -> Supervised:
 
 
 def _continued(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a label behind its prompt; of their own, SentencePiece would put a blank before the first.
+    """Tokens of a label after its prompt; SentencePiece would put a blank before a label encoded alone.
 
     Args:
-        text: of both.
+        text: prompt and label.
     """
     n = len(prompt.tokens)
     for special in (False, True):
         whole = tokenizer.encode(text, special_tokens=special)
         if whole[:n] == prompt.tokens:
             return whole[n:]
-    return encode_after(tokenizer, prompt.tokens[-1], prompt.label)  # label and prompt share a token
+    return encode_after(tokenizer, prompt.tokens[-1], prompt.label)  # a token spans the border of prompt and label
 
 
 def _sample(one: Supervised, index: int, part: int, row: Row) -> Sample:
-    """A sequence as a finished sample; those of one row share its rollout."""
+    """A sequence as a finished sample; samples of one row share its rollout."""
     sample = Sample.from_prompt(index, part, one.tokens[: one.spans[0][0]], row.label)
     sample.metadata, sample.rollout_id = dict(row.metadata), 0
     for (start, end), following in zip(one.spans, [*(s for s, _ in one.spans[1:]), len(one.tokens)], strict=True):

@@ -1,7 +1,7 @@
-"""The tokenizer behind one narrow interface, and the check that it belongs to the model.
+"""A narrow tokenizer interface, and the check that a tokenizer belongs to its model.
 
-transformers (and with it torch) is imported only when a tokenizer is loaded; everything else in `mslime.data` needs
-the `Tokenizer` protocol alone.
+transformers (and with it torch) is imported only when a tokenizer is loaded; the rest of `mslime.data` needs only the
+`Tokenizer` protocol.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """A conversation in the chat template, up to where the assistant begins to speak if `options` do not object.
+        """Render a conversation in the chat template, up to the start of the assistant's turn unless `options` differ.
 
         Its special tokens are in the text: encode it without.
         """
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text: ends of turns and of sequences among them."""
+        """Ids of tokens that are not text, such as ends of turns and of sequences."""
         ...
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
@@ -61,12 +61,12 @@ class Tokenizer(Protocol):
         ...
 
     def for_thread(self) -> Any:
-        """transformers' tokenizer, as a copy for another thread: it carries state."""
+        """A copy of transformers' tokenizer for another thread: it carries state."""
         ...
 
 
 class HFTokenizer:
-    """A `Tokenizer` over one of transformers' tokenizers."""
+    """A `Tokenizer` that wraps a transformers tokenizer."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -84,16 +84,16 @@ class HFTokenizer:
         return self._vocab_size
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of `text`. An EOS that a post-processor appends is taken off: a prompt must stay open."""
+        """Token ids of `text`. An EOS that a post-processor appends is removed: a prompt must stay open."""
         ids = cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
         return ids[:-1] if special_tokens and self._appends_eos else ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """A conversation in the chat template, up to where the assistant begins to speak if `options` do not object.
+        """Render a conversation in the chat template, up to the start of the assistant's turn unless `options` differ.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            ValueError: what the template says.
+            ValueError: raised by the template.
         """
         if self._inner.chat_template is None:
             raise ConfigError(
@@ -105,7 +105,7 @@ class HFTokenizer:
         arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return cast("str", self._inner.apply_chat_template(list(messages), **arguments))
-        except Exception as error:  # a template raises what it likes, jinja's own errors and Python's
+        except Exception as error:  # a template may raise anything: jinja's own errors and Python's
             raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
 
     def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[tuple[int, int]] | None:
@@ -122,37 +122,36 @@ class HFTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text."""
+        """Ids of tokens that are not text."""
         added = cast("dict[int, Any]", self._inner.added_tokens_decoder)
         return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""
-        array = np.asarray(ids)  # of a list, transformers looks at every item
+        array = np.asarray(ids)  # transformers inspects every item of a list
         return cast("str", self._inner.decode(array, skip_special_tokens=not special_tokens))
 
     def for_thread(self) -> Any:
-        """transformers' tokenizer, as a copy for another thread: it carries state."""
+        """A copy of transformers' tokenizer for another thread: it carries state."""
         return copy.deepcopy(self._inner)
 
 
 def special_texts(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens as they are written out, the longest first."""
+    """Special tokens as text, the longest first."""
     texts = {tokenizer.decode([i], special_tokens=True) for i in tokenizer.special_ids}
     return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
 
 
 def begins_with_blank(tokenizer: Tokenizer) -> bool:
-    """Whether a blank that nobody wrote comes before each text, as with tokenizers of SentencePiece's kind."""
+    """Whether the tokenizer inserts a blank before each text, as SentencePiece tokenizers do."""
     ids = tokenizer.encode("x", special_tokens=False)
     return tokenizer.decode([*ids, *ids]) != "xx"
 
 
 def encode_after(tokenizer: Tokenizer, last: int, text: str) -> list[int]:
-    """Token ids of a text that follows a token, as they are where both are encoded as one: without a blank that comes
-    before a whole text."""
+    """Token ids of a text after another token, as if encoded together: without the inserted leading blank."""
     texts = [tokenizer.decode([last], special_tokens=True)] if last in tokenizer.special_ids else ["\n", ".", "a"]
-    for before in texts:  # one that does not melt into the text
+    for before in texts:  # a token that does not merge with the text
         head = tokenizer.encode(before, special_tokens=False)
         whole = tokenizer.encode(before + text, special_tokens=False)
         if whole[: len(head)] == head:
@@ -161,7 +160,7 @@ def encode_after(tokenizer: Tokenizer, last: int, text: str) -> list[int]:
 
 
 def load_tokenizer(path: Path | str) -> HFTokenizer:
-    """The tokenizer stored in a checkpoint directory. Raises DataError when there is none, or it cannot be read."""
+    """Load the tokenizer of a checkpoint directory. Raises DataError if it is missing or unreadable."""
     directory = Path(path)
     if not directory.is_dir():
         raise DataError("model.tokenizer_path", str(directory), "is not a directory", "give a checkpoint directory")
@@ -174,17 +173,17 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     try:
         inner = cast("Any", AutoTokenizer).from_pretrained(str(directory), local_files_only=True)
         return HFTokenizer(inner)
-    except Exception as error:  # its readers raise whatever they like about a damaged file, plain Exceptions included
+    except Exception as error:  # readers raise anything for a damaged file, plain Exceptions included
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         rule = f"holds no tokenizer that transformers can read ({told})"
         raise DataError("model.tokenizer_path", str(directory), rule, way_out) from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
-    """Raise DataError when the tokenizer and the model in `checkpoint` disagree about the vocabulary.
+    """Raise DataError if the tokenizer and the model in `checkpoint` have different vocabularies.
 
-    Every id of the tokenizer must have a row in the embedding (models may have more rows: they are padded), and the
-    model's end-of-sequence ids must be tokens of this tokenizer, or generation would never stop where it should.
+    Every id of the tokenizer must have a row in the embedding (models may have more rows, as padding). The model's
+    end-of-sequence ids must be tokens of this tokenizer, otherwise generation would not stop.
     """
     config_file = Path(checkpoint) / "config.json"
     with reading(DataError, str(config_file), "is no configuration with a vocab_size and integer eos_token_ids",
@@ -213,9 +212,10 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
 
 
 def probe_texts(tokenizer: Tokenizer) -> list[str]:
-    """Texts on which tokenizers that differ give different ids: tokens from all over the vocabulary, the last ones all.
+    """Texts that give different ids in different tokenizers: tokens from the whole vocabulary, and all of the last
+    ones.
 
-    Models of one family share most of a vocabulary and differ in its end, where added tokens are.
+    Models of one family share most of a vocabulary and differ in its end, with the added tokens.
     """
     size = tokenizer.vocab_size
     ids = sorted({*range(0, size, max(1, size // 256)), *range(max(0, size - 256), size)})
@@ -224,7 +224,7 @@ def probe_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def first_difference(texts: Sequence[str], ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> str:
-    """The first text to which two tokenizers give different ids, with both; empty when there is none."""
+    """The first text with different ids in two tokenizers, with both; empty if there is none."""
     for text, left, right in zip(texts, ours, theirs, strict=True):
         if left != right:
             at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)

@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, progress, a timeline and one HTML page. Nothing here imports an engine."""
+"""Output of a run for people: metrics, progress, a timeline and one HTML page. Nothing here imports an engine."""

@@ -1,4 +1,4 @@
-"""The user's function that is called after every step, in the driver."""
+"""Calls the user's function after every step, in the driver."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a hook is told of a step. It cannot be changed.
+    """Input of a hook for one step. Immutable.
 
     Attributes:
         step: steps done, counted from 1; also the weight version that the engines serve now.
         num_steps: of the whole run.
-        run_dir: where the run writes; a hook may write files of its own there.
-        metrics: the step's row of metrics.jsonl. Scores on held-out sets that come later than the rest of a step
-            (`rollout.max_staleness` above 0) are not in it.
+        run_dir: the run's directory; a hook may write its own files there.
+        metrics: the step's row of metrics.jsonl, without scores on held-out sets that arrive later
+            (`rollout.max_staleness` above 0).
     """
 
     step: int

@@ -1,9 +1,9 @@
 """`metrics.jsonl`: one JSON object a step, the source of the console, TensorBoard, W&B and the HTML report.
 
-A row is on disk before `log` returns, whole or not at all. A row that a crash tore is dropped when the run resumes, and
-rows of steps that will be done again are cut off, so that each step stands in the file once, in order. What is known of
-a step only later (an evaluation that runs beside training) is one more row of that step, before the row of the next;
-`rows.by_step` joins them. The checkpoint keeps its own step's row, should the file have lost it.
+`log` writes a row to disk completely or not at all before it returns. On resume, a torn row is dropped and rows of
+repeated steps are cut off: the file has each step once, in order. Late metrics of a step (an evaluation that runs
+beside training) are one more row of that step, before the row of the next; `rows.by_step` joins them. The checkpoint
+keeps its own step's row in case the file loses it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class MetricsLogger:
         """Open the metrics of a run.
 
         Args:
-            run_dir: where the run writes; made when missing.
-            observe: which sinks to feed.
+            run_dir: the run's directory; created if missing.
+            observe: settings of the sinks.
             first_step: the first step that will be logged. Rows from it on are cut off. 0 starts afresh: an earlier
                 file is kept under a numbered name.
             run_name, run_config: for sinks that show them.
-            last_row: of the step before `first_step`, as `log` returned it; added where the file lacks it.
+            last_row: of the step before `first_step`, as `log` returned it; added if the file lacks it.
 
         Raises:
             UserError: a sink's package is not installed, or the file cannot be written.
         """
         self._path = run_dir / FILE_NAME
-        self._last_step = max(first_step - 1, 0)  # of which more may be found out after a resume
+        self._last_step = max(first_step - 1, 0)  # after a resume, this step may still get late metrics
         self._sinks: list[Sink] = open_sinks(run_dir, observe, run_name, run_config or {})
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class MetricsLogger:
             raise _unwritable(self._path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Write one step's row, and return it. Values that are not finite are written as null.
+        """Write one step's row and return it. Non-finite values are written as null.
 
         Raises:
             AssertionError: a name is not in `names.METRICS`, or steps go backwards.
@@ -81,7 +81,7 @@ class MetricsLogger:
         return row
 
     def _append(self, line: bytes) -> None:
-        """Whole or not at all: what a full disk tore is taken back."""
+        """Append a line completely or not at all: a partial write is removed."""
         before = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(line)
@@ -108,15 +108,15 @@ class MetricsLogger:
         try:
             self.close()
         except OSError:
-            if error is None:  # else the first error is the one to report
+            if error is None:  # an earlier error is the one to report
                 raise
 
 
 def read_rows(path: Path, skip_torn: bool = False) -> list[dict[str, Any]]:
-    """The JSON objects of a JSON-lines file, in order; empty when there is no file. A torn last line is left out.
+    """JSON objects of a JSON-lines file, in order; empty if there is no file. A torn last line is left out.
 
     Args:
-        skip_torn: leave out torn lines anywhere, as a file has that several attempts of a run append to.
+        skip_torn: leave out torn lines anywhere, for files that several attempts of a run append to.
 
     Raises:
         UserError: another line is not a JSON object.
@@ -139,7 +139,7 @@ def _numbered_rows(path: Path, skip_torn: bool = False) -> list[tuple[int, dict[
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, each with its step. Raises UserError naming the line that is none."""
+    """Rows of a run's metrics, each with its step. Raises UserError naming the first invalid line."""
     rows = _numbered_rows(path)
     for number, row in rows:
         if type(row.get("step")) is not int:
@@ -156,7 +156,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _prepare(path: Path, first_step: int, last_row: Mapping[str, Any] | None) -> None:
-    """Leave in `path` exactly the whole rows of steps before `first_step`."""
+    """Cut `path` down to the complete rows of steps before `first_step`."""
     if first_step == 0:
         if path.exists():
             path.rename(free_name(path))
@@ -175,7 +175,7 @@ def _prepare(path: Path, first_step: int, last_row: Mapping[str, Any] | None) ->
 
 
 def free_name(path: Path) -> Path:
-    """A numbered name beside `path` that nothing has yet."""
+    """An unused, numbered name beside `path`."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -1,6 +1,6 @@
-"""Every metric that a run may record: its stable name, unit, meaning, denominator. `{...}` is an open part of a name.
+"""Every metric that a run may record: stable name, unit, meaning, denominator. `{...}` is a variable part of a name.
 
-This list is the one definition. A name that is not here is a misspelling, and `MetricsLogger.log` asserts.
+This list is the only definition. `MetricsLogger.log` asserts that each name is in it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a number means.
+    """Definition of a metric.
 
     Attributes:
         unit: empty for shares, ratios and rewards.
-        meaning: what it is.
-        per: what a mean or share is over: the name of the metric that counts it, or words. Empty: not a mean.
-        over_steps: how the numbers of a rollout's optimizer steps become one (`rows.over_optimizer_steps`): a mean is
-            weighted by `per`, where that was counted.
+        meaning: description.
+        per: denominator of a mean or share: the name of the metric that counts it, or words. Empty: not a mean.
+        over_steps: how the numbers of a rollout's optimizer steps are merged (`rows.over_optimizer_steps`); a mean is
+            weighted by `per` if that is counted.
     """
 
     unit: str
@@ -29,7 +29,7 @@ class Metric(NamedTuple):
 
 TOKENS = "loss/tokens"
 WEIGHTS = "algorithm.loss_aggregation"
-"""The denominator of the loss's terms: a sum over tokens of the weights that it gives them."""
+"""Denominator of the loss's terms: the sum of the weights of all tokens."""
 
 _SUPPORTED = "rollout/support_tokens"
 
@@ -210,14 +210,14 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def open_parts(template: str, name: str) -> dict[str, str] | None:
-    """What stands in `name` for the `{...}` of a template; None when it does not fit."""
+    """Values in `name` for the `{...}` of a template; None if it does not match."""
     found = _pattern(template).fullmatch(name)
     return None if found is None else found.groupdict()
 
 
-@lru_cache(maxsize=4096)  # open parts come from data
+@lru_cache(maxsize=4096)  # variable parts come from data
 def metric_of(name: str) -> Metric | None:
-    """What METRICS says of `name`, with the open parts of `per` filled in; None when it is not one of them."""
+    """Definition of a metric, with the variable parts of `per` filled in; None for an unknown name."""
     for template, metric in METRICS.items():
         if (parts := open_parts(template, name)) is not None:
             return metric._replace(per=metric.per.format(**parts))
@@ -225,7 +225,7 @@ def metric_of(name: str) -> Metric | None:
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` is one of METRICS, with its open parts filled in."""
+    """Whether `name` is one of METRICS, with its variable parts filled in."""
     return metric_of(name) is not None
 
 
@@ -242,7 +242,7 @@ divided once, so they do not depend on the layout. With several optimizer steps 
 
 
 def markdown() -> str:
-    """The list as the text of docs/metrics.md."""
+    """Text of docs/metrics.md."""
     return HEAD + "".join(f"- {_line(name, metric)}\n" for name, metric in METRICS.items())
 
 

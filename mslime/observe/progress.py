@@ -47,7 +47,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """Groups of the step being collected: how many it needs and what has become of those in flight."""
+    """Groups of the step being collected: number needed, and counts of those in flight by state."""
 
     needed: int
     accepted: int
@@ -57,28 +57,28 @@ class RolloutCounts:
 
 
 class Progress:
-    """Shows nothing; the base of those that do. A context manager."""
+    """Base of the progress displays; shows nothing. A context manager."""
 
     def __init__(self, total_steps: int, done_steps: int = 0) -> None:
         self._total, self._done = total_steps, done_steps
-        self._last: float | None = None  # end of the last step of this session: the start of a run is no step's pace
+        self._last: float | None = None  # end of the last step of this session, without the start of the run
         self._durations: deque[float] = deque(maxlen=10)
 
     def rollout(self, counts: RolloutCounts) -> None:
-        """Groups moved."""
+        """Report changed counts of groups."""
 
     def train(self, done: int, total: int) -> None:
-        """`done` of `total` micro-batches are through."""
+        """Report that `done` of `total` micro-batches are trained."""
 
     def weights(self, done: int, total: int) -> None:
-        """`done` of `total` buckets are sent."""
+        """Report that `done` of `total` buckets are sent."""
 
     def note(self, text: str) -> None:
-        """Say one line: starting, resuming, saving. Whatever is shown, the driver's log has it."""
+        """Show one line, such as starting, resuming, saving. The driver's log always gets it."""
         _log.info("%s", text)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` steps of the run are done; `metrics` is the row just logged."""
+        """Report the end of step `step`; `metrics` is the row just logged."""
         _log.info("step %d/%d  %s", step, self._total, summary_line(metrics))
         if step <= self._done:
             return
@@ -126,11 +126,11 @@ class PlainProgress(Progress):
 
 
 class NamedProgress(Progress):
-    """Of one of several adapters: its lines go where those of the run do, each with its name.
+    """Progress of one of several adapters: prints its lines through the run's progress, with its name.
 
     Args:
         name: of the adapter.
-        shown: of the run.
+        shown: the run's progress.
     """
 
     def __init__(self, name: str, shown: Progress, total_steps: int, done_steps: int) -> None:
@@ -138,11 +138,11 @@ class NamedProgress(Progress):
         self._name, self._shown = name, shown
 
     def note(self, text: str) -> None:
-        """Say the line."""
+        """Show the line."""
         self._shown.note(f"{self._name}: {text}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say the step's line."""
+        """Show the step's line."""
         super().step_done(step, metrics)
         eta = format_seconds(self.eta_seconds())
         self.note(f"step {step}/{self._total}  {summary_line(metrics)}  eta {eta}")
@@ -188,7 +188,7 @@ class LiveProgress(Progress):
         self._print(text)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar of the run, empty the others, and leave the step's line."""
+        """Advance the bar of the run, empty the others, and print the step's line."""
         super().step_done(step, metrics)
         for name in ("rollout", "train", "weights"):
             self._move(name, 0, 1, "")
@@ -219,7 +219,7 @@ def open_progress(
     Args:
         total_steps: steps of the whole run.
         done_steps: steps done before a resume.
-        console: where to write; default standard error.
+        console: output; default standard error.
     """
     if mode == "off":
         return Progress(total_steps, done_steps)
@@ -229,12 +229,12 @@ def open_progress(
 
 
 def open_lines(mode: ProgressMode) -> Progress:
-    """For a run of several adapters, whose steps do not follow one another: lines on standard error, or nothing."""
+    """Progress of a run of several adapters, whose steps interleave: lines on standard error, or nothing."""
     return Progress(0) if mode == "off" else PlainProgress(0, 0, Console(file=sys.stderr))
 
 
 def summary_line(metrics: Mapping[str, float]) -> str:
-    """The few numbers of a step that one line holds; what was not recorded is left out."""
+    """The main numbers of a step in one line; missing ones are left out."""
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics]
     if metrics.get("ledger/generated_tokens") == 0:
         parts.append("(the batch was ready)")
@@ -242,7 +242,7 @@ def summary_line(metrics: Mapping[str, float]) -> str:
 
 
 def _scores(metrics: Mapping[str, float]) -> list[str]:
-    """Of each held-out set the loss, or the accuracy and pass@k for the largest k when several responses were drawn."""
+    """Scores of each held-out set: the loss, or the accuracy and, with several responses, pass@k for the largest k."""
     shown: list[str] = []
     for name, accuracy in metrics.items():
         held_out, _, kind = name.removeprefix("eval/").rpartition("/")
@@ -294,12 +294,12 @@ class ConversionBars:
         self._progress.stop()
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
-        """A new bar; what an earlier run did is done, and does not count as speed."""
+        """Start a new bar; bytes done by an earlier run do not count for the speed."""
         self._current = self._progress.add_task(name, total=total_bytes - done_bytes)
         if done_bytes:
             self._progress.console.print(f"{done_bytes / 2**30:.2f} GiB were finished by an earlier run")
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more."""
+        """Advance by `nbytes`."""
         assert self._current is not None
         self._progress.advance(self._current, nbytes)

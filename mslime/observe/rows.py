@@ -1,4 +1,4 @@
-"""Rows of `metrics.jsonl` put together: optimizer steps of a rollout, and rows of a step."""
+"""Merges rows of `metrics.jsonl`: optimizer steps of a rollout, and rows of a step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STEP_PARTS = (
     "weights/seconds",
     "perf/eval_seconds",
 )
-"""Stretches of a step's wall time. A checkpoint is saved between two steps, and belongs to neither."""
+"""Parts of a step's wall time. Saving a checkpoint happens between steps and belongs to neither."""
 WHOLE = "perf/step_seconds"
 REST = "rest"
-"""Wall time of a step that no part explains: not recorded, computed for the report."""
+"""Wall time of a step outside all parts: not recorded, computed for the report."""
 
 
 def over_optimizer_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One row from what the trainer reports of a rollout's optimizer steps, as `names.METRICS` says of each metric.
+    """Merge the trainer's rows of a rollout's optimizer steps into one, as `names.METRICS` defines for each metric.
 
-    Sums, the largest, the last, or the mean weighted by the metric's own denominator. A step that leaves a metric out
-    had no tokens for it.
+    Sums, the largest, the last, or the mean weighted by the metric's own denominator. A step without tokens for a
+    metric leaves it out.
     """
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _joined([step for step in steps if name in step], name) for name in names}
@@ -49,16 +49,16 @@ def _joined(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 EVERY_ROW = {"step", "time", "version"}
-"""What scores on held-out sets have as well, in a row of their own."""
+"""Additional metrics in rows of scores on held-out sets."""
 
 
 def are_scores(row: Row) -> bool:
-    """Whether a row tells of held-out sets."""
+    """Whether a row holds scores on held-out sets."""
     return any(name.startswith("eval/") for name in row)
 
 
 def by_step(rows: Sequence[Row]) -> list[Row]:
-    """One row a step, in order; rows of the same step are joined, and what no part of its time explains is added."""
+    """One row per step, in order: rows of one step are joined, and the unexplained time is added."""
     joined: dict[int, dict[str, Any]] = {}
     for row in rows:
         joined.setdefault(row["step"], {}).update(row)
@@ -73,6 +73,6 @@ def _rest(row: Row) -> dict[str, float]:
 
 
 def total(rows: Sequence[Row], name: str) -> float | None:
-    """Sum of a metric over rows; None when none has it."""
+    """Sum of a metric over rows; None if none has it."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return sum(values) if values else None

@@ -1,4 +1,4 @@
-"""The lock of a run's directory: which process owns it. `run.run_directory` takes and releases it."""
+"""Lock of a run's directory, which names the owning process. `run.run_directory` takes and releases it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 
 LOCK = ".lock"
-"""In a run's directory: who owns it, or did so last."""
+"""File in a run's directory that describes its present or last owner."""
 
 
 def own_description() -> dict[str, Any]:
-    """What this process writes into the lock of its run's directory."""
+    """Description of this process for the lock of its run's directory."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -26,7 +26,7 @@ def own_description() -> dict[str, Any]:
 
 
 def owner_in(text: bytes) -> dict[str, Any]:
-    """Who wrote the lock's file last; empty when it says nothing."""
+    """Last owner from the lock's file; empty if the text is not readable."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -35,7 +35,7 @@ def owner_in(text: bytes) -> dict[str, Any]:
 
 
 def lives_here(owner: Mapping[str, Any]) -> bool:
-    """Whether the described process is one of this machine, and not a later one of the same number."""
+    """Whether the described process runs on this machine and is not a later one with the same id."""
     pid = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False

@@ -1,6 +1,6 @@
-"""The responses that a run kept, in `RUN/rollouts`: `step_N.jsonl` of what step N trained on, `eval_step_N.jsonl` of
-the evaluation after N steps, `trainer_step_N.jsonl` what the trainer found of some of step N. Steps count as in the
-metrics. What a line says: docs/report.md.
+"""Responses that a run kept, in `RUN/rollouts`. `step_N.jsonl` holds those that step N trained on, `eval_step_N.jsonl`
+those of the evaluation after N steps, `trainer_step_N.jsonl` the trainer's results for some of step N. Steps count as
+in the metrics. docs/report.md defines the lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypeVar
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # what pydantic can check before Python 3.12
+from typing_extensions import TypedDict  # pydantic supports only this one before Python 3.12
 
 from mslime.config.errors import UserError, reading
 from mslime.observe.metrics import free_name
@@ -41,7 +41,7 @@ class RoutesLine(TypedDict):
 
 
 class SampleLine(TypedDict):
-    """A line of a file; docs/report.md says what each key means."""
+    """A line of a file; docs/report.md defines the keys."""
 
     step: int
     kinds: list[str]
@@ -76,7 +76,7 @@ class SampleLine(TypedDict):
 
 
 class TrainerLine(TypedDict):
-    """A line of a trainer's file: log-probs of the tokens that the response's own line holds."""
+    """A line of a trainer's file: log-probs of the tokens in the response's own line."""
 
     group: int
     index: int
@@ -89,18 +89,19 @@ Row = TypeVar("Row")
 
 
 def file_of(run_dir: Path, step: int, *, evaluation: bool = False) -> Path:
-    """Where the responses of a step are, counted as in the metrics, or those of the evaluation after it."""
+    """File with the responses of a step, counted as in the metrics, or of the evaluation after it."""
     return run_dir / DIRECTORY / f"{'eval_' if evaluation else ''}step_{step:06d}.jsonl"
 
 
 def trainer_file_of(run_dir: Path, step: int) -> Path:
-    """Where the trainer's log-probs of some responses of a step are."""
+    """File with the trainer's log-probs of some responses of a step."""
     return run_dir / DIRECTORY / f"trainer_step_{step:06d}.jsonl"
 
 
 def begin(run_dir: Path, first_step: int) -> None:
-    """Take files of steps that will be done again out of the way; a fresh start keeps earlier ones, under a numbered
-    name. A directory that does not let itself be changed is left as it is: files in it will be replaced or not."""
+    """Move files of steps that will be repeated out of the way; a fresh start keeps them under a numbered name. A
+    directory that cannot be changed stays as it is: its files may be replaced later.
+    """
     directory = run_dir / DIRECTORY
     try:
         if first_step == 0 and directory.exists():
@@ -119,22 +120,22 @@ def recorded_steps(run_dir: Path, *, evaluation: bool = False) -> list[int]:
 
 
 def _files(directory: Path) -> list[tuple[Path, str, int]]:
-    """(path, what its name begins with before `step_`, step) of every file of responses."""
+    """(path, prefix of the name before `step_`, step) of every file of responses."""
     found = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()] if directory.is_dir() else []
     return [(path, match[1] or "", int(match[2])) for path, match in found if match is not None]
 
 
 def read_samples(path: Path) -> Iterator[SampleLine]:
-    """The lines of a file, one after the other.
+    """Iterate over the lines of a file.
 
     Raises:
-        UserError: a line is not a response, as this version writes them.
+        UserError: a line is not a response in this version's format.
     """
     return _lines(path, _SAMPLE, "is not a response that this version wrote")
 
 
 def read_trainer_lines(path: Path) -> Iterator[TrainerLine]:
-    """The lines of a trainer's file, one after the other. Raises UserError as `read_samples`."""
+    """Iterate over the lines of a trainer's file. Raises UserError as `read_samples`."""
     return _lines(path, _TRAINER, "is not a trainer's line")
 
 

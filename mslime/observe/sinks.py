@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`. A sink's package is imported only when the run asks for it."""
+"""Destinations of metrics besides `metrics.jsonl`. A sink's package is imported only if the run uses the sink."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mslime.config.output import ObserveConfig
 
 
 class TensorBoardSink:
-    """Event files in RUN/tensorboard, with plain scalars: scripts read those, too, and not only TensorBoard's page."""
+    """Event files in RUN/tensorboard, with plain scalars, which scripts can read too."""
 
     def __init__(self, run_dir: Path) -> None:
         writers = _package("tensorboard.summary.writer.event_file_writer", "observe.tensorboard", True)
@@ -26,8 +26,8 @@ class TensorBoardSink:
         self._begun = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step, and write it out: a crash must not cost the last minutes."""
-        if not self._begun:  # what an earlier attempt has written of this step and later ones is void
+        """Record one step and flush: a crash must not lose the last minutes."""
+        if not self._begun:  # invalidates events of this and later steps from an earlier attempt
             log = self._events.SessionLog
             self._add(step, session_log=log(status=log.START))
             self._begun = True
@@ -55,7 +55,7 @@ class WandbSink:
             further: arguments of wandb.init.
 
         Raises:
-            UserError: the package is not installed, or takes no such argument.
+            UserError: the package is not installed, or does not accept an argument.
         """
         wandb: Any = _package("wandb", "observe.wandb_project", project)
         _refuse_unknown(wandb.init, further)
@@ -72,7 +72,7 @@ class WandbSink:
             config=dict(run_config),
             **further,
         )
-        # W&B's own counter never goes back: rows of a step that is done again, after a lost trainer, would be ignored.
+        # W&B's own counter never goes back: it would ignore rows of steps that are repeated after a lost trainer.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -88,7 +88,7 @@ Sink: TypeAlias = TensorBoardSink | WandbSink
 
 
 def open_sinks(run_dir: Path, observe: ObserveConfig, run_name: str, run_config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks that `observe` asks for. Raises UserError when a sink's package is not installed."""
+    """The sinks that `observe` selects. Raises UserError if a sink's package is not installed."""
     sinks: list[Sink] = []
     if observe.tensorboard:
         sinks.append(TensorBoardSink(run_dir))

@@ -1,8 +1,8 @@
-"""Who worked when: spans of time on lanes, in `timeline.jsonl`, for the report's picture of a step.
+"""Time spans on lanes in `timeline.jsonl`, for the report's picture of a step.
 
-Lanes are what can work at the same time: `engine 0`, `engine 1`, ..., `trainer 0`, ..., `sender 0` (of weights), ...,
-`driver`. The driver's span named `step` bounds a step. Recording costs an append to a list; at the end of a step
-overlapping spans of one kind (the requests that an engine serves side by side) become one, and the step is written.
+A lane is one of the parts that work in parallel: `engine 0`, ..., `trainer 0`, ..., `sender 0` (of weights), ...,
+`driver`. The driver's span named `step` bounds a step. Recording costs an append to a list. At the end of a step
+overlapping spans of one kind (concurrent requests of an engine) are merged, and the step is written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MERGE_GAP_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of work.
+    """One span of work.
 
     Attributes:
-        lane: who worked.
-        name: at what (`generate`, `train`, `sync`, ...).
+        lane: part of the run that worked.
+        name: kind of work (`generate`, `train`, `sync`, ...).
         start, end: seconds since the epoch.
         step: the training step it belongs to.
         attempt: start time of the process that recorded it; a resumed run has several.
@@ -65,7 +65,7 @@ class Timeline:
         return self._epoch + time.monotonic()
 
     def record(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """Add a span; times as given by `now` or, from other processes, `time.time`."""
+        """Add a span; times are from `now` or, in other processes, `time.time`."""
         span = Span(lane, name, round(start, 4), round(end, 4), step, self._attempt)
         with self._lock:
             self._pending.append(span)
@@ -91,7 +91,7 @@ class Timeline:
         self._pending = []
 
     def close(self) -> None:
-        """Write what is buffered. A picture of the run is not worth an error at its end."""
+        """Write buffered spans. Errors are ignored: a run must not fail at its end because of a picture."""
         with self._lock, suppress(OSError):
             self._write()
         with suppress(OSError):
@@ -116,7 +116,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_spans(run_dir: Path) -> list[Span]:
-    """Recorded spans by start time. Of a step that was done again after a resume, the last attempt counts."""
+    """Recorded spans by start time. For a step repeated after a resume, the last attempt counts."""
     spans = [Span(**row) for row in read_rows(run_dir / FILE_NAME, skip_torn=True)]
     last: dict[int, float] = {}
     for span in spans:
@@ -125,7 +125,7 @@ def read_spans(run_dir: Path) -> list[Span]:
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """By start time, with overlapping or touching spans of the same lane, name and step made one."""
+    """Sort by start time, and merge overlapping or touching spans of the same lane, name and step."""
     merged: list[Span] = []
     last: dict[tuple[str, str, int], int] = {}
     for span in sorted(spans, key=lambda s: s.start):

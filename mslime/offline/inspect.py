@@ -1,4 +1,4 @@
-"""What checkpoints hold, from their headers alone, and how two of them differ tensor by tensor."""
+"""Contents of checkpoints, from their headers alone, and differences of two checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One stored tensor: its name, dtype as torch names it, shape and file (the first, when it lies in several)."""
+    """One stored tensor: its name, dtype as torch names it, shape and file (the first of several)."""
 
     name: str
     dtype: str
@@ -46,12 +46,12 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `inspect` knows.
+    """Result of `inspect`.
 
     Attributes:
         kind: of checkpoint, for people.
         entries: every stored tensor.
-        facts: (what, value) in the order to show them.
+        facts: (name, value) in display order.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Summary:
 
 
 def inspect(directory: Path) -> Summary:
-    """Look at a checkpoint of either kind.
+    """Summarise a checkpoint of either kind.
 
     Raises:
         CheckpointError: it is neither, or damaged.
@@ -151,7 +151,7 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
-# Compares two checkpoints of any kind, tensor by tensor, under Hugging Face names.
+# Comparison of two checkpoints of any kind, tensor by tensor, under Hugging Face names.
 
 _TASK_BYTES = 256 << 20
 Group = tuple[str, ...]
@@ -160,13 +160,13 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs.
+    """Difference of one tensor.
 
     Attributes:
         name: under Hugging Face names.
         what: `only in A`, `only in B`, `shape`, `dtype` (values equal) or `values`.
         detail: for people.
-        largest: largest |A - B|; NaN where one of them is not a number.
+        largest: largest |A - B|; NaN if one of them is NaN.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Difference:
 
 
 class HFSide:
-    """A Hugging Face checkpoint to compare; quantised weights count as what they stand for."""
+    """A Hugging Face checkpoint to compare; quantised weights are dequantised."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -262,7 +262,7 @@ def _read(side: Side, group: Group) -> Mapping[str, Tensor]:
 
 
 def compare(a: Side, b: Side, *, workers: int = 1, progress: ConversionProgress | None = None) -> list[Difference]:
-    """Every tensor that differs, by name; an empty list says that the two are equal.
+    """All tensors that differ, by name; empty if the two are equal.
 
     Two Megatron sides must be of one model.
 
@@ -319,7 +319,7 @@ def _compare(name: str, a: Tensor, b: Tensor) -> list[Difference]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that equal NaNs are equal and zeros of two signs are not."""
+    """The same memory as integers: equal NaNs are equal, and zeros of two signs are not."""
     import torch
 
     return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

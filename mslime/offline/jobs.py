@@ -1,7 +1,7 @@
-"""Runs a conversion: files are written by several processes, a journal remembers the finished ones, and the directory
-takes its name when all are there and have been read again.
+"""Runs a conversion: several processes write files, a journal records finished ones, and the directory is renamed to
+its target once all files are written and verified.
 
-Everything happens in a hidden directory beside the target. What a killed run finished is kept there and taken over by
+Everything happens in a hidden directory beside the target. Finished files of a killed run are kept there and reused by
 the next run of the same conversion of the same source; anything else in it is removed.
 """
 
@@ -36,7 +36,7 @@ class FileTask:
     Attributes:
         file: its name.
         nbytes: of the tensors in it.
-        names: what it is made of, in order, in the job's own terms.
+        names: its inputs, in order, in the job's own terms.
     """
 
     file: str
@@ -45,11 +45,11 @@ class FileTask:
 
 
 class ConversionJob(Protocol):
-    """A conversion. It is pickled to worker processes, so that it opens its source when a task asks for it."""
+    """A conversion. It is pickled to worker processes, so it opens its source only when a task needs it."""
 
     @property
     def tasks(self) -> Sequence[FileTask]:
-        """Every output file with tensors in it."""
+        """All output files that hold tensors."""
         ...
 
     def identity(self) -> Mapping[str, object]:
@@ -66,34 +66,34 @@ class ConversionJob(Protocol):
 
 
 class ConversionProgress(Protocol):
-    """Shows how far a conversion is."""
+    """Display of a conversion's progress."""
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
-        """A new phase begins, of which `done_bytes` were done by an earlier run."""
+        """Start a new phase, of which an earlier run has done `done_bytes`."""
         ...
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Advance by `nbytes`."""
         ...
 
 
 class Silent:
-    """Shows nothing."""
+    """Progress display that shows nothing."""
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def advance(self, nbytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-        files, nbytes: of tensors, all in all.
-        kept_files: those that an earlier run had finished.
+        files, nbytes: of tensors, in total.
+        kept_files: finished by an earlier run.
     """
 
     files: int
@@ -109,7 +109,7 @@ def run_job(
     verified: bool = True,
     progress: ConversionProgress | None = None,
 ) -> Outcome:
-    """Convert into `target`, which appears whole or not at all.
+    """Convert into `target`, which appears complete or not at all.
 
     Args:
         workers: processes; 1 works in this one.
@@ -124,7 +124,7 @@ def run_job(
     staging = staging_directory(target)
     staging.mkdir(parents=True, exist_ok=True)
     with _only_writer(staging), _without_leftovers(staging), Workers(workers) as pool:
-        refuse_existing(target)  # another run may have finished since
+        refuse_existing(target)  # another run may have finished meanwhile
         journal = _Journal(staging, job)
         remaining = [task for task in job.tasks if task.file not in journal.written]
         nbytes, left = sum(task.nbytes for task in job.tasks), sum(task.nbytes for task in remaining)
@@ -193,7 +193,7 @@ class _Verifying:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise ConfigError when there is something under the final name already."""
+    """Raise ConfigError if the final name exists already."""
     if target.exists():
         raise ConfigError(
             "output directory", str(target), "exists already", "choose a new directory, or remove this one first"
@@ -201,12 +201,12 @@ def refuse_existing(target: Path) -> None:
 
 
 def source_identity(files: Sequence[Path]) -> list[list[object]]:
-    """Name, size and time of change of the files that a conversion reads."""
+    """Name, size and modification time of the files that a conversion reads."""
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)]
 
 
 class _Journal:
-    """The finished files of a staging directory, one JSON line each after a line that says which conversion it is."""
+    """Journal of a staging directory: a line that identifies the conversion, then one JSON line per finished file."""
 
     def __init__(self, staging: Path, job: ConversionJob) -> None:
         self._path = staging / JOURNAL
@@ -222,20 +222,20 @@ class _Journal:
         self._file = self._path.open("a", encoding="utf-8")
 
     def add(self, written: Written) -> None:
-        """A file is finished and on the disk under its name."""
+        """Record a file that is finished and on the disk under its name."""
         self.written[written.file] = written
         self._file.write(json.dumps(_to_json(written)) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """The conversion is complete: what is only of use to a next run goes."""
+        """Remove the data for later runs, once the conversion is complete."""
         self._file.close()
         self._path.unlink()
 
 
 def _finished(path: Path, header: Mapping[str, object]) -> list[Written]:
-    """What a journal of the same conversion says is finished, and is there in its full size."""
+    """Finished files in a journal of the same conversion that exist in their full size."""
     lines = _complete_lines(path)
     if not lines or lines[0] != header:
         return []
@@ -248,7 +248,7 @@ def _finished(path: Path, header: Mapping[str, object]) -> list[Written]:
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a journal; a last line that a kill cut off is left out."""
+    """JSON lines of a journal, without a truncated last line."""
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []
@@ -285,13 +285,13 @@ def _check_space(staging: Path, nbytes: int) -> None:
 
 
 def _write_checksums(directory: Path, files: Sequence[Written]) -> None:
-    """What `inspect --verify` compares later: CRC-32 of every tensor's bytes by file."""
+    """Write CRC-32 of every tensor's bytes by file, for `inspect --verify`."""
     found = {written.file: _to_json(written) for written in files}
     (directory / CHECKSUMS).write_text(json.dumps(found), encoding="utf-8")
 
 
 def read_checksums(directory: Path) -> list[Written] | None:
-    """The checksums that a conversion left in its output, or None.
+    """Checksums that a conversion left in its output, or None.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -307,7 +307,7 @@ def read_checksums(directory: Path) -> list[Written] | None:
 
 @contextlib.contextmanager
 def _only_writer(staging: Path) -> Generator[None]:
-    """Holds a lock on the directory that the system drops when this process ends, however it ends."""
+    """Hold a lock on the directory; the system releases it when this process ends, even after a crash."""
     descriptor = os.open(staging, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -322,7 +322,7 @@ def _only_writer(staging: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def _without_leftovers(staging: Path) -> Generator[None]:
-    """When the work inside fails, files that were being written go: the disk may be full of them."""
+    """Remove unfinished files if the block fails: the disk may be full of them."""
     try:
         yield
     except BaseException:

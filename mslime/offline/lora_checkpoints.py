@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class MergeLora(HFJob):
-    """The job: see `jobs.ConversionJob`. W + scale * B A in float32, in the dtype that the checkpoint has.
+    """Job that merges an adapter: W + scale * B A in float32, in the checkpoint's dtype.
 
     Args:
         source: Hugging Face directory of the model, with plain or quantised weights; they are written plain.
         adapter: directory of an adapter in peft's format.
 
     Raises:
-        CheckpointError: the adapter is not one of this model, or one of the two is damaged.
+        CheckpointError: the adapter does not fit this model, or one of the two is damaged.
     """
 
     def __init__(self, source: Path, adapter: Path, max_shard_bytes: int = 5 << 30) -> None:
@@ -45,7 +45,6 @@ class MergeLora(HFJob):
         self._opened: Any = None
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.ConversionJob`."""
         return {
             "job": "merge-lora",
             "source": [str(self._source.resolve()), str(self._file.directory.resolve()), self._identity],
@@ -53,7 +52,6 @@ class MergeLora(HFJob):
         }
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
         if self._opened is None:
             self._opened = (HFCheckpoint(self._source), self._file.reader())
         checkpoint, read = self._opened
@@ -68,10 +66,10 @@ class MergeLora(HFJob):
 
 
 def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
-    """Modules of the adapter, by the name of the weight that each is added to.
+    """Modules of the adapter, by the name of their weight.
 
     Raises:
-        CheckpointError: a module that the model does not have, or of another shape; half an adapter.
+        CheckpointError: a module that the model does not have, or of another shape; a module with only A or B.
     """
     found: dict[str, str] = {}
     shapes, where = file.factors, file.directory / WEIGHTS
@@ -109,14 +107,14 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
     return found
 
 
-# A training checkpoint of adapters -> an adapter in peft's format, in one process: adapters are small.
+# Export of adapters from a training checkpoint to peft's format, in one process: adapters are small.
 
 
 def export_adapter(checkpoint: Path, settings: Mapping[str, object], model: Path, out: Path) -> int:
     """Write the adapter of a checkpoint; returns the number of its tensors.
 
     Args:
-        settings: what the checkpoint says of its adapters (`LoraConfig.describe`).
+        settings: adapter settings in the checkpoint (`LoraConfig.describe`).
         model: Hugging Face directory of the model that they are on.
         out: directory to write.
 
@@ -134,7 +132,7 @@ def export_adapter(checkpoint: Path, settings: Mapping[str, object], model: Path
 
 
 def _placement(adapters: Adapters) -> ModelPlacement:
-    """Every factor lies whole in a tensor of all layers, and experts."""
+    """Placement with every factor complete, in a tensor of all layers and experts."""
     lines = [(rule, bound) for each in adapters.rules for rule in (each.a, each.b) for bound in rule.expand()]
     return ModelPlacement({bound.name: (_piece(rule, bound),) for rule, bound in lines}, ())
 

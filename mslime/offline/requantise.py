@@ -23,7 +23,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 
 class _Requantise(HFJob):
-    """A job (see `jobs.ConversionJob`) over the tensors of one Hugging Face checkpoint, each by itself."""
+    """A job over the tensors of one Hugging Face checkpoint, each converted separately."""
 
     name: str
 
@@ -42,13 +42,13 @@ class _Requantise(HFJob):
         return self._opened
 
     def chosen(self, name: str, checkpoint: HFCheckpoint) -> bool:
-        """Whether a tensor is quantised: a matrix of floats that the pattern names."""
+        """Whether a tensor is quantised: a matrix of floats that matches the pattern."""
         info = checkpoint.info[name]
         matrix = len(info.shape) == 2 and info.dtype in _FLOATS
         return matrix and is_linear(name, self._include)
 
     def left_plain(self, checkpoint: HFCheckpoint) -> list[str]:
-        """Modules with a matrix that is not quantised, for config.json."""
+        """Modules with an unquantised matrix, for config.json."""
         return [
             name.removesuffix(".weight")
             for name, info in checkpoint.info.items()
@@ -56,12 +56,11 @@ class _Requantise(HFJob):
         ]
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.ConversionJob`."""
         return {"job": self.name, "source": [str(self._source.resolve()), self._identity], "changes": self._changes}
 
     @abstractmethod
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-        """What is written for one tensor."""
+        """Tensors to write for one tensor."""
 
     @abstractmethod
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
@@ -69,7 +68,7 @@ class _Requantise(HFJob):
 
 
 class ToPlain(_Requantise):
-    """Every quantised weight in the model's dtype again."""
+    """Converts every quantised weight to the model's dtype."""
 
     name = "bf16"
 
@@ -78,14 +77,13 @@ class ToPlain(_Requantise):
         super().__init__(source, "", max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-        """See `_Requantise`."""
         info = checkpoint.info[name]
         quantised = name not in checkpoint.stored
         dtype = SAFETENSORS_DTYPES[self._dtype] if self._dtype and quantised else info.dtype
         return (TensorPlan(name, dtype, info.shape),)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
-        """See `_Requantise`. Raises CheckpointError when nothing is quantised."""
+        """Raises CheckpointError if nothing is quantised."""
         if checkpoint.quantisation is None:
             raise CheckpointError(
                 str(self._source), "plain weights", "there is nothing to dequantise", "use the checkpoint as it is"
@@ -93,16 +91,15 @@ class ToPlain(_Requantise):
         return {}
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
         (plan,) = output.plans
         return [self._open().tensor(plan.name).to(torch_dtype(plan.dtype))]
 
 
 class _Quantise(_Requantise):
-    """A job that writes the chosen weights in an encoding, and the others as they are.
+    """A job that writes the selected weights in an encoding, and the others unchanged.
 
     Args:
-        include: regular expression of the weights that are quantised.
+        include: regular expression of the weights to quantise.
     """
 
     def __init__(self, source: Path, encoding: Encoding, include: str, max_shard_bytes: int) -> None:
@@ -110,14 +107,12 @@ class _Quantise(_Requantise):
         super().__init__(source, include, max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-        """See `_Requantise`."""
         info = checkpoint.info[name]
         if not self.chosen(name, checkpoint):
             return (TensorPlan(name, info.dtype, info.shape),)
         return self._encoding.plans(name, info.dtype, info.shape)
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
         tensor = self._open().tensor(output.key)
         return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
@@ -127,7 +122,7 @@ class ToFp8(_Quantise):
 
     Args:
         power_of_two: scales are powers of two.
-        include: regular expression of the weights that are quantised.
+        include: regular expression of the weights to quantise.
     """
 
     name = "fp8"
@@ -139,7 +134,7 @@ class ToFp8(_Quantise):
         super().__init__(source, Fp8Blocks(power_of_two), include, max_shard_bytes)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
-        """See `_Requantise`; the section as DeepSeek and Qwen publish it."""
+        """Section of config.json in the format of DeepSeek and Qwen."""
         section: dict[str, object] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -154,7 +149,7 @@ class ToInt4(_Quantise):
     """compressed-tensors `pack-quantized` INT4, symmetric, one scale for `group` inputs.
 
     Args:
-        include: regular expression of the weights that are quantised; default: routed experts, as Kimi-K2-Thinking.
+        include: regular expression of the weights to quantise; default: routed experts, as in Kimi-K2-Thinking.
     """
 
     name = "int4"
@@ -168,7 +163,7 @@ class ToInt4(_Quantise):
         super().__init__(source, Int4Groups(group), include, max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-        """See `_Requantise`. Raises CheckpointError when a group would not fit."""
+        """Raises CheckpointError if the inputs are not a multiple of the group."""
         shape = checkpoint.info[name].shape
         if self.chosen(name, checkpoint) and shape[1] % self._group:
             raise CheckpointError(
@@ -178,7 +173,7 @@ class ToInt4(_Quantise):
         return super().plan(name, checkpoint)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
-        """See `_Requantise`; the section as compressed-tensors 0.18 writes it."""
+        """Section of config.json in the format of compressed-tensors 0.18."""
         weights: dict[str, object] = {
             "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self._group,
             "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},

@@ -1,4 +1,4 @@
-"""Megatron `torch_dist` -> Hugging Face, in one process or several, none of which builds a model."""
+"""Megatron `torch_dist` -> Hugging Face, in one process or several, without building a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# A `torch_dist` checkpoint, converted or of a training run, seen as the Hugging Face tensors that it means.
+# View of a `torch_dist` checkpoint, converted or from a training run, as Hugging Face tensors.
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Unit:
 
 
 def units_of(table: RuleTable) -> list[Unit]:
-    """All that an export writes, multi-token prediction included, in model order."""
+    """All units that an export writes, multi-token prediction included, in model order."""
     grouped: dict[str, list[BoundRule]] = {}
     for rule in table.all_bound.values():
         if rule.exported:
@@ -69,7 +69,7 @@ class MegatronSource:
 
     Attributes:
         checkpoint: the files.
-        units: what it holds; without multi-token prediction when nobody stored that.
+        units: its content; without multi-token prediction if that is not stored.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or lacks a tensor of the model, or is of another model.
@@ -101,11 +101,11 @@ class MegatronSource:
                 )  # fmt: skip
 
     def dtype(self, unit: Unit) -> str:
-        """In which a unit is stored, as torch names it."""
+        """Stored dtype of a unit, as torch names it."""
         return self.checkpoint.tensors[self._pieces(unit.rules[0])[0].key].dtype
 
     def read(self, unit: Unit) -> dict[str, Tensor]:
-        """The tensors of a unit by name, in the dtype in which they are stored. Raises CheckpointError."""
+        """Tensors of a unit by name, in their stored dtype. Raises CheckpointError."""
         import torch
 
         if not unit.rules[0].stack:
@@ -131,16 +131,16 @@ class MegatronSource:
         return parameter
 
 
-# The half of a conversion that writes Hugging Face shards: which tensors go into which file, index, side files.
+# Writing of Hugging Face checkpoints: assignment of tensors to files, index, side files.
 
 
 @dataclass(frozen=True)
 class Output:
-    """Tensors that are made together and lie in one file.
+    """Tensors that are made together and written to one file.
 
     Attributes:
-        key: by which the job knows them.
-        plans: what they will be.
+        key: of the job for them.
+        plans: of the tensors.
     """
 
     key: str
@@ -148,18 +148,18 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes."""
         return sum(plan.nbytes for plan in self.plans)
 
 
 class HFJob(ABC):
-    """A job (see `jobs.ConversionJob`) whose output is a Hugging Face checkpoint.
+    """A job whose output is a Hugging Face checkpoint.
 
     Args:
-        outputs: everything that will be written, in order.
+        outputs: everything to write, in order.
         side_files: directory whose config.json and tokenizer are copied.
         changes: settings of the new config.json.
-        max_shard_bytes: a shard is closed when it would grow beyond this.
+        max_shard_bytes: a shard is closed if it would grow beyond this.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class HFJob(ABC):
 
     @property
     def tasks(self) -> Sequence[FileTask]:
-        """One shard each."""
+        """One task per shard."""
         return self._tasks
 
     @property
@@ -185,20 +185,19 @@ class HFJob(ABC):
 
     @abstractmethod
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.ConversionJob`."""
+        """JSON values that identify the conversion; see `jobs.ConversionJob`."""
 
     @abstractmethod
     def make(self, output: Output) -> Sequence[Tensor]:
-        """The tensors of one output, in the order of its plans, in any process."""
+        """Tensors of one output, in the order of its plans, in any process."""
 
     def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
-        """See `jobs.ConversionJob`."""
         outputs = [self._outputs[key] for key in task.names]
         plans = [plan for output in outputs for plan in output.plans]
         return write_safetensors(path, plans, (tensor for output in outputs for tensor in self.make(output)), advance)
 
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
-        """Index, config.json, tokenizer."""
+        """Write index, config.json, tokenizer."""
         weight_map = {name: done.file for done in written for name in done.spans}
         write_index(directory, weight_map, sum(task.nbytes for task in self._tasks))
         copy_side_files(self._side_files, directory, self._changes)
@@ -208,7 +207,7 @@ class HFJob(ABC):
 
 
 def _shards(outputs: Sequence[Output], limit: int) -> list[FileTask]:
-    """Files of at most `limit` bytes, under the names that the Hugging Face libraries give them."""
+    """Files of at most `limit` bytes, with the usual names of Hugging Face libraries."""
     runs: list[list[Output]] = []
     total = limit + 1
     for output in outputs:
@@ -228,15 +227,15 @@ def _shards(outputs: Sequence[Output], limit: int) -> list[FileTask]:
 
 
 class ToHf(HFJob):
-    """The job: see `jobs.ConversionJob`.
+    """Job that exports a Megatron checkpoint.
 
     Args:
         checkpoint: a converted checkpoint, or one of a training run.
-        source: Hugging Face directory with config.json and tokenizer; its weights are read for what training left out
-            (multi-token prediction, vision).
+        source: Hugging Face directory with config.json and tokenizer; untrained tensors (multi-token prediction,
+            vision) are read from its weights.
         hf_config: its config.json.
-        placement: where megatron-core keeps the model's parameters.
-        dtype: of the weights, as torch names it; default: what config.json says. Rules may pin theirs.
+        placement: places of the model's parameters in megatron-core checkpoints.
+        dtype: of the weights, as torch names it; default: from config.json. Rules may fix theirs.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -264,7 +263,6 @@ class ToHf(HFJob):
         self._identity = source_identity([*files, checkpoint / ".metadata", source / "config.json"])
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.ConversionJob`."""
         return {
             "job": "to-hf",
             "source": [str(self._checkpoint.resolve()), self._identity],
@@ -273,7 +271,7 @@ class ToHf(HFJob):
         }
 
     def _open(self) -> tuple[MegatronSource, RuleTable, HFCheckpoint | None]:
-        """The checkpoint, the rules, and the Hugging Face weights where they are needed and there."""
+        """The checkpoint, the rules, and the Hugging Face weights if they are needed and available."""
         opened = cast("tuple[MegatronSource, RuleTable, HFCheckpoint | None] | None", self.__dict__.get("_opened"))
         if opened is None:
             table = get_family(self._hf_config).rules(self._hf_config)
@@ -305,7 +303,6 @@ class ToHf(HFJob):
                 yield Output(name, (TensorPlan(name, short, untrained.info[name].shape),))
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
         megatron, _, untrained = self._open()
         unit: Unit | None = self._units.get(output.key)
         if unit is not None:
@@ -325,13 +322,13 @@ def _aliases(checkpoint: Path, untrained: HFCheckpoint | None, table: RuleTable)
 
 
 def side_files(checkpoint: Path, source: Path | None) -> Path:
-    """The Hugging Face directory that belongs to a Megatron checkpoint.
+    """Hugging Face directory that belongs to a Megatron checkpoint.
 
     Args:
-        source: what the user named, if anything.
+        source: named by the user, if any.
 
     Raises:
-        CheckpointError: nothing says which model this is.
+        CheckpointError: the model is unknown.
     """
     if source is not None:
         return source

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HF_FILES = "hf"
-"""Directory, in a converted checkpoint, of config.json and tokenizer."""
+"""Directory of config.json and tokenizer in a converted checkpoint."""
 DESCRIPTION = "conversion.json"
 _COMMON = "common.pt"
 _ROWS = 4096
 
 
 class ToMegatron:
-    """The job: see `jobs.ConversionJob`.
+    """Job that converts a Hugging Face checkpoint.
 
     Args:
         source: Hugging Face checkpoint, plain or quantised.
         hf_config: its config.json.
-        placement: where megatron-core keeps the model's parameters.
-        dtype: of the weights, as torch names it; None keeps each tensor's own. Rules may pin theirs.
-        ignored: settings of config.json that change nothing, on the user's word.
-        max_file_bytes: a file is closed when it would grow beyond this.
+        placement: places of the model's parameters in megatron-core checkpoints.
+        dtype: of the weights, as torch names it; None keeps each tensor's own. Rules may fix theirs.
+        ignored: settings of config.json that the user has declared harmless.
+        max_file_bytes: a file is closed if it would grow beyond this.
 
     Raises:
         CheckpointError: the source does not fit its config.json.
@@ -81,11 +81,10 @@ class ToMegatron:
 
     @property
     def tasks(self) -> Sequence[FileTask]:
-        """One `.distcp` file each."""
+        """One task per `.distcp` file."""
         return self._tasks
 
     def identity(self) -> Mapping[str, object]:
-        """See `jobs.ConversionJob`."""
         return {
             "job": "to-megatron",
             "source": [str(self._source.resolve()), self._identity],
@@ -112,7 +111,6 @@ class ToMegatron:
         return wanted or TORCH_DTYPES[found.pop()]
 
     def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
-        """See `jobs.ConversionJob`."""
         checkpoint, table = self._open()
         with OutputFile(path) as file:
             for name in task.names:
@@ -126,7 +124,7 @@ class ToMegatron:
         return rule.to_megatron(checkpoint.view, 0, 1).to(torch_dtype(self._dtypes[rule.name]))
 
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
-        """Metadata of megatron-core, and what is needed to go back."""
+        """Write the metadata of megatron-core, and the files for converting back."""
         objects = _write_objects(directory / f"__{len(self._tasks)}_0.distcp")
         _write_metadata(directory, self._entries(written), self._placement.objects, objects)
         _write_common(directory / _COMMON)
@@ -150,7 +148,7 @@ class ToMegatron:
 
 
 def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None:
-    """Tensors that repeat another one are not stored, so that they must do that."""
+    """Check that tensors declared as repetitions are equal to the original: they are not stored."""
     import torch
 
     for name, original in aliases.items():
@@ -164,7 +162,7 @@ def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None
 
 
 def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[FileTask]:
-    """Files of at most `limit` bytes, names in order; a larger tensor has one of its own."""
+    """Files of at most `limit` bytes, names in order; a larger tensor gets its own file."""
     tasks: list[FileTask] = []
     names: list[str] = []
     total = 0
@@ -188,7 +186,7 @@ def _record(piece: ParameterBox) -> str:
 
 
 def _write_objects(path: Path) -> Written:
-    """The one record that all of megatron-core's objects beside tensors share: modules without extra state."""
+    """Write the one record shared by all of megatron-core's non-tensor objects: modules without extra state."""
     import torch
 
     with OutputFile(path) as file:
@@ -201,7 +199,7 @@ def _write_objects(path: Path) -> Written:
 def _write_metadata(
     directory: Path, entries: Iterable[tuple[ParameterBox, str, Written]], keys: Sequence[str], objects: Written
 ) -> None:
-    """`.metadata`, as torch's FileSystemWriter leaves it."""
+    """Write `.metadata` in the format of torch's FileSystemWriter."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
     from torch.distributed.checkpoint.metadata import (
@@ -235,7 +233,7 @@ def _write_metadata(
 
 
 def _write_common(path: Path) -> None:
-    """What megatron-core keeps once for all ranks; its loader insists on the file."""
+    """Write megatron-core's common file for all ranks, which its loader requires."""
     import torch
 
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}, path)

@@ -1,7 +1,7 @@
-"""Worker processes of a conversion. Each takes one task at a time; one that dies, or whose parent dies, blocks nobody.
+"""Worker processes of a conversion. Each takes one task at a time; a dead worker, or a dead parent, blocks no process.
 
-Processes are started afresh, not forked: the parent may run threads. A worker ends with its parent, whichever way the
-parent ends, so that a killed conversion writes nothing more.
+Processes are started afresh, not forked: the parent may run threads. A worker ends with its parent, however that ends,
+so a killed conversion writes nothing more.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mslime.convert.safetensors_files import Advance
 T = TypeVar("T")
 R = TypeVar("R")
 Work = Callable[[T, Advance], R]
-"""Does one task in any process, counting bytes as it goes; a method of something that can be pickled."""
+"""Picklable method that does one task in any process and counts its bytes."""
 _REPORT_S = 0.2
 
 
 class Workers:
-    """Processes with a pipe each, started when there is work for more than one; a context manager that ends them.
+    """Processes with a pipe each, started for more than one worker; a context manager that ends them.
 
     Args:
         size: number of processes; 1 works in this one.
@@ -49,10 +49,10 @@ class Workers:
             process.join()
 
     def run(self, work: Work[T, R], tasks: Sequence[T], advance: Advance) -> Iterator[R]:
-        """Every task's result, as it is finished; tasks are begun in order.
+        """Results of all tasks, as they finish; tasks are started in order.
 
         Raises:
-            CheckpointError: what a worker raised, or that it died.
+            CheckpointError: raised by a worker, or a worker died.
         """
         if self._size <= 1 or len(tasks) <= 1:
             for task in tasks:
@@ -110,8 +110,8 @@ def _brief(task: object) -> str:
 
 
 def _live(pipe: Connection) -> None:
-    """The life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    """Main loop of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
@@ -146,18 +146,18 @@ def _end_with_parent() -> None:
 
 
 class _Counter:
-    """Adds up bytes and tells the parent a few times a second."""
+    """Adds up bytes and sends them to the parent a few times a second."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._pending, self._told = pipe, 0, time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more."""
+        """Add `nbytes`."""
         self._pending += nbytes
         if time.monotonic() - self._told > _REPORT_S:
             self.flush()
 
     def flush(self) -> None:
-        """Tell what has not been told."""
+        """Send bytes that are not sent yet."""
         self._pipe.send(("bytes", self._pending))
         self._pending, self._told = 0, time.monotonic()

@@ -2,13 +2,13 @@
 
 say() { printf '%s\n' "$*"; }
 
-# fail SENTENCE WAY_OUT: the only way in which these scripts give up.
+# fail SENTENCE WAY_OUT: the only exit for failures of these scripts.
 fail() {
   printf 'error: %s\n  way out: %s\n' "$1" "$2" >&2
   exit 1
 }
 
-# find_python: prints a Python that mslime runs on; fails with what was found instead.
+# find_python: prints a Python that can run mslime; otherwise fails and names the Python found.
 find_python() {
   local candidate version found=""
   for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
@@ -48,7 +48,7 @@ explain_pip() {
   fail "pip failed: $(last_error "$1") (log: $1)" "read the log; running this again starts over cleanly"
 }
 
-# last_error LOG: the last thing pip complained about, in its own words.
+# last_error LOG: the last error in a pip log.
 last_error() {
   grep -iE '^ *(error|fatal)' "$1" | grep -v 'subprocess-exited-with-error' | tail -n 1 | sed -E 's/^ *(ERROR|error): *//' | cut -c 1-240
 }
@@ -61,7 +61,7 @@ quietly() {
   "$@" >>"$log" 2>&1 || explain_pip "$log"
 }
 
-# check_imports VENV MODE: imports what a run imports; the first that fails is named with its own words.
+# check_imports VENV MODE: imports the modules of a run; the first failure is shown with its own message.
 check_imports() {
   local venv="$1" modules=(torch megatron.core ray transformers mslime)
   [ "$2" = cpu ] || modules+=(transformer_engine.pytorch sglang.srt.server_args fla.ops.gated_delta_rule)

@@ -1,16 +1,16 @@
-# What install.sh --gpu does beyond pip: the driver, the compiler, and Transformer Engine's torch extension.
+# Steps of install.sh --gpu beyond pip: the driver, the compiler, and Transformer Engine's torch extension.
 
-# torch 2.14.1, as SGLang pins it, is built for CUDA 13, which starts with this driver.
+# First driver for CUDA 13, for which torch 2.14.1, pinned by SGLang, is built.
 NEEDED_DRIVER=580
 TE_VERSION=2.20.2
 
-# driver_version: the NVIDIA driver's, empty where there is none.
+# driver_version: version of the NVIDIA driver, empty without one.
 driver_version() {
   command -v nvidia-smi >/dev/null 2>&1 || return 0
   nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | grep -E '^[0-9]+' || true
 }
 
-# check_driver: refuses a driver that cannot run CUDA 13. None at all is fine: images are built and checked without GPUs.
+# check_driver: rejects a driver without CUDA 13. A missing driver is fine: images are built and checked without GPUs.
 check_driver() {
   local version
   version="$(driver_version)"
@@ -32,7 +32,7 @@ check_compiler() {
       "install them: on Debian and Ubuntu the package python3-dev (or python3.11-dev)"
 }
 
-# compile_jobs: compilers at a time; each takes up to 4 GiB.
+# compile_jobs: number of parallel compilers; each takes up to 4 GiB.
 compile_jobs() {
   local cores memory
   cores="$(nproc 2>/dev/null || echo 1)"
@@ -41,10 +41,10 @@ compile_jobs() {
   if [ -n "${MAX_JOBS:-}" ]; then echo "$MAX_JOBS"; elif [ "$memory" -lt "$cores" ]; then echo "$memory"; else echo "$cores"; fi
 }
 
-# build_extension VENV: compiles transformer_engine_torch against the environment's torch, once for every torch.
-# The index has its source only. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that
-# torch brought: the CUDA toolkit, where there is one, has no cuDNN. Without NVTE_PYTORCH_FORCE_BUILD its setup.py would
-# first ask the network for a ready-made file.
+# build_extension VENV: compiles transformer_engine_torch against the environment's torch, once for every torch. The
+# index has only its source. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that torch
+# installed: an installed CUDA toolkit has no cuDNN. NVTE_PYTORCH_FORCE_BUILD stops its setup.py from looking for a
+# prebuilt file on the network.
 build_extension() {
   local venv="$1" torch wheels
   torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
@@ -58,7 +58,7 @@ build_extension() {
   pip install --no-deps --force-reinstall "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl
 }
 
-# describe_gpus: the last word of the installation.
+# describe_gpus: the last line of the installation.
 describe_gpus() {
   local version
   version="$(driver_version)"

@@ -1,6 +1,6 @@
-"""Imports every module that is named, in this order and in one process, as a trainer rank does.
+"""Imports all given modules, in this order and in one process, as a trainer rank does.
 
-Prints one line for each. Ends with status 1 at the first that fails: with its exception as the last line of stdout, in
+Prints one line for each. Exits with status 1 at the first failure, with its exception as the last line of stdout, in
 one line, and the traceback on stderr.
 """
 
@@ -12,7 +12,7 @@ import traceback
 
 
 def main(modules: list[str]) -> int:
-    """Returns the exit status."""
+    """Import the modules; returns the exit status."""
     for name in modules:
         try:
             module = importlib.import_module(name)

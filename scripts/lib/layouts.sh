@@ -1,4 +1,4 @@
-# Flags that the layouts in scripts/models share. To use a layout elsewhere, source its file and pass "${MODEL_ARGS[@]}"
+# Flags shared by the layouts in scripts/models. To use a layout elsewhere, source its file and pass "${MODEL_ARGS[@]}"
 # to mslime. The architecture comes from the checkpoint's config.json.
 
 H100=(--cluster.device cuda --cluster.gpus-per-node 8 --cluster.gpu-memory-gb 80)
@@ -13,7 +13,7 @@ TRAINER=(
   --weights.bucket-mib 1024
 )
 
-# Activations are computed again in the backward pass, layer by layer.
+# Activations are recomputed in the backward pass, layer by layer.
 RECOMPUTE=(
   --megatron.recompute-granularity full
   --megatron.recompute-method uniform
@@ -36,5 +36,5 @@ HOST_OPTIMIZER=(
   --megatron.optimizer-offload-fraction 1.0
 )
 
-# The published weights are quantised, and engines take bfloat16 from the trainer: MODEL is a copy by `mslime convert bf16`.
+# The published weights are quantised, and engines receive bfloat16: MODEL is a copy from `mslime convert bf16`.
 PLAIN_COPY=(--sglang.dtype bfloat16)

@@ -1,7 +1,7 @@
-"""Figures of how the code reads, each beside its aim: sizes, names, lengths, annotations.
+"""Figures on the style of the code, each beside its aim: sizes, names, lengths, annotations.
 
-Aims describe, they excuse nothing: a long honest function is better than five that hide the order of things. What a
-step of a run enters is counted by tests/e2e/test_walk.py.
+Aims are not limits: one long, clear function is better than five that hide the order of operations.
+tests/e2e/test_walk.py counts the functions that a step of a run enters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Module:
     tree: ast.Module
 
     def functions(self) -> Iterator[Function]:
-        """All of them, methods and inner ones too."""
+        """All functions of the file, including methods and inner ones."""
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
 
@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether the value is as good as its aim, if it has one."""
+        """Whether the value meets its aim, if it has one."""
         if self.aim is None:
             return True
         return self.value >= self.aim if self.at_least else self.value <= self.aim
@@ -62,7 +62,7 @@ def length(function: Function) -> int:
 
 
 def annotated(function: Function) -> bool:
-    """Whether every parameter and the result have a type. Triton reads a kernel's annotations as its own."""
+    """Whether every parameter and the result have a type. Triton interprets a kernel's annotations itself."""
     if any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list):
         return True
     a = function.args
@@ -71,7 +71,7 @@ def annotated(function: Function) -> bool:
 
 
 def count(modules: list[Module], wanted: Callable[[ast.AST], bool]) -> int:
-    """Nodes of all modules that are wanted."""
+    """Number of nodes in all modules that match."""
     return sum(wanted(node) for module in modules for node in ast.walk(module.tree))
 
 
@@ -81,7 +81,7 @@ def is_probe(node: ast.AST) -> bool:
 
 
 def top_level_classes(modules: list[Module]) -> list[str]:
-    """Names of the classes that stand in no other class or function."""
+    """Names of the classes outside of other classes and functions."""
     return [node.name for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef)]
 
 
@@ -99,7 +99,7 @@ def takes_whole_run(node: ast.AST) -> bool:
 
 
 def words(folder: str) -> int:
-    """Of all Markdown pages below a folder that people write: the page of settings is made from the schema."""
+    """Words in all hand-written Markdown pages below a folder; the page of settings is generated from the schema."""
     pages = [path for path in (ROOT / folder).rglob("*.md") if path != ROOT / "docs/settings.md"]
     return sum(len(path.read_text(encoding="utf-8").split()) for path in pages)
 
@@ -136,7 +136,7 @@ def figures(core: list[Module], plugins: list[Module], tests: list[Module]) -> l
 
 
 def main() -> int:
-    """Print the report and what is too long. Returns 0: nothing here is a reason to fail."""
+    """Print the report and what is too long. Returns 0: no figure is an error."""
     core, plugins = read_modules("mslime"), read_modules("mslime_plugins")
     for figure in figures(core, plugins, read_modules("tests")):
         mark, aim = "ok" if figure.met else "--", "" if figure.aim is None else f"   aim {figure.aim:,}"

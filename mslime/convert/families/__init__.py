@@ -1,4 +1,4 @@
-"""The model families that mslime converts, one file each; `get_family` finds one by config.json. No torch here."""
+"""The supported model families, one file each; `get_family` selects one by config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["FAMILIES", "Family", "ModelFields", "Support", "as_object", "get_fam
 
 
 def get_family(hf_config: Mapping[str, object]) -> Family:
-    """The family of a checkpoint.
+    """Family of a checkpoint.
 
     Raises:
-        CheckpointError: the architecture is not one that mslime converts.
+        CheckpointError: the architecture is not supported.
     """
     named = hf_config.get("architectures")
     architecture = next(iter(as_list(named) or ()), None)

@@ -1,9 +1,9 @@
 """DeepSeek-V2 and V3: DeepseekV2ForCausalLM (https://arxiv.org/abs/2405.04434; transformers `models/deepseek_v2`).
 
 Multi-head latent attention: queries (not in the Lite model), and keys with values, are projected down to a latent
-vector, normed and projected up. Part of each head's features rotate, in interleaved pairs; the rotating part of the key
-is one for all heads. megatron-core untangles the pairs itself, so weights keep their order. The first layers are dense;
-the others have a softmax router, whose values are not normalised after the choice, and shared experts.
+vector, normed and projected up. Part of each head's features rotate, in interleaved pairs; all heads share the rotating
+part of the key. megatron-core reorders the pairs itself, so weights keep their order. The first layers are dense. The
+others have shared experts and a softmax router, whose values are not normalised after the choice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 class DeepseekV2(Family):
-    """The family; DeepSeek-V3 has the same layers and another router."""
+    """The DeepSeek-V2 family; DeepSeek-V3 has the same layers and another router."""
 
     architecture = "DeepseekV2ForCausalLM"
     support = Support(
         ("DeepSeek-V2-Lite", "DeepSeek-V2"),
         notes=("The choice among groups of experts is mslime's own router: megatron-core ranks groups otherwise.",),
     )
-    # How the authors' own code shares experts out, and groups that the greedy choice does not look at.
+    # Expert distribution in the authors' own code, and groups that greedy choice ignores.
     harmless = frozenset({"ep_size", "n_group", "topk_group"})
 
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
@@ -51,7 +51,7 @@ class DeepseekV2(Family):
             "ffn_hidden_size": required_int(hf_config, "intermediate_size"),
             "num_attention_heads": required_int(hf_config, "num_attention_heads"),
             "normalization": "RMSNorm",
-            # Of the norms of latent vectors too, as in SGLang; transformers has 1e-6 there whatever config.json says.
+            # Also for the norms of latent vectors, as in SGLang; transformers always uses 1e-6 there.
             "layernorm_epsilon": norm_epsilon(hf_config),
             "qk_layernorm": True,
             "activation_func": "silu",
@@ -59,7 +59,7 @@ class DeepseekV2(Family):
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
-            "rotary_interleaved": False,  # megatron-core puts the pairs apart before it rotates halves
+            "rotary_interleaved": False,  # megatron-core separates the pairs before it rotates halves
             **_latent_fields(hf_config),
             **self.experts(hf_config).transformer_fields(layers),
             **self.group_fields(hf_config),
@@ -72,7 +72,7 @@ class DeepseekV2(Family):
         return read_experts(hf_config)
 
     def group_fields(self, hf_config: HFConfig) -> dict[str, object]:
-        """The choice among groups of experts; raises like `transformer_fields`.
+        """Choice among groups of experts; raises like `transformer_fields`.
 
         With softmax scores, groups are ranked by their best expert (`backends.megatron.model.moe`).
         """
@@ -112,7 +112,7 @@ def _refuse_unbuilt(config: HFConfig) -> None:
     refuse_unless(config, "tie_word_embeddings", (None, False))
     refuse_unless(config, "moe_layer_freq", (None, 1))
     refuse_unless(config, "rope_interleave", (None, True))
-    # Sizes that follow from others, as some versions of transformers write them.
+    # Derived sizes that some versions of transformers write.
     nope, rope = required_int(config, "qk_nope_head_dim"), required_int(config, "qk_rope_head_dim")
     refuse_unless(config, "qk_head_dim", (None, nope + rope))
     refuse_unless(config, "head_dim", (None, rope))
@@ -133,7 +133,7 @@ def _latent_fields(config: HFConfig) -> dict[str, object]:
         "rotary_base": rope.base,
     }
     if rope.kind == "default":
-        # Said because megatron-core scales attention scores by the factor's logarithm here too; its default is 40.
+        # Explicit, because megatron-core scales attention scores by the factor's logarithm here too; its default is 40.
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     given = rope.settings
     refuse_unless(given, "truncate", (None, True))
@@ -143,21 +143,21 @@ def _latent_fields(config: HFConfig) -> dict[str, object]:
         "original_max_position_embeddings": required_int(given, "original_max_position_embeddings"),
         "beta_fast": required_number({"beta_fast": 32, **given}, "beta_fast"),
         "beta_slow": required_number({"beta_slow": 1, **given}, "beta_slow"),
-        # Required: transformers and megatron-core understand a single one of them differently.
+        # Required: transformers and megatron-core interpret a missing one differently.
         "mscale": required_number(given, "mscale"),
         "mscale_all_dim": required_number(given, "mscale_all_dim"),
     }
 
 
 def _query_rank(config: HFConfig) -> int | None:
-    """Rank of the queries' latent vector; None where queries are projected directly."""
+    """Rank of the queries' latent vector; None if queries are projected directly."""
     return None if config.get("q_lora_rank") is None else required_int(config, "q_lora_rank")
 
 
 def _attention_rules(config: HFConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
     """Attention and the norm before it.
 
-    Every tensor-parallel rank holds the projections down to latent vectors whole, and some heads of those up.
+    Every tensor-parallel rank holds whole down projections to latent vectors, and up projections of some heads.
     """
     hidden, heads = required_int(config, "hidden_size"), required_int(config, "num_attention_heads")
     nope, rope = required_int(config, "qk_nope_head_dim"), required_int(config, "qk_rope_head_dim")
@@ -191,7 +191,7 @@ def _attention_rules(config: HFConfig, layers: tuple[int, ...]) -> tuple[Rule, .
 
 
 class DeepseekV3(DeepseekV2):
-    """The family."""
+    """The DeepSeek-V3 family."""
 
     architecture = "DeepseekV3ForCausalLM"
     support = Support(

@@ -1,4 +1,4 @@
-"""What models with gated delta-net layers (https://arxiv.org/abs/2412.06464) share: sizes, layer kinds, rules."""
+"""Sizes, layer kinds and rules shared by models with gated delta-net layers (https://arxiv.org/abs/2412.06464)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mslime.convert.table import Rule
 from mslime.convert.tensor_layouts import Column, DeltaConv, DeltaHeads, GatedQKV, Kind, Replicated, Row
 
 FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
-"""Ends of the names of parameters that stay in float32 in a bfloat16 model, as Qwen3.5 publishes them."""
+"""Name endings of parameters that stay in float32 in a bfloat16 model, as in the published Qwen3.5."""
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -21,7 +21,7 @@ def delta_heads(config: HFConfig) -> DeltaHeads:
     """Sizes of the gated delta-net layers.
 
     Raises:
-        CheckpointError: value heads that key heads cannot share out.
+        CheckpointError: the number of value heads is not a multiple of the key heads.
     """
     keys, values = required_int(config, "linear_num_key_heads"), required_int(config, "linear_num_value_heads")
     if values % keys:
@@ -55,7 +55,7 @@ def linear_layers(config: HFConfig) -> tuple[int, ...]:
 
 
 def gated_attention_rules(a: Attention, layers: Sequence[int]) -> tuple[Rule, ...]:
-    """Attention whose query projection holds the output gate too."""
+    """Attention whose query projection includes the output gate."""
     gated = GatedQKV(a.heads, a.groups, a.head_dim, a.hidden)
     return tuple(
         replace(rule, kind=gated) if rule.megatron.endswith(".linear_qkv.weight") else rule

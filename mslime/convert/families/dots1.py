@@ -1,7 +1,7 @@
 """dots.llm1: Dots1ForCausalLM (https://arxiv.org/abs/2506.05767; transformers `models/dots1`).
 
-Grouped-query attention with a norm on every query and key head; after the first layers, which are dense, DeepSeek-V3's
-experts. `docs/add_a_model.md` tells how this file was written.
+Grouped-query attention with a norm on every query and key head; dense first layers, then DeepSeek-V3's experts.
+`docs/add_a_model.md` uses this file as its example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
 class Dots1(Decoder):
-    """The family."""
+    """The dots.llm1 family."""
 
     architecture = "Dots1ForCausalLM"
     support = Support(("dots.llm1",), not_served="SGLang 0.5.23 does not support the architecture")

@@ -1,4 +1,4 @@
-"""A layer's experts as families declare them: megatron-core's settings for them, and the rules of their tensors."""
+"""A layer's experts in family declarations: megatron-core's settings, and the rules of their tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _M, _H = "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated MLPs of which a token visits some, and perhaps one that every token visits.
+    """Gated MLPs, of which each token uses some, and optionally a shared one for all tokens.
 
     Attributes:
         layers: global ids of the layers that have them.
-        number, top_k: experts of a layer, and those that a token visits.
+        number, top_k: experts of a layer, and experts of a token.
         ffn: features inside an expert.
         score: function of the router's logits.
         normalised: the weights of the chosen experts sum to `scale`, which multiplies them.
         block: Hugging Face name of the whole, after the layer's.
         names: of an expert's gate, up and down projections.
-        correction: name, inside the block, of the bias that is added to the scores when experts are chosen but not when
-            they are weighted; empty: there is none.
+        correction: name, inside the block, of the bias that is added to the scores for choosing experts but not for
+            weighting them; empty: there is none.
         shared_ffn: features inside the shared expert; 0: there is none.
         shared, shared_gate: names of the shared expert, and of the sigmoid gate on its output if it has one.
     """
@@ -46,7 +46,7 @@ class Experts:
     shared_gate: str = ""
 
     def transformer_fields(self, num_layers: int) -> dict[str, object]:
-        """Of megatron-core's TransformerConfig (for the scores: `moe_utils.topk_routing_with_score_function`).
+        """Fields of megatron-core's TransformerConfig (for the scores: `moe_utils.topk_routing_with_score_function`).
 
         Raises:
             CheckpointError: megatron-core does not build this router.
@@ -63,11 +63,11 @@ class Experts:
             "moe_ffn_hidden_size": self.ffn,
             "moe_layer_freq": [int(layer in self.layers) for layer in range(num_layers)],
             "moe_router_score_function": self.score,
-            # Dividing the top-k softmax values by their sum is the softmax over the top-k logits alone.
+            # Dividing the top-k softmax values by their sum equals the softmax over the top-k logits.
             "moe_router_pre_softmax": self.score == "softmax" and not self.normalised,
             "moe_router_topk_scaling_factor": None if self.scale == 1.0 else self.scale,
             "moe_router_enable_expert_bias": bool(self.correction),
-            # Balancing is for pretraining: the bias stays the checkpoint's, so that the engine's router stays the same.
+            # Balancing is for pretraining: the bias does not change, which keeps the engine's router the same.
             "moe_router_bias_update_rate": 0.0,
             "moe_shared_expert_intermediate_size": self.shared_ffn or None,
             "moe_shared_expert_gate": bool(self.shared_gate),
@@ -102,7 +102,7 @@ class Experts:
 
 
 def limited_groups(config: HFConfig) -> dict[str, object]:
-    """The choice of experts from the best groups of them only; nothing when there is one group.
+    """Fields for choosing experts from the best groups only; empty for one group.
 
     Raises:
         CheckpointError: the chosen groups hold too few experts.
@@ -118,7 +118,7 @@ def limited_groups(config: HFConfig) -> dict[str, object]:
 
 
 def read_experts(config: HFConfig) -> Experts:
-    """Those of DeepSeek-V2 and its followers: in all layers but the first `first_k_dense_replace`."""
+    """Experts of DeepSeek-V2 and similar models: in all layers but the first `first_k_dense_replace`."""
     dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
     if not isinstance(dense, int) or not 0 <= dense < layers:
         raise CheckpointError(

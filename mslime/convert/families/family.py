@@ -1,6 +1,6 @@
-"""What every family answers about a checkpoint, and the readers of config.json that families share.
+"""Interface of a model family, and readers of config.json that families share.
 
-A setting that changes the model's arithmetic and that mslime does not build is refused by name, never ignored.
+A setting that changes the model's arithmetic and that mslime does not build is rejected by name, never ignored.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def as_object(value: object) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFields(ModelFacts):
-    """What a model needs beside megatron-core's TransformerConfig.
+    """Model settings outside megatron-core's TransformerConfig.
 
     Attributes:
         rotary_base, rotary_percent: rotary embedding; the latter is the share of a head that rotates.
         tie_embeddings: the output layer is the embedding.
         position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
-            makes its own and reads neither.
+            builds its own embedding and ignores both.
         llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
         joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.model.layers`).
-        post_norms: what attention and MLP add to the residual stream is normed first.
+        post_norms: outputs of attention and MLP are normed before they are added to the residual stream.
     """
 
     rotary_base: float
@@ -53,16 +53,17 @@ class ModelFields(ModelFacts):
 
 @dataclass(frozen=True)
 class Support:
-    """What is known to work with a family, for `docs/models.md`, which is generated from it.
+    """Tested support of a family; source of `docs/models.md`.
 
     Attributes:
         models: published checkpoints of the family that the tests convert at full size, by their usual names.
-        not_trained: why training is refused; empty when it is not.
-        not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
+        not_trained: reason why training is not supported; empty if it is.
+        not_served: reason why the engine is not supported or not tested; empty if generation was compared with
+            transformers.
         largest_engine_tp: largest `sglang.tp_size` at which SGLang computes this family; None: any that divides it.
-        renderers: that may know how the family's checkpoints chat; each is compared with the checkpoint's template.
+        renderers: candidates for the family's chat format; each is compared with the checkpoint's template.
         served_adapters: whether engines with adapters were compared with merged weights (`lora.sync: adapter`).
-        notes: what a user should know, one sentence each.
+        notes: for users, one sentence each.
     """
 
     models: tuple[str, ...]
@@ -75,11 +76,11 @@ class Support:
 
 
 class Family(ABC):
-    """One architecture: how its config.json becomes a Megatron model, and how its tensors are named.
+    """One architecture: conversion of its config.json to a Megatron model, and names of its tensors.
 
     Attributes:
         architecture: name in config.json's `architectures`.
-        support: what is known to work.
+        support: tested support.
         harmless: settings of config.json that the family does not read and that change nothing in training: `HARMLESS`
             and the family's own.
         sections: families that read a nested section of config.json, by its name.
@@ -100,42 +101,42 @@ class Family(ABC):
 
     @abstractmethod
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
-        """What lies outside TransformerConfig. Raises like `transformer_fields`."""
+        """Model settings outside TransformerConfig. Raises like `transformer_fields`."""
 
     def refuse_for_engine(self, hf_config: HFConfig) -> None:  # noqa: B027  most families have nothing to refuse
-        """Raise CheckpointError when SGLang, at the pinned version, would serve another function of these weights."""
+        """Raise CheckpointError if the pinned version of SGLang would compute these weights differently."""
 
     @abstractmethod
     def rules(self, hf_config: HFConfig) -> RuleTable:
-        """The conversion table of this model. Raises like `transformer_fields`."""
+        """Conversion table of this model. Raises like `transformer_fields`."""
 
 
 HARMLESS = frozenset({
-    # What the file is and who wrote it.
+    # Origin of the file.
     "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
     "name_or_path", "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
-    # Special tokens, and how transformers generates, initialises and regularises.
+    # Special tokens, and transformers' generation, initialisation and regularisation.
     "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "initializer_range", "initializer_factor",
     "max_length", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
     "aux_loss_alpha", "aux_loss_coef", "seq_aux", "pretraining_tp", "output_attentions", "output_hidden_states",
     "return_dict", "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
     "_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation",
-    # How transformers 4 generated text.
+    # Text generation in transformers 4.
     "do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",
     "diversity_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "early_stopping", "min_length", "max_new_tokens", "bad_words_ids",
     "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "output_scores", "return_dict_in_generate", "prefix", "sep_token_id",
     "decoder_start_token_id", "finetuning_task", "torchscript", "tf_legacy_loss", "use_bfloat16", "pruned_heads",
-    # What tools write.
+    # Written by tools.
     "model_name", "unsloth_version", "unsloth_fixed",
-    # Read where checkpoints are opened, for every family.
+    # Read for every family when a checkpoint is opened.
     "quantization_config", "compression_config",
 })  # fmt: skip
 
 
 class _Recorder(Mapping[str, object]):
-    """A config.json that remembers which of its settings were read."""
+    """A config.json that records which of its settings were read."""
 
     def __init__(self, config: HFConfig) -> None:
         self._config = config
@@ -157,13 +158,13 @@ class _Recorder(Mapping[str, object]):
 
 
 def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] = ()) -> None:
-    """Every setting of config.json is one that the family reads, or one known to change nothing.
+    """Check that the family reads every setting of config.json, or that the setting is known to change nothing.
 
     Args:
-        ignored: settings that the user vouches for (`model.ignored_config_fields`).
+        ignored: settings that the user has declared harmless (`model.ignored_config_fields`).
 
     Raises:
-        CheckpointError: naming all settings that nobody reads; and whatever the family itself refuses.
+        CheckpointError: naming all unread settings; and everything that the family itself rejects.
     """
     unread = _unread(family, hf_config, ignored)
     if unread:
@@ -178,7 +179,7 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
 
 
 def _unread(family: Family, hf_config: HFConfig, ignored: Collection[str]) -> dict[str, object]:
-    """Settings with values that neither the family nor one of its sections reads."""
+    """Unread settings of the family and its sections, with their values."""
     recorder = _Recorder(hf_config)
     family.transformer_fields(recorder)
     family.model_fields(recorder)
@@ -214,7 +215,7 @@ def required_number(config: HFConfig, name: str) -> float:
 
 
 def norm_epsilon(config: HFConfig) -> float:
-    """`rms_norm_eps`, which is small: a large one means another file."""
+    """`rms_norm_eps`, checked to be small: a large one indicates another file."""
     value = required_number(config, "rms_norm_eps")
     if not 0 < value <= 1e-2:
         raise CheckpointError(
@@ -239,7 +240,7 @@ def flag(config: HFConfig, name: str, default: bool) -> bool:
 
 
 def refuse_unless(config: HFConfig, name: str, allowed: Iterable[object]) -> None:
-    """An absent setting, or one of `allowed`; anything else changes arithmetic that mslime does not build."""
+    """Raise CheckpointError unless the setting is absent or `allowed`: other values change unsupported arithmetic."""
     choices = tuple(allowed)
     if name in config and config[name] not in choices:
         raise CheckpointError(
@@ -250,7 +251,7 @@ def refuse_unless(config: HFConfig, name: str, allowed: Iterable[object]) -> Non
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a checkpoint.
+    """Rotary embedding of a checkpoint.
 
     Attributes:
         base: of the frequencies.
@@ -286,14 +287,14 @@ _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_
 def rotary(
     config: HFConfig, kinds: Collection[str] = ("default",), base: float | None = None, percent: float = 1.0
 ) -> Rotary:
-    """The rotary settings in both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+    """Rotary settings in both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
 
     Args:
         kinds: scalings that the family builds.
-        base, percent: of the family's transformers class, for files that leave them out.
+        base, percent: defaults of the family's transformers class.
 
     Raises:
-        CheckpointError: another scaling, a setting that nobody reads, or no base.
+        CheckpointError: another scaling, an unread setting, or no base.
     """
     section: dict[str, object] = {}
     for name in ("rope_scaling", "rope_parameters"):

@@ -1,7 +1,8 @@
 """GLM-4 dense and MoE: Glm4ForCausalLM (https://arxiv.org/abs/2406.12793 for the series; transformers `models/glm4`).
 
-Grouped-query attention with biases on queries, keys and values, half of whose heads rotates in interleaved pairs; what
-attention and MLP add to the residual stream is normed first. The checkpoint holds gate and up projections as one.
+Grouped-query attention with biases on queries, keys and values; half of each head rotates in interleaved pairs. Outputs
+of attention and MLP are normed before they are added to the residual stream. The checkpoint holds gate and up
+projections as one tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 class Glm4(Decoder):
-    """The dense family; GLM-4.5's MoE family is built otherwise."""
+    """The dense family; GLM-4.5's MoE family has another structure."""
 
     architecture = "Glm4ForCausalLM"
     support = Support(("GLM-4-9B-0414",))
@@ -49,9 +50,9 @@ class Glm4(Decoder):
 # GLM-4.5, 4.6 and 4.7 mixture of experts: Glm4MoeForCausalLM (https://arxiv.org/abs/2508.06471; transformers
 # `models/glm4_moe`).
 #
-# Grouped-query attention with biases on queries, keys and values, in the large models with a norm on every query and
-# key head; half of each head rotates. The experts are DeepSeek-V3's with one group, and so is the layer of multi-
-# token prediction behind the last.
+# Grouped-query attention with biases on queries, keys and values; the large models have a norm on every query and key
+# head. Half of each head rotates. The experts are DeepSeek-V3's with one group, and so is the layer of multi-token
+# prediction behind the last.
 
 
 class Glm4Moe(Decoder):
@@ -79,6 +80,6 @@ class Glm4Moe(Decoder):
 
     def rules(self, hf_config: HFConfig) -> RuleTable:
         layers, hidden = required_int(hf_config, "num_hidden_layers"), required_int(hf_config, "hidden_size")
-        names = ("num_nextn_predict_layers", "num_mtp_layers")  # transformers 4's and 5's
+        names = ("num_nextn_predict_layers", "num_mtp_layers")  # names in transformers 4 and 5
         depth = required_int(hf_config, *names) if any(hf_config.get(name) for name in names) else 0
         return with_multi_token_prediction(super().rules(hf_config), hidden, layers, depth)

@@ -1,7 +1,7 @@
 """GPT-OSS: GptOssForCausalLM (https://arxiv.org/abs/2508.10925; transformers `models/gpt_oss`).
 
-Grouped-query attention with a learnt sink in every head's softmax and a sliding window in every other layer, YaRN, and
-clamped gated experts; everything linear has a bias, the router too. The file stacks a layer's experts in one tensor.
+Grouped-query attention with a learned sink in every head's softmax and a sliding window in every other layer, YaRN, and
+clamped gated experts. Every linear layer has a bias, the router too. The file stacks a layer's experts in one tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_ETP = "megatron-core shares out no experts that have biases"
 
 
 class GptOss(Decoder):
-    """The family; all layers route."""
+    """The GPT-OSS family; every layer has experts."""
 
     architecture = "GptOssForCausalLM"
     support = Support(
@@ -103,12 +103,12 @@ def _expert_rules(hidden: int, ffn: int, experts: int, layers: tuple[int, ...]) 
 
 
 def _limit(config: HFConfig) -> float:
-    """Largest input of the activation; transformers' default where config.json does not say."""
+    """Largest input of the activation; transformers' default if config.json does not set it."""
     return required_number(config, "swiglu_limit") if config.get("swiglu_limit") is not None else 7.0
 
 
 def _windows(config: HFConfig, layers: int) -> dict[str, object]:
-    """Which layers see a window only; transformers counts the token itself, megatron-core the tokens before it."""
+    """Layers with a sliding window; transformers counts the token itself, megatron-core only the tokens before it."""
     types = as_list(config.get("layer_types")) or ["sliding_attention", "full_attention"] * layers
     types = types[:layers]
     if len(types) < layers or set(types) - {"sliding_attention", "full_attention"}:

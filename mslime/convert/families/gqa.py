@@ -1,7 +1,7 @@
-"""What decoders with grouped-query attention share: their settings, and the rules of their layers.
+"""Settings and layer rules shared by decoders with grouped-query attention.
 
-A family of this kind is a subclass of `Decoder` that says how its attention and its experts differ. Families of other
-kinds use the builders of rules alone.
+A family of this kind is a subclass of `Decoder` that defines its attention and its experts. Other families use only the
+builders of rules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Attention:
 def read_attention(
     config: HFConfig, bias: bool = False, norm: Literal["none", "head", "projection"] = "none"
 ) -> Attention:
-    """Sizes of the attention from config.json."""
+    """Attention sizes from config.json."""
     hidden, heads = required_int(config, "hidden_size"), required_int(config, "num_attention_heads")
     head_dim = required_int(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     return Attention(
@@ -61,7 +61,7 @@ def read_attention(
 
 
 def refuse_windows(config: HFConfig) -> None:
-    """Every layer sees the whole sequence: Qwen's and Mistral's settings for sliding windows are off.
+    """Check that every layer attends to the whole sequence: Qwen's and Mistral's sliding windows are off.
 
     Raises:
         CheckpointError: a layer has a window.
@@ -120,12 +120,12 @@ def whole_model(config: HFConfig, layer_rules: Sequence[Rule]) -> RuleTable:
 
 
 class Decoder(Family):
-    """A family of pre-norm decoders with grouped-query attention, gated MLPs and, where it routes, experts.
+    """A family of pre-norm decoders with grouped-query attention, gated MLPs and, in routed layers, experts.
 
     Attributes:
         rope_kinds: scalings of the rotary embedding that the family's checkpoints use.
-        rope_base: of the rotary embedding where config.json does not say; None: it must.
-        partial_rotary: share of a head that rotates where config.json does not say; None: always all of it.
+        rope_base: default of the rotary base; None: config.json must set it.
+        partial_rotary: default of the share of a head that rotates; None: always all of it.
     """
 
     rope_kinds: tuple[str, ...] = ("default",)
@@ -155,7 +155,7 @@ class Decoder(Family):
                 "num_attention_heads": attention.heads,
                 "num_query_groups": attention.groups,
                 "kv_channels": attention.head_dim,
-                # Of every head by itself; a norm of all heads is put into the layer spec (`ModelFields.joint_qk_norm`).
+                # For a norm of each head; the layer spec has a norm of all heads (`ModelFields.joint_qk_norm`).
                 "qk_layernorm": attention.norm == "head",
                 "normalization": "RMSNorm",
                 "layernorm_epsilon": norm_epsilon(hf_config),
@@ -205,5 +205,5 @@ class Decoder(Family):
         ))  # fmt: skip
 
     def mlp_rules(self, hf_config: HFConfig, layers: Sequence[int]) -> tuple[Rule, ...]:
-        """The MLP of those layers that do not route."""
+        """Rules of the MLP in the given dense layers."""
         return dense_mlp_rules(hf_config, layers)

@@ -1,7 +1,7 @@
 """Llama 3: LlamaForCausalLM (https://arxiv.org/abs/2407.21783; transformers `models/llama`).
 
-Grouped-query attention without biases or norms of its own, SwiGLU MLP. From 3.1 on the slow frequencies of the rotary
-embedding are scaled down; the small 3.2 models tie their embeddings.
+Grouped-query attention without biases or norms of queries and keys, SwiGLU MLP. From 3.1 on the slow frequencies of the
+rotary embedding are scaled down; the small 3.2 models tie their embeddings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MiniMax-M2: MiniMaxM2ForCausalLM (https://arxiv.org/abs/2506.13585 for the series; transformers `models/minimax_m2`).
 
-Attention whose queries and keys are normed over all heads jointly and of whose heads half rotates; in every layer
-experts, chosen by sigmoid scores with a correction bias. The published config.json speaks of multi-token prediction,
-but no weights of it were published. `intermediate_size` is an expert's.
+Queries and keys are normed over all heads jointly, and half of each head rotates. Every layer has experts, chosen by
+sigmoid scores with a correction bias. The published config.json has settings for multi-token prediction, but its
+weights were not published. `intermediate_size` is an expert's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
 class MiniMaxM2(Decoder):
-    """The family."""
+    """The MiniMax-M2 family."""
 
     architecture = "MiniMaxM2ForCausalLM"
     support = Support(("MiniMax-M2",), renderers=("minimax-m2",))
@@ -31,7 +31,7 @@ class MiniMaxM2(Decoder):
         return read_attention(hf_config, norm="projection")
 
     def refuse_for_engine(self, hf_config: HFConfig) -> None:
-        # What SGLang takes to be off, or does not start without, where transformers has it built in.
+        # SGLang takes these to be off, or does not start without them; in transformers they are built in.
         for name in ("rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias"):
             if hf_config.get(name) is None:
                 raise CheckpointError(

@@ -1,7 +1,7 @@
 """Mixtral: MixtralForCausalLM (https://arxiv.org/abs/2401.04088; transformers `models/mixtral`).
 
-Grouped-query attention without biases, and in every layer experts that are weighted by a softmax over the chosen ones'
-logits alone. `intermediate_size` is an expert's.
+Grouped-query attention without biases. Every layer has experts, weighted by a softmax over the logits of the chosen
+ones. `intermediate_size` is an expert's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
 class Mixtral(Decoder):
-    """The family."""
+    """The Mixtral family."""
 
     architecture = "MixtralForCausalLM"
     support = Support(("Mixtral-8x7B",))

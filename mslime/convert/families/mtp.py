@@ -1,9 +1,9 @@
-"""Multi-token prediction: the rules of the layers that DeepSeek-V3 and its followers publish behind the last one.
+"""Multi-token prediction: rules of the layers that DeepSeek-V3 and similar models publish behind the last one.
 
-Training builds none of them. They are declared so that a checkpoint is checked, converted and exported whole. A layer
-is a decoder layer like the last one, between the projection of [embedding of the next token; hidden state], in this
-order in both spellings, and a norm before the shared output layer. Hugging Face numbers the layers on from the last,
-and some checkpoints repeat the embedding and the output layer inside them.
+Training does not build them. They are declared so that checkpoints are checked, converted and exported completely. A
+layer is a decoder layer like the last one, between the projection of [embedding of the next token; hidden state], in
+this order in both spellings, and a norm before the shared output layer. Hugging Face continues the numbers of the
+layers, and some checkpoints repeat the embedding and the output layer inside them.
 """
 
 from __future__ import annotations

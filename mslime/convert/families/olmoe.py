@@ -1,7 +1,7 @@
 """OLMoE: OlmoeForCausalLM (https://arxiv.org/abs/2409.02060; transformers `models/olmoe`).
 
-Attention whose queries and keys are normed over all heads jointly, and in every layer experts that are weighted by
-their softmax over all. `intermediate_size` is an expert's.
+Queries and keys are normed over all heads jointly. Every layer has experts, weighted by a softmax over all.
+`intermediate_size` is an expert's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
 class Olmoe(Decoder):
-    """The family."""
+    """The OLMoE family."""
 
     architecture = "OlmoeForCausalLM"
     support = Support(
         ("OLMoE-1B-7B",),
-        largest_engine_tp=1,  # SGLang's joint norms of queries and keys do not know of other ranks
+        largest_engine_tp=1,  # SGLang's joint norms of queries and keys are computed per rank
         notes=("An engine is one GPU: SGLang 0.5.23 does not share out this family's query and key norms.",),
     )
 

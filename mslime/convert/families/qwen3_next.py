@@ -33,7 +33,7 @@ _NO_CP = "megatron-core's gated delta-net layer has none"
 
 
 class Qwen3Next(Decoder):
-    """The family; its `mtp` layer is carried, not trained."""
+    """The Qwen3-Next family; its `mtp` layer is carried, not trained."""
 
     architecture = "Qwen3NextForCausalLM"
     support = Support(
@@ -103,14 +103,14 @@ class Qwen3Next(Decoder):
 # Qwen3.5 mixture of experts: Qwen3_5MoeForConditionalGeneration (transformers `models/qwen3_5_moe`).
 #
 # The text part is Qwen3-Next's network with experts stacked in the file and the delta-net's projection in whole parts;
-# its settings stand in `text_config`. For text the three sections of its rotary embedding count alike, which is plain
-# rotation. The part that reads images is carried, not trained, and its tensors follow from `vision_config`.
+# its settings are in `text_config`. For text, the three sections of its rotary embedding use the same position, which
+# is plain rotation. The vision part is carried, not trained; `vision_config` defines its tensors.
 
 _M, _H = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
 
 
 class Qwen35MoeText(Qwen3Next):
-    """The text part, by its section of config.json; tensors are named as if it stood alone."""
+    """The text part, from its section of config.json; its tensors have the names of a stand-alone model."""
 
     harmless = frozenset({"mamba_ssm_dtype"})  # of the engine's recurrent state
     own_dtype = "float32"
@@ -135,7 +135,7 @@ class Qwen35MoeText(Qwen3Next):
     def expert_rules(self, hf_config: HFConfig, hidden: int) -> tuple[Rule, ...]:
         experts = self.experts(hf_config)
         if "quantization_config" in hf_config:
-            return experts.rules(hidden)  # published one by one in FP8
+            return experts.rules(hidden)  # FP8 files have one tensor per expert
         at, number = experts.layers, experts.number
         joined, down = FusedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
         return (
@@ -146,7 +146,7 @@ class Qwen35MoeText(Qwen3Next):
 
 
 class Qwen35Moe(Family):
-    """The family: the text part under `model.language_model`, the part that reads images under `model.visual`."""
+    """The Qwen3.5 family: the text part under `model.language_model`, the vision part under `model.visual`."""
 
     architecture = "Qwen3_5MoeForConditionalGeneration"
     support = Support(
@@ -185,7 +185,7 @@ def _section(config: HFConfig, name: str) -> dict[str, object]:
 
 
 def _text_config(config: HFConfig) -> HFConfig:
-    """The text part's settings; whether embeddings are tied is said outside of it."""
+    """Settings of the text part; the outer section defines whether embeddings are tied."""
     section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
     if flag(section, "tie_word_embeddings", tied) != tied:
         raise CheckpointError(
@@ -196,12 +196,12 @@ def _text_config(config: HFConfig) -> HFConfig:
 
 
 def _with_all_routed(config: HFConfig) -> HFConfig:
-    """The settings with a dense layer's size, which megatron-core wants and no layer has."""
+    """The settings with a dense layer's size: megatron-core needs one, although no layer is dense."""
     return ChainMap({"intermediate_size": config.get("moe_intermediate_size")}, cast("dict[str, object]", config))
 
 
 def _for_text(config: HFConfig) -> HFConfig:
-    """The settings with the rotary embedding of text: all its sections see the same position."""
+    """The settings with the rotary embedding of text: all its sections use the same position."""
     rope = dict(_section(config, "rope_parameters"))
     rope.pop("mrope_section", None)
     rope.pop("mrope_interleaved", None)

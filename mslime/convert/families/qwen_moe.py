@@ -1,4 +1,4 @@
-"""Qwen1.5, Qwen2 and Qwen3 mixture of experts, a class for each architecture, and what Qwen3-Next shares."""
+"""Qwen1.5, Qwen2 and Qwen3 mixture of experts, a class for each architecture, and helpers for Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Qwen3Moe(Qwen3):
     support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), renderers=("qwen3",), served_adapters=True)
 
     def attention(self, hf_config: HFConfig) -> Attention:
-        # Qwen3-Coder says what the architecture has anyway.
+        # Qwen3-Coder sets it explicitly to the architecture's value.
         refuse_unless(hf_config, "qkv_bias", (None, False))
         refuse_unless(hf_config, "use_qk_norm", (None, True))
         return super().attention(hf_config)
@@ -39,7 +39,7 @@ class Qwen3Moe(Qwen3):
 
 
 def refuse_dense_layers_for_engine(hf_config: HFConfig, family: str) -> None:
-    """SGLang's Qwen MoE layers always route.
+    """Reject dense layers: in SGLang's Qwen MoE models every layer routes.
 
     Raises:
         CheckpointError: a layer is dense.
@@ -80,7 +80,7 @@ def experts_and_a_shared_one(config: HFConfig, normalised: bool) -> Experts:
     """Routed experts and one gated shared expert beside them.
 
     Args:
-        normalised: what an unset `norm_topk_prob` means in transformers' configuration of the family.
+        normalised: the family's default of `norm_topk_prob` in transformers.
     """
     return Experts(
         layers=moe_layer_ids(config),
@@ -97,8 +97,8 @@ def experts_and_a_shared_one(config: HFConfig, normalised: bool) -> Experts:
 class Qwen2Moe(Qwen2):
     """Qwen2MoeForCausalLM (https://arxiv.org/abs/2407.10671; transformers `models/qwen2_moe`).
 
-    Qwen2's attention; in routed layers a softmax router, and beside the chosen experts a large shared one whose output
-    a sigmoid of one more linear layer weighs.
+    Qwen2's attention; in routed layers a softmax router, and beside the chosen experts a large shared one. The sigmoid
+    of a further linear layer weighs its output.
     """
 
     architecture = "Qwen2MoeForCausalLM"
