@@ -9,6 +9,7 @@ imports triton; only `log_probs` does so, for logits on CUDA (or on a CPU under 
 """
 
 # Triton's types do not show that kernels are launched by subscript, and types are also checked without Triton.
+# pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 
