@@ -96,8 +96,8 @@ def token_advantages(
         raw = whiten(raw, masks, sum_over_ranks)
     result: list[TokenAdvantages] = []
     for columns, advantages, (_, returns) in zip(steps, raw, found, strict=True):
-        taught = advantages - _distillation(columns, algorithm)
-        result.append(TokenAdvantages(taught.astype(np.float32), returns))
+        rewarded = advantages - _distillation(columns, algorithm)
+        result.append(TokenAdvantages(rewarded.astype(np.float32), returns))
     return result
 
 

@@ -234,14 +234,14 @@ def check_sglang(
     rollout: RolloutConfig,
     *,
     ranks: int,
-    taught: int,
+    teacher_gpus: int,
     syncs_adapters: bool,
 ) -> None:
     """Reject engines that the machines, the placement or the sampling do not support.
 
     Args:
         ranks: of the trainer.
-        taught: GPUs of the trainer that a teacher shares, which no engine can use.
+        teacher_gpus: GPUs of the trainer that a teacher shares, which no engine can use.
         syncs_adapters: engines receive adapters alone.
 
     Raises:
@@ -251,7 +251,7 @@ def check_sglang(
     if engine.pairs is not None:
         _check_pairs(engine, engine.pairs, cluster, rollout.pause_mode, syncs_adapters=syncs_adapters)
     if cluster.colocated:
-        _check_colocated(engine, cluster, ranks, taught)
+        _check_colocated(engine, cluster, ranks, teacher_gpus)
     if not engine.urls:
         engine.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else engine.tp_size)
     _check_nccl(engine, cluster)
@@ -342,7 +342,7 @@ def _no_pairs(pairs: KVTransfer, rule: str, way_out: str) -> ConfigError:
     return ConfigError("sglang.pairs", pairs, rule, way_out)
 
 
-def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, taught: int) -> None:
+def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, teacher_gpus: int) -> None:
     """Check that colocated engines are on the trainer's GPUs and can release their memory."""
     if engine.urls:
         raise not_colocated(
@@ -354,13 +354,13 @@ def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, t
             "sglang.tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
             f"set it to {ranks} or less, or raise cluster.trainer_ranks",
         )  # fmt: skip
-    if engine.gpus > ranks - taught:
-        beside = f" that the teacher's {taught} leave (teacher.placement)" if taught else ""
+    if engine.gpus > ranks - teacher_gpus:
+        beside = f" that the teacher's {teacher_gpus} leave (teacher.placement)" if teacher_gpus else ""
         raise ConfigError(
             "sglang.num_engines", engine.num_engines,
             f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
-            f"{ranks - taught}{beside}",
-            f"set it to {(ranks - taught) // engine.tp_size} or less, or raise cluster.trainer_ranks",
+            f"{ranks - teacher_gpus}{beside}",
+            f"set it to {(ranks - teacher_gpus) // engine.tp_size} or less, or raise cluster.trainer_ranks",
         )  # fmt: skip
     _check_machines("sglang", engine, cluster, ranks)
     if engine.extra.get("enable_memory_saver") is False:

@@ -365,7 +365,9 @@ class RunConfig(Section):
             self.weights, self.sglang, cluster, self.claims(),
             task=task, ranks=ranks, transport=self.transport, compares=self.compares_weights,
         )  # fmt: skip
-        check_sglang(self.sglang, cluster, self.rollout, ranks=ranks, taught=self.taught_gpus, syncs_adapters=adapters)
+        check_sglang(
+            self.sglang, cluster, self.rollout, ranks=ranks, teacher_gpus=self.taught_gpus, syncs_adapters=adapters
+        )
         check_megatron(self.megatron, cluster, layout, self.train.replay, has_critic=self.has_critic)
         check_fp8(
             self.train.fp8, cluster.device, self.megatron.params_dtype, adapters=self.lora.on, colocated=colocated

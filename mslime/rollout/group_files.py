@@ -75,12 +75,12 @@ def read_groups(path: Path) -> StepGroups:
     return StepGroups(step, version, groups)
 
 
-def fitted(stored: StepGroups, path: Path, train: TrainConfig, taught: bool, model: ModelFacts) -> list[Group]:
+def fitted(stored: StepGroups, path: Path, train: TrainConfig, has_teacher: bool, model: ModelFacts) -> list[Group]:
     """The groups as this run trains them: without routes or a teacher's scores that it does not use. Supports are kept:
     whatever the run draws from, a token is trained under the distribution that it was drawn from.
 
     Args:
-        taught: a served teacher scores the run's responses.
+        has_teacher: a served teacher scores the run's responses.
         model: of the trainer.
 
     Raises:
@@ -94,10 +94,10 @@ def fitted(stored: StepGroups, path: Path, train: TrainConfig, taught: bool, mod
         samples = [s for g in stored.groups for s in g.samples]
         if not any(s.trainable_tokens for s in samples):
             raise _refusal(path, "0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
-        groups = [replace(g, samples=[_used(s, routed, taught) for s in g.samples]) for g in stored.groups]
+        groups = [replace(g, samples=[_used(s, routed, has_teacher) for s in g.samples]) for g in stored.groups]
         for sample in (s for g in groups for s in g.samples):
             _check_model(sample, path, model)
-            _check_complete(sample, path, routed, taught)
+            _check_complete(sample, path, routed, has_teacher)
     return groups
 
 
@@ -123,24 +123,24 @@ def _check_model(sample: Sample, path: Path, model: ModelFacts) -> None:
         raise _refusal(path, f"expert {largest} ({where})", f"the model has {model.num_experts} experts", other)
 
 
-def _check_complete(sample: Sample, path: Path, routed: bool, taught: bool) -> None:
+def _check_complete(sample: Sample, path: Path, routed: bool, has_teacher: bool) -> None:
     where = f"group {sample.group_id}, response {sample.index}"
     if sample.reward is None:
         raise _refusal(path, where, "is not scored", "write the groups again")
     if routed and sample.routes is None:
         raise _refusal(path, where, "has no routes to replay (train.replay: r3)",
                        "set train.replay to r2 or off, or write the groups with r3")  # fmt: skip
-    if taught and sample.teacher_log_probs is None:
+    if has_teacher and sample.teacher_log_probs is None:
         raise _refusal(path, where, "has no scores of the teacher, which is served",
                        "write groups with this teacher, or hold it in the trainer (model.teacher_path)")  # fmt: skip
 
 
-def _used(sample: Sample, routed: bool, taught: bool) -> Sample:
+def _used(sample: Sample, routed: bool, has_teacher: bool) -> Sample:
     """The sample without what the run does not look at."""
     return replace(
         sample,
         routes=sample.routes if routed else None,
-        teacher_log_probs=sample.teacher_log_probs if taught else None,
+        teacher_log_probs=sample.teacher_log_probs if has_teacher else None,
     )
 
 

@@ -264,13 +264,13 @@ class GroupRunner:
             self._hook(group)
             self._tracker.complete(group)
         except UserError as error:  # of the hook, or of the dynamic filter
-            if not self._tracker.blame(group, str(error)):
+            if not self._tracker.count_failure(group, str(error)):
                 self._tracker.put_back(group)
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
         """Drop a group that failed for the second time by its own fault; else it rests, and the failure is told."""
-        if self._is_culprit(group, errors) and self._tracker.blame(group, str(errors[0])):
+        if self._is_culprit(group, errors) and self._tracker.count_failure(group, str(errors[0])):
             return
         self._tracker.put_back(group)
         if group.group_id not in self._forgiven:

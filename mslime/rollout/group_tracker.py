@@ -107,12 +107,12 @@ class Continued:
 
 
 def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group], *,
-              taught: bool) -> Continued:  # fmt: skip
+              has_teacher: bool) -> Continued:  # fmt: skip
     """Read a state back.
 
     Args:
         make: makes a group anew from its id, prompt and size.
-        taught: a served teacher scores responses, so that groups from a run without one are not complete.
+        has_teacher: a served teacher scores responses, so that groups from a run without one are not complete.
 
     Raises:
         ValueError: the groups and the ledger do not agree.
@@ -121,7 +121,7 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
     check_stored(groups)
     resting += begun_anew(header.get("begun", []), columns, make)
-    if taught:
+    if has_teacher:
         resting += [group for group in accepted if _untaught(group)]
         accepted = [group for group in accepted if not _untaught(group)]
     ledger = Ledger.from_state(header["ledger"])
@@ -337,7 +337,7 @@ class GroupTracker(TokenCounter):
             self.counters.add("filtered_groups")
             self._drop(group, self._filter_name)
 
-    def blame(self, group: Group, reason: str) -> bool:
+    def count_failure(self, group: Group, reason: str) -> bool:
         """Count a failure of the group's own. Whether it is the second one: the group is dropped then, so that a run
         and its resumes do not end at one group again and again."""
         group.failures += 1
@@ -482,7 +482,7 @@ class GroupTracker(TokenCounter):
         assert taken is not None, "nothing was taken"
         self.ledger = self.ledger.before_training(taken.tokens, taken.mark)
         self._taken_count -= len(taken.groups)
-        dropped = [g for g in blamed if self.blame(g, "cannot be trained")]
+        dropped = [g for g in blamed if self.count_failure(g, "cannot be trained")]
         self.accepted = [*(g for g in taken.groups if g not in dropped), *self.accepted]
         return bool(blamed) and len(dropped) == len(blamed)
 

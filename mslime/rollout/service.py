@@ -46,7 +46,7 @@ class RolloutService:
         step_limit_s: within which the groups of a step are complete.
         source: training prompts.
         longest_input: prompts of so many tokens, or more, leave no room for a response.
-        taught: a served teacher scores responses.
+        has_teacher: a served teacher scores responses.
         on_progress: called whenever groups move: (groups that a step needs, accepted, running, responses that ended in
             this step, responses interrupted in it).
         on_span: called with every stretch of work, for the timeline: (lane, name, start, end, step), in seconds since
@@ -65,7 +65,7 @@ class RolloutService:
         source: PromptStream,
         longest_input: int,
         *,
-        taught: bool = False,
+        has_teacher: bool = False,
         on_progress: Callable[[int, int, int, int, int], None] | None = None,
         on_span: Callable[[str, str, float, float, int], None] | None = None,
         on_evaluated: Callable[[str, Sequence[Group]], None] | None = None,
@@ -73,7 +73,7 @@ class RolloutService:
         self._managers, self._source = list(managers), source
         self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
         self._step_limit_s = step_limit_s
-        self._longest_input, self._taught = longest_input, taught
+        self._longest_input, self._taught = longest_input, has_teacher
         self._on_progress, self._on_span, self._on_evaluated = on_progress, on_span, on_evaluated
         self.joined = JoinedTrackers(rollout, len(self._managers))
         self._works_ahead = rollout.max_staleness > 0
@@ -232,7 +232,7 @@ class RolloutService:
     async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
         """See `load`: what its file holds."""
         self._source.load_state_dict(header["source"])
-        saved = continued(header, columns, new_group, taught=self._taught)
+        saved = continued(header, columns, new_group, has_teacher=self._taught)
         self.joined.continue_from(saved)
         accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
         every = len(self._managers)

@@ -337,7 +337,7 @@ def _routes_header(routes: Routes) -> dict[str, Any]:
 
 def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     h: dict[str, Any] = dict(header)
-    taught = h.pop("taught", False)  # not in files from before teachers were served
+    has_teacher = h.pop("taught", False)  # not in files from before teachers were served
     n, shape, support_ids = h.pop("length"), h.pop("routes"), h.pop("support_ids")
     routes = supports = None
     if shape is not None:
@@ -356,7 +356,7 @@ def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     h["turns"] = [(int(start), int(number)) for start, number in h.get("turns", [])]
     h["status"] = SampleStatus(h["status"])
     h |= {name: stored.cut(name, n).astype(dtype, casting="same_kind") for name, dtype in _COLUMNS.items()}
-    if taught:
+    if has_teacher:
         h["teacher_log_probs"] = stored.cut("teacher_log_probs", n)
     return Sample(**h, routes=routes, supports=supports)
 

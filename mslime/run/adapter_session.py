@@ -82,9 +82,9 @@ class AdapterStop(StopSignals):
         self._signals.check(patience_s)
         self._ending.check(self._of, patience_s)
 
-    def told(self, error: BaseException) -> BaseException:
+    def to_user_error(self, error: BaseException) -> BaseException:
         """See `StopSignals.told`."""
-        return self._signals.told(error)
+        return self._signals.to_user_error(error)
 
 
 class AdapterSession(TrainingRun):
@@ -126,10 +126,10 @@ class AdapterSession(TrainingRun):
         self._records.open(self._stack, True, NamedProgress(self.name, self._shared.progress, steps, done))
         self._timeline, self.progress = self._records.timeline, self._records.progress
 
-    def _tend(self) -> None:
-        if self._fleet.tend():
+    def _update_engines(self) -> None:
+        if self._fleet.update_engines():
             for other in self._shared.adapters:
-                other._publisher.doubt()
+                other._publisher.force_verify()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
         """See `TrainingRun.train`; waits for the trainer's turn first, and keeps it for the delivery that follows,
@@ -154,7 +154,7 @@ class AdapterSession(TrainingRun):
     def _revive(self, error: EngineError) -> None:
         """See `Publisher.revive`. Where another adapter's thread has found an engine meanwhile, there is nothing to
         wait for."""
-        if not isinstance(error, EngineDied) or self._rollouts.engines.call(RunEngines.stranded):
+        if not isinstance(error, EngineDied) or self._rollouts.engines.call(RunEngines.no_engine_alive):
             super()._revive(error)
 
     def leave(self) -> None:

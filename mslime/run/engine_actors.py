@@ -252,7 +252,9 @@ class EngineGroup:
         """Start all servers without waiting, so that trainers can start beside them."""
         return {name: actor.start.remote() for name, actor in self._actors.items()}
 
-    def watch_start(self, starting: dict[str, ray.ObjectRef], say: Callable[[str], None]) -> Callable[[], None]:
+    def watch_start(
+        self, starting: dict[str, ray.ObjectRef], print_status: Callable[[str], None]
+    ) -> Callable[[], None]:
         """What to call now and then while they start: says what each is doing when that changes, or lasts.
 
         It raises EngineError as soon as a server has failed to start, also while something else is waited for.
@@ -272,7 +274,7 @@ class EngineGroup:
                     before, at = said.get(name, ("", 0.0))
                     if doing != before or when - at > SAY_AGAIN_SECONDS:
                         said[name] = (doing, when)
-                        say(f"{name}: {phase}")
+                        print_status(f"{name}: {phase}")
                 if name not in asked:
                     asked[name] = actor.phase.options(concurrency_group="progress").remote()
 
@@ -378,7 +380,7 @@ class EngineGroup:
         self._begin(name)
         return "it is started again" if self._may_start else "it is started again when the trainer sleeps"
 
-    def forgive(self, name: str) -> None:
+    def reset_failures(self, name: str) -> None:
         """An engine has served well since it was started: what it died of before counts no more."""
         del self._restarts[name]
 

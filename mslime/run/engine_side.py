@@ -57,7 +57,7 @@ class EngineSide:
         self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
         return refused_input
 
-    async def greet(self, address: EngineAddress) -> None:
+    async def admit(self, address: EngineAddress) -> None:
         """Check an engine that is new, was started again or answers again, and let it take part from the next weight
         update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
@@ -87,17 +87,17 @@ class EngineSide:
             raise
         await self.pool.admit(client)
 
-    async def leave_out(self, urls: Collection[str], why: str) -> None:
-        """See `EnginePool.leave_out`."""
-        self.pool.leave_out(urls, why)
+    async def mark_dead(self, urls: Collection[str], why: str) -> None:
+        """See `EnginePool.mark_dead`."""
+        self.pool.mark_dead(urls, why)
 
     async def dead(self) -> dict[str, EngineError]:
         """Dead engines by name, with what killed them; see `EnginePool.missing`."""
         return self.pool.missing
 
-    async def stranded(self) -> bool:
-        """See `EnginePool.stranded`."""
-        return self.pool.stranded
+    async def no_engine_alive(self) -> bool:
+        """See `EnginePool.no_engine_alive`."""
+        return self.pool.no_engine_alive
 
     def _clients(self, addresses: Sequence[EngineAddress], model: ModelFacts) -> list[EngineClient]:
         from mslime.backends.sglang.pair import client_of

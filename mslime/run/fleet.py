@@ -72,7 +72,7 @@ class Fleet:
 
     # --------------------------------------------------------------------------------------------------- at a sync
 
-    def tend(self) -> bool:
+    def update_engines(self) -> bool:
         """Before the engines are paused for a sync: take those that have been started, that answer again or that are
         attached, start those again that died, let those leave that are not wanted. Whether any joined."""
         for number, order in self.orders.take():
@@ -93,7 +93,7 @@ class Fleet:
         """Greet servers that have been started, and start those again that were in vain."""
         for name, found in (started := self._engines.started()).items():
             how = "is back" if self._states[name].why else "joins"
-            failure = found if isinstance(found, UserError) else self._greet(found, how)
+            failure = found if isinstance(found, UserError) else self._admit(found, how)
             if failure is not None:
                 self._start_again(name, f"{name} could not be started ({failure.brief})", failure)
         if started:
@@ -126,7 +126,7 @@ class Fleet:
                 state.state = "serving"
                 state.syncs += 1
                 if state.syncs == FORGIVEN_AFTER:
-                    self._engines.forgive(name)
+                    self._engines.reset_failures(name)
             elif state.state == "leaving":
                 self._forget(name)
         self._show()
@@ -139,8 +139,8 @@ class Fleet:
         what = "a rollout manager has no engine left" if others else "no engine is left"
         self._progress.note(f"{what} ({error.brief})")
         while True:
-            self.tend()
-            if not self._members.call(RunEngines.stranded):
+            self.update_engines()
+            if not self._members.call(RunEngines.no_engine_alive):
                 return
             if not self._engines.starting:
                 raise error
@@ -159,7 +159,7 @@ class Fleet:
             return  # it has been started again as often as it may; or it was asked a moment ago
         address = self._address(name)
         assert address is not None, "a dead engine had an address"
-        if self._greet(address, "answers again") is not None and state.state != "gone":
+        if self._admit(address, "answers again") is not None and state.state != "gone":
             self._start_again(name, f"{name} is gone ({why})", why)
 
     def _is_due(self, name: str) -> bool:
@@ -167,10 +167,10 @@ class Fleet:
         self._passed[name] += 1
         return self._passed[name].bit_count() == 1
 
-    def _greet(self, address: EngineAddress, how: str) -> EngineError | None:
+    def _admit(self, address: EngineAddress, how: str) -> EngineError | None:
         """Admit an engine to the next sync; what is wrong with it."""
         try:
-            self._members.call(RunEngines.greet, address)
+            self._members.call(RunEngines.admit, address)
         except EngineError as error:
             return error
         self._engines.take(address)
@@ -223,7 +223,7 @@ class Fleet:
             raise ConfigError("attach", order.attach, "is an engine of this run", f"its engines: {', '.join(urls)}")
         address = self._engines.attach(order.attach, order.keys)
         self._attached.add(address.endpoint)
-        if (failure := self._greet(address, "joins")) is not None:
+        if (failure := self._admit(address, "joins")) is not None:
             self._attached.release(address.endpoint)
             raise failure
         return f"it is {address.name}"

@@ -120,12 +120,12 @@ class Publisher:
         met = [address for address in self._engines.addresses if address.url in self._met]
         self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
 
-    def tend(self) -> None:
-        """See `Fleet.tend`. With engines that join, weights are compared as in the run's first syncs."""
-        if self._fleet.tend():
-            self.doubt()
+    def update_engines(self) -> None:
+        """See `Fleet.update_engines`. With engines that join, weights are compared as in the run's first syncs."""
+        if self._fleet.update_engines():
+            self.force_verify()
 
-    def doubt(self) -> None:
+    def force_verify(self) -> None:
         """Compare weights as in the run's first syncs."""
         self._verified = 0
 
@@ -150,7 +150,7 @@ class Publisher:
 
     def revive(self, error: EngineError) -> None:
         """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
-        if not self._rollouts.engines.call(RunEngines.stranded):
+        if not self._rollouts.engines.call(RunEngines.no_engine_alive):
             raise error
         self._memory.revive()
         self._fleet.revive(error)
@@ -242,7 +242,7 @@ class Publisher:
                 self._progress.note(f"all weights are sent again: {error.brief}")
                 return serving
             elif named and named != set(tried):
-                self._rollouts.engines.call(RunEngines.leave_out, named, error.brief)
+                self._rollouts.engines.call(RunEngines.mark_dead, named, error.brief)
                 return self._rollouts.engines.call(RunEngines.begin_again)
         except EngineDied:
             raise
@@ -331,7 +331,7 @@ class AdapterPublisher(Publisher):
                 wrong = {url for url in self._met if _names_engine(error, url)}
                 if not wrong or wrong == self._met:
                     raise
-                self._rollouts.engines.call(RunEngines.leave_out, wrong, error.brief)
+                self._rollouts.engines.call(RunEngines.mark_dead, wrong, error.brief)
                 self._met -= wrong
 
     def _remove_unused(self, kept: set[int]) -> None:

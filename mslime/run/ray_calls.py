@@ -109,10 +109,10 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
     try:
         return ray.get(ref)
     except RayError as error:
-        raise told(error, who, what, log) from None
+        raise to_user_error(error, who, what, log) from None
 
 
-def told(error: RayError, who: str, what: str, log: str) -> Exception:
+def to_user_error(error: RayError, who: str, what: str, log: str) -> Exception:
     """What a call's failure is to the user: the worker's own words if the mistake is the user's, else that `who`
     crashed, died, or that Ray failed."""
     if isinstance(error, RayTaskError):
@@ -275,7 +275,7 @@ class Remote(Generic[T]):
             raise
         except RayError as error:
             what = f"{self._name}: {method.__name__}"
-            raise told(error, self._who, what, self._log) from None
+            raise to_user_error(error, self._who, what, self._log) from None
 
 
 class InLoop(Generic[T]):

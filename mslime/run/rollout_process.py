@@ -127,7 +127,7 @@ class RolloutActor(Host):
                 of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
                 None if room is None else room.of(name),
             )  # fmt: skip
-            of.serve([Local(manager)], refused_input, taught=bool(teachers))
+            of.serve([Local(manager)], refused_input, has_teacher=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
         return RunEngines([member], self._scoring[0] if len(self._scoring) == 1 else None)
 
@@ -139,7 +139,7 @@ class RolloutActor(Host):
         managers = ManagerProcesses(self._run, self._log_path.parent, addresses)
         refused_input = await managers.start(teachers)
         self._close_engines = managers.stop
-        self._of[ONLY].serve(managers.managers, refused_input, taught=bool(teachers))
+        self._of[ONLY].serve(managers.managers, refused_input, has_teacher=bool(teachers))
         return RunEngines(managers.members)
 
     async def stop(self) -> None:

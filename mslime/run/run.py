@@ -69,7 +69,7 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
     if config.observe.progress != "off":
         console.print(describe(resolved))
 
-    def say(text: str) -> None:
+    def print_status(text: str) -> None:
         console.print(text, markup=False, highlight=False)
         _log.info("%s", text)
 
@@ -77,40 +77,43 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
     with StopSignals(asked) as stop, owned(config.run_dir), log:
         _log.info("start of mslime %s in process %d on %s", __version__, os.getpid(), socket.gethostname())
         if config.adapters:
-            return _run_adapters(AdaptersSession(resolved, stop, quiet), say)
+            return _run_adapters(AdaptersSession(resolved, stop, quiet), print_status)
         with Resources() as resources:
             session = TrainingRun(resolved, stop, quiet, resources)
             if session.first_step >= config.train.num_steps:
-                say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+                print_status(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
                 return 0
             for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
-                say(f"changed since {session.checkpoints.loaded}: {change}")
+                print_status(f"changed since {session.checkpoints.loaded}: {change}")
             write_resolved(config, config.run_dir / "config.yaml")
-            _train(session, lambda: TrainingRun(_continued(resolved), stop, quiet, resources), resources, say)
-        say(f"done: {config.run_dir}")
+            _train(session, lambda: TrainingRun(_continued(resolved), stop, quiet, resources), resources, print_status)
+        print_status(f"done: {config.run_dir}")
     return 0
 
 
-def _run_adapters(session: AdaptersSession, say: Callable[[str], None]) -> int:
+def _run_adapters(session: AdaptersSession, print_status: Callable[[str], None]) -> int:
     """Train several adapters of one base."""
     config = session.config
     if not session.adapters:
-        say(f"{config.run_dir}: all steps of all adapters are done already")
+        print_status(f"{config.run_dir}: all steps of all adapters are done already")
         return 0
     for each in session.adapters:
         for change in changed_settings(each.checkpoints.config or {}, each.config.as_dict()):
-            say(f"{each.name}: changed since {each.checkpoints.loaded}: {change}")
+            print_status(f"{each.name}: changed since {each.checkpoints.loaded}: {change}")
         each.config.run_dir.mkdir(parents=True, exist_ok=True)
         write_resolved(each.config, each.config.run_dir / "config.yaml")
     write_resolved(config, config.run_dir / "config.yaml")
     with session:
         session.train(train_rl)
-    say(f"done: {config.run_dir}")
+    print_status(f"done: {config.run_dir}")
     return 0
 
 
 def _train(
-    session: TrainingRun, make_session: Callable[[], TrainingRun], resources: Resources, say: Callable[[str], None]
+    session: TrainingRun,
+    make_session: Callable[[], TrainingRun],
+    resources: Resources,
+    print_status: Callable[[str], None],
 ) -> None:
     """Train to the end; with another session where a process is lost and the engines can go on (`resources`)."""
     config, attempts = session.config, Attempts(session.config.cluster.restarts)
@@ -126,7 +129,7 @@ def _train(
             told = attempts.another(session.first_step, session.trained, saved)
             if not told:
                 raise
-            say(f"{error.brief}: {told}")
+            print_status(f"{error.brief}: {told}")
             session = make_session()
 
 

@@ -42,12 +42,12 @@ class RunEngines:
     # ---------------------------------------------------------------------------------------------- who they are
 
     @verb("meet engine", "engine_start_s", interruptible=True)
-    async def greet(self, address: EngineAddress) -> None:
-        """See `EngineSide.greet`: at the manager whose engine it was, or at the one that has fewest."""
+    async def admit(self, address: EngineAddress) -> None:
+        """See `EngineSide.admit`: at the manager whose engine it was, or at the one that has fewest."""
         with phase(_log, f"meeting {address.name} at {address.url}"):
             known = [member for member in self._members if address.name in member.names]
             member = known[0] if known else min(self._members, key=lambda each: len(each.engines))
-            await member.side.ask(EngineSide.greet, address)
+            await member.side.ask(EngineSide.admit, address)
         if known:
             member.engines[member.names.index(address.name)] = address
         else:
@@ -69,9 +69,9 @@ class RunEngines:
                 member.engines[:] = [address for address in member.engines if address.name != name]
 
     @verb("leave engines out")
-    async def leave_out(self, urls: Collection[str], why: str) -> None:
-        """Take these engines for dead; see `EnginePool.leave_out`."""
-        await _all(member.side.ask(EngineSide.leave_out, urls, why) for member in self._members)
+    async def mark_dead(self, urls: Collection[str], why: str) -> None:
+        """Take these engines for dead; see `EnginePool.mark_dead`."""
+        await _all(member.side.ask(EngineSide.mark_dead, urls, why) for member in self._members)
 
     @verb("engines")
     async def dead(self) -> dict[str, str]:
@@ -80,9 +80,9 @@ class RunEngines:
         return {name: error.brief for each in found for name, error in each.items()}
 
     @verb("engines")
-    async def stranded(self) -> bool:
+    async def no_engine_alive(self) -> bool:
         """Whether a manager has nobody to generate."""
-        return any(await _all(member.side.ask(EngineSide.stranded) for member in self._members))
+        return any(await _all(member.side.ask(EngineSide.no_engine_alive) for member in self._members))
 
     # --------------------------------------------------------------------------------------------- their memory
 

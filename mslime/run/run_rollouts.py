@@ -79,11 +79,12 @@ class RunRollouts:
         self._closed = False
         self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
 
-    def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, taught: bool) -> None:
+    def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, has_teacher: bool) -> None:
         """Make the service that these managers generate for.
 
         Args:
-            refused_input: engines refuse to continue so many tokens. taught: whether a served teacher scores responses.
+            refused_input: engines refuse to continue so many tokens.
+            has_teacher: whether a served teacher scores responses.
         """
         from mslime.data.source import open_prompts
         from mslime.rollout.generation import Sampling
@@ -96,7 +97,7 @@ class RunRollouts:
         prompts = open_prompts(config.data, config.seed, self._tokenizer)
         self.service = RolloutService(
             config.rollout, config.deadlines.rollout_step_s, managers, prompts, sampling.longest_input,
-            taught=taught, on_progress=self.on_progress, on_span=self.on_span, on_evaluated=self.on_evaluated,
+            has_teacher=has_teacher, on_progress=self.on_progress, on_span=self.on_span, on_evaluated=self.on_evaluated,
         )  # fmt: skip
 
     async def begin(self, engines: RunEngines, state: SavedState | None, version: int) -> None:

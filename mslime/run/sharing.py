@@ -62,20 +62,20 @@ class Apart:
     """Trainer and engines on GPUs of their own.
 
     Args:
-        tend: looks after engines that died, answer again or are asked for.
+        update_engines: looks after engines that died, answer again or are asked for.
     """
 
     shared = False
 
-    def __init__(self, tend: Callable[[], None]) -> None:
-        self._tend = tend
+    def __init__(self, update_engines: Callable[[], None]) -> None:
+        self._update_engines = update_engines
 
     def enter(self, phase: PhaseName) -> None:
         """Let the phase have what it needs. Engines must be paused."""
 
     def begin_sync(self) -> None:
         """Before engines are paused for a sync."""
-        self._tend()
+        self._update_engines()
 
     def end_sync(self) -> None:
         """Engines generate again."""
@@ -104,7 +104,7 @@ class Shared(Apart):
     """Trainer and engines on the same GPUs. It begins where the trainer sleeps and all engines are there.
 
     Args:
-        tend: as for `Apart`.
+        update_engines: as for `Apart`.
         check: raises when the run is to end.
         teachers: servers of a teacher that shares the GPUs, too; None: none does.
     """
@@ -116,11 +116,11 @@ class Shared(Apart):
         rollouts: RolloutProcess,
         trainers: TrainerGroup,
         engines: EngineGroup,
-        tend: Callable[[], None],
+        update_engines: Callable[[], None],
         check: Callable[[], None],
         teachers: EngineGroup | None = None,
     ) -> None:
-        super().__init__(tend)
+        super().__init__(update_engines)
         self._rollouts, self._trainers, self._engines, self._check = rollouts, trainers, engines, check
         self._trainer, self._engine = PHASES["generate"].trainer, PHASES["generate"].engines
         self._teachers, self._teacher = teachers, PHASES["generate"].teachers
@@ -155,7 +155,7 @@ class Shared(Apart):
             self._rollouts.service.call(RunRollouts.pause)
             self.enter("train")
         except EngineError:
-            if not self._rollouts.engines.call(RunEngines.stranded):
+            if not self._rollouts.engines.call(RunEngines.no_engine_alive):
                 raise
             self._engine = frozenset()
             self.enter("train")
@@ -198,11 +198,11 @@ class Shared(Apart):
         """Nobody starts from now on; who does so is waited for, since it needs its GPUs."""
         if not self._open:
             return
-        self._tend()
+        self._update_engines()
         while self._engines.starting:
             self._check()
             time.sleep(LOOK_EVERY_S)
-            self._tend()
+            self._update_engines()
         self._open = False
         self._engines.let_start(False)
 

@@ -89,7 +89,7 @@ class StopSignals:
         if self._pending is not None and time.monotonic() - self._since >= patience_s:
             raise self._stopped(self._pending, save=True)
 
-    def told(self, error: BaseException) -> BaseException:
+    def to_user_error(self, error: BaseException) -> BaseException:
         """The signal behind an error: Ray makes a plain KeyboardInterrupt of whatever a handler raises within it."""
         plain = isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped)
         return self._raised if plain and self._raised is not None else error
@@ -125,7 +125,7 @@ class StopSignals:
     ) -> None:
         for number, before in self._before.items():  # empty outside the main thread
             signal.signal(number, before if before is not None else signal.SIG_DFL)
-        if error is not None and (told := self.told(error)) is not error:
+        if error is not None and (told := self.to_user_error(error)) is not error:
             raise told from None
 
 
@@ -199,7 +199,7 @@ def outliving_readers() -> Iterator[None]:
 
 
 @dataclass
-class Learnt:
+class RescueState:
     """Steps of a run.
 
     Attributes:

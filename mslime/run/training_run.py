@@ -41,7 +41,7 @@ from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
 from mslime.run.sharing import Apart, Shared
 from mslime.run.started import Started
-from mslime.run.stop import Learnt, Stopped, StopSignals
+from mslime.run.stop import RescueState, Stopped, StopSignals
 from mslime.run.trainers import TrainerGroup
 from mslime.run.weight_probe import WeightProbe
 
@@ -86,14 +86,14 @@ class TrainingRun(Started):
         config = self.config
         self.checkpoints = RunCheckpoints(config.run_dir, config.checkpoint, config.has_critic)
         self.first_step = self.checkpoints.first_step
-        self._learnt = Learnt(self.first_step, self.first_step)
+        self._rescue_state = RescueState(self.first_step, self.first_step)
         self._records = StepRecords(config, self.checkpoints)
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
         # around what is done with the engines' members
         self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._memory = Apart(self._tend)
+        self._memory = Apart(self._update_engines)
 
     def _start(self) -> None:
         config = self.config
@@ -143,7 +143,9 @@ class TrainingRun(Started):
         self._fleet = Fleet(self._rollouts.engines, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
-            self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)
+            self._memory = Shared(
+                self._rollouts, self._trainers, self._engines, self._update_engines, self._at_rest, teachers
+            )
         self._publisher = self._make_publisher()
         self._publisher.connect(group)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
@@ -188,8 +190,8 @@ class TrainingRun(Started):
     def _start_trainers(self, on_wait: Callable[[], None] | None = None) -> None:
         self._layers = self._trainers.start(on_wait)
 
-    def _tend(self) -> None:
-        self._publisher.tend()
+    def _update_engines(self) -> None:
+        self._publisher.update_engines()
 
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):
@@ -203,7 +205,7 @@ class TrainingRun(Started):
     @property
     def trained(self) -> int:
         """Steps done, also before this session."""
-        return self._learnt.trained
+        return self._rescue_state.trained
 
     @contextmanager
     def step(self, step: int) -> Iterator[dict[str, float]]:
@@ -214,7 +216,7 @@ class TrainingRun(Started):
 
     def _close_row(self, hook: bool = True) -> None:
         """Log the row of the step in progress, if that was trained."""
-        if self._learnt.trained < self._records.step:
+        if self._rescue_state.trained < self._records.step:
             self._records.drop()
         self._records.close(hook)
 
@@ -251,10 +253,10 @@ class TrainingRun(Started):
         _log.info("step %d: training", self._records.step)
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
-        self._learnt.training = True
+        self._rescue_state.training = True
         found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
-        self._learnt.training = False
-        self._learnt.trained = self._records.step
+        self._rescue_state.training = False
+        self._rescue_state.trained = self._records.step
         if self.config.train.task == "sft":
             self._source_state = self._rows.source.state_dict()
         self._records.record_lanes("train", found.spans)
@@ -326,7 +328,7 @@ class TrainingRun(Started):
                 return self._rollouts.service.wait(running.answer)
             except EngineDied as error:
                 with self._syncing():
-                    if self._rollouts.engines.call(RunEngines.stranded):
+                    if self._rollouts.engines.call(RunEngines.no_engine_alive):
                         self._fleet.revive(error)
                         self._publish(running.step)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
@@ -363,7 +365,7 @@ class TrainingRun(Started):
         try:
             self._save(next_step)
         except CheckpointError:
-            self._learnt.save_failed = True
+            self._rescue_state.save_failed = True
             raise
         self._at_rest()
 
@@ -382,7 +384,7 @@ class TrainingRun(Started):
             extra["source"] = self._source_state
         with self._memory.awake("save", next_step, last=rescue):
             self._trainers.save(directory, extra, others, deadline)
-        self._learnt.saved = next_step
+        self._rescue_state.saved = next_step
         self.checkpoints.prune()
         end = self._timeline.now()
         self._records.carry({"perf/checkpoint_seconds": end - begun_at})
@@ -408,11 +410,11 @@ class TrainingRun(Started):
     @contextmanager
     def rescuing(self) -> Iterator[None]:
         """Whatever ends the block early, a signal or an error: save what the trainer has learnt, if it is at rest."""
-        self._stop.describe, self._stop.patient = lambda: self._learnt.stopping(self._records.step), True
+        self._stop.describe, self._stop.patient = lambda: self._rescue_state.stopping(self._records.step), True
         try:
             yield
         except BaseException as error:
-            told = self._stop.told(error)
+            told = self._stop.to_user_error(error)
             outcome = self._rescue(told)
             if isinstance(told, Stopped):
                 told.outcome = outcome
@@ -424,27 +426,27 @@ class TrainingRun(Started):
 
     def _rescue(self, error: BaseException) -> str:
         """Save before the run ends with `error`; what came of it, in words. Raises Stopped at a second signal."""
-        learnt, stopped = self._learnt, isinstance(error, Stopped)
+        rescue, stopped = self._rescue_state, isinstance(error, Stopped)
         ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # which may have another one
         reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
         self._keep_scores()
-        if not learnt.training and learnt.trained <= learnt.saved:
-            return learnt.nothing_to_save()
-        if why := learnt.hinders_saving(self._records.step, stopped):
+        if not rescue.training and rescue.trained <= rescue.saved:
+            return rescue.nothing_to_save()
+        if why := rescue.hinders_saving(self._records.step, stopped):
             return self._lost(why)
-        self.progress.note(f"saving step {learnt.trained} before {reason}")
+        self.progress.note(f"saving step {rescue.trained} before {reason}")
         try:
             self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
             self._close_row(hook=False)  # the first error is the one that ends the run
-            self._save(learnt.trained, rescue=True)
+            self._save(rescue.trained, rescue=True)
         except KeyboardInterrupt:
             self._lost("a second signal came")
             raise
         except Exception as second:  # whatever it is: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
-        return f"saved step {learnt.trained} in {self.checkpoints.directory(learnt.trained)}"
+        return f"saved step {rescue.trained} in {self.checkpoints.directory(rescue.trained)}"
 
     def _keep_scores(self) -> None:
         """Record the scores of an evaluation that has ended, before the run does."""
@@ -462,7 +464,7 @@ class TrainingRun(Started):
 
     def _lost(self, why: str) -> str:
         """Say that steps are not saved."""
-        text = self._learnt.lost(why)
+        text = self._rescue_state.lost(why)
         self.progress.note(text)
         return text
 

@@ -154,7 +154,7 @@ class Serving(Started):
 
     async def _watch(self, fleet: Fleet, pool: EnginePool, service: Service) -> None:
         """Wait for a signal or a failure, and supervise the engines. Raises these."""
-        looking = in_thread(fleet.tend)
+        looking = in_thread(fleet.update_engines)
         while True:
             await asyncio.sleep(LOOK_S)
             if self._status is not None:
@@ -167,7 +167,7 @@ class Serving(Started):
                     with suppress(EngineError):  # an engine that does not resume is dead, which the next check detects
                         await pool.join()
                     fleet.settled()
-                looking = in_thread(fleet.tend)
+                looking = in_thread(fleet.update_engines)
 
     def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
         """Write the server's address and key to a file readable only by its user, and log it."""

@@ -565,7 +565,7 @@ class FakeRun:
             raise error
         return 7
 
-    def leave_out(self, urls: Any, why: str) -> None:
+    def mark_dead(self, urls: Any, why: str) -> None:
         self.calls.append(f"leave out {' '.join(sorted(urls))}")
 
     def lost(self, gone: Any) -> None: ...

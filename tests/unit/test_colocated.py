@@ -241,7 +241,7 @@ class FakeSides:
     def dead(self) -> dict[str, str]:
         return dict(self.gone)
 
-    def stranded(self) -> bool:
+    def no_engine_alive(self) -> bool:
         return self.silent
 
     def halt(self, name: str) -> None:
@@ -260,7 +260,7 @@ class FakeSides:
     def stop(self) -> None:
         self._note("stop engines")
 
-    def tend(self) -> None:
+    def update_engines(self) -> None:
         self._note("tend")
         self.starting = self.starting[1:]
 
@@ -268,7 +268,7 @@ class FakeSides:
 def shared_of(sides: FakeSides, teacher: bool = False) -> Shared:
     made: Any = sides
     sides.teachers = sides.teachers if teacher else set()
-    return Shared(fake_process(made), made, made, sides.tend, lambda: None, made if teacher else None)
+    return Shared(fake_process(made), made, made, sides.update_engines, lambda: None, made if teacher else None)
 
 
 def fits(sides: FakeSides) -> bool:
@@ -367,7 +367,7 @@ def test_the_trainer_goes_on_where_no_engine_is_left_and_sleeps_before_one_is_st
 
 def test_engines_that_all_refuse_end_it() -> None:
     sides = FakeSides()
-    shared, sides.stranded = shared_of(sides), lambda: False  # type: ignore[method-assign]
+    shared, sides.no_engine_alive = shared_of(sides), lambda: False  # type: ignore[method-assign]
     sides.silent = True
     with pytest.raises(EngineError, match="none is left"):
         shared.begin_training()

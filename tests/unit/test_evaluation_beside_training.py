@@ -60,13 +60,13 @@ class FakeRollouts:
         self.tell("pause")
         self.update.append("pause")
 
-    def greet(self, address: EngineAddress) -> None:
+    def admit(self, address: EngineAddress) -> None:
         self.update.append(f"greet {address.name}")
 
     def dead(self) -> dict[str, str]:
         return self.gone
 
-    def stranded(self) -> bool:
+    def no_engine_alive(self) -> bool:
         return False
 
     def begin_update(self) -> UpdateMembers:
@@ -145,7 +145,7 @@ class FakeEngines:
 
     def take(self, address: EngineAddress) -> None: ...
 
-    def forgive(self, name: str) -> None: ...
+    def reset_failures(self, name: str) -> None: ...
 
     def start_again(self, name: str) -> str:
         self.starting.append(name)

@@ -75,7 +75,7 @@ class Life:
 
     def fail(self, n: int) -> None:
         for group in list(self.tracker.running.values())[: n % 3]:
-            if not self.tracker.blame(group, "told to fail"):
+            if not self.tracker.count_failure(group, "told to fail"):
                 self.tracker.put_back(group)
 
     def take(self, _: int) -> None:

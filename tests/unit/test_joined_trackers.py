@@ -159,7 +159,7 @@ class Pair:
         state = written(self.joined.state([part.kept(self.step) for part in self.parts]))
         if chance % 4 == 0:
             state = written(self.joined.outline([part.begun() for part in self.parts]))
-        self.one, whole = OneTracker(self.config), continued(*state, new_group, taught=False)
+        self.one, whole = OneTracker(self.config), continued(*state, new_group, has_teacher=False)
         self.one.load_state_dict(*state)
         self._begin_joined(1 + chance % 4)
         self.joined.continue_from(whole)

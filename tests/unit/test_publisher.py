@@ -79,7 +79,7 @@ class Fakes:
     def stamp(self, version: int) -> None:
         self.ends.append(f"stamp {version}")
 
-    def leave_out(self, urls: Any, why: str) -> None:
+    def mark_dead(self, urls: Any, why: str) -> None:
         self.calls.append(f"leave out {' '.join(sorted(urls))}: {why}")
 
     def launched(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class Fakes:
         self.starting.append(name)
         return f"start {name}"
 
-    def forgive(self, name: str) -> None:
+    def reset_failures(self, name: str) -> None:
         self.calls.append(f"forgive {name}")
 
     def start_another(self) -> str:
@@ -116,7 +116,7 @@ class Fakes:
         self.calls.append(f"end {name}")
         self.addresses = [known for known in self.addresses if known.name != name]
 
-    def greet(self, address: EngineAddress) -> None:
+    def admit(self, address: EngineAddress) -> None:
         self.calls.append(f"greet {address.name}")
         if address.name in self.silent or address.url.endswith("broken"):
             raise EngineError(address.name, "handshake", "it lacks routes", "read its log")
@@ -128,7 +128,7 @@ class Fakes:
     def dead(self) -> dict[str, str]:
         return dict(self.gone)
 
-    def stranded(self) -> bool:
+    def no_engine_alive(self) -> bool:
         return len(self.gone) == len(self.addresses)
 
     def add(self, engine: Endpoint) -> None:
@@ -354,11 +354,11 @@ def test_a_sync_ends_with_its_first_failure_or_with_what_the_last_engine_died_of
 def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> None:
     fakes = Fakes(["ac", "abc"], [None, None])
     publisher = publish(fakes)
-    assert not fakes.fleet.tend() and state_of(fakes, "b") == "starting"
+    assert not fakes.fleet.update_engines() and state_of(fakes, "b") == "starting"
     fakes.back, fakes.calls = {"b": EngineAddress("b", "http://b2", keys=NO_KEYS)}, []
     URLS["b"] = "http://b2"
     try:
-        assert fakes.fleet.tend() and state_of(fakes, "b") == "joining"
+        assert fakes.fleet.update_engines() and state_of(fakes, "b") == "joining"
         publisher.send(1, False)
         fakes.fleet.settled()
     finally:
@@ -375,7 +375,7 @@ def test_an_engine_that_does_not_come_back_well_is_started_again(found: Any) -> 
     fakes = Fakes(["ac"], [None])
     publish(fakes)
     fakes.back = {"b": found}
-    assert not fakes.fleet.tend()
+    assert not fakes.fleet.update_engines()
     assert fakes.calls[-1] == "b could not be started (handshake: it lacks routes): start b"
 
 
@@ -393,7 +393,7 @@ def test_an_engine_of_which_one_connection_broke_gets_requests_again() -> None:
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)
     fakes.gone = {"b": "the connection broke"}
-    assert fleet.tend()
+    assert fleet.update_engines()
     assert fakes.calls == ["greet b", f"b answers again at {URLS['b']}"] and not fakes.starting
 
 
@@ -402,7 +402,7 @@ def test_an_engine_that_does_not_answer_is_started_again_beside_the_run_and_told
     fakes.fleet = fleet_of(fakes)
     fakes.gone, fakes.silent = {"b": "exit status 1"}, {"b"}
     for _ in range(3):
-        assert not fakes.fleet.tend()
+        assert not fakes.fleet.update_engines()
         fakes.fleet.lost(fakes.gone)
     assert fakes.calls == ["greet b", "b is gone (exit status 1): start b"]
     (shown,) = (e for e in fakes.fleet.orders.standing()["engines"] if e["name"] == "b")
@@ -416,9 +416,9 @@ def test_an_attached_engine_that_is_gone_is_asked_now_and_then_and_one_of_ours_i
         fleet = fleet_of(fakes)
         fakes.gone = {"b": "no connection"}
         for _ in range(8):  # found dead, and then after 1, 2 and 4 syncs
-            assert not fleet.tend()
+            assert not fleet.update_engines()
         fakes.silent = set()
-        assert fleet.tend() is not launches
+        assert fleet.update_engines() is not launches
         assert fakes.calls.count("greet b") == greeted
         assert [c for c in fakes.calls if "gone" in c] == ["b is gone (no connection): leave b"]
 
@@ -451,7 +451,7 @@ def test_an_engine_is_expected_until_all_are_gone_for_good(starts: int) -> None:
     fleet = fleet_of(fakes)
     fakes.gone, fakes.silent, fakes.most_starts = dict.fromkeys("abc", "exit status 1"), set("abc"), starts
     assert fleet.expects_engines, "nobody has looked after them"
-    fleet.tend()
+    fleet.update_engines()
     assert fleet.expects_engines == bool(starts)
 
 
@@ -469,7 +469,7 @@ def test_an_engine_that_has_served_for_a_while_may_be_started_again_as_often_as_
     for _ in range(FORGIVEN_AFTER - 1):
         fleet.settled()
     fakes.gone = {"b": "the connection broke"}
-    fleet.tend()
+    fleet.update_engines()
     fleet.settled()
     fleet.settled()
     assert [call for call in fakes.calls if "forgive" in call] == ["forgive a", "forgive c"], "b begins to count anew"
@@ -480,12 +480,12 @@ def test_engines_are_added_and_let_go_as_asked() -> None:
     publish(fakes)
     fleet, orders = fakes.fleet, fakes.fleet.orders
     number = orders.give(Order(engines=4))
-    assert not fleet.tend() and orders.standing()["told"] == {str(number): "starting n1"}
+    assert not fleet.update_engines() and orders.standing()["told"] == {str(number): "starting n1"}
     fakes.back = {"n1": EngineAddress("n1", "http://n1")}
-    assert fleet.tend() and state_of(fakes, "n1") == "joining"
+    assert fleet.update_engines() and state_of(fakes, "n1") == "joining"
     fleet.settled()
     orders.give(Order(engines=2))
-    fleet.tend()
+    fleet.update_engines()
     assert fakes.calls[-3:-1] == ["retire n1", "retire c"]
     assert [state_of(fakes, name) for name in ("a", "c", "n1")] == ["serving", "leaving", "leaving"]
     fleet.settled()
@@ -498,10 +498,10 @@ def test_an_engine_that_is_gone_for_good_can_be_let_go_and_is_replaced() -> None
         fakes = Fakes([], [])
         fakes.most_starts, fakes.silent, fakes.gone = 0, {"b"}, {"b": "exit status 1"}
         fleet = fleet_of(fakes)
-        fleet.tend()
+        fleet.update_engines()
         assert state_in(fleet, "b") == "gone"
         fleet.orders.give(order)
-        fleet.tend()
+        fleet.update_engines()
         fleet.lost(fakes.gone)  # the pool forgets it when the update has begun
         assert [e["name"] for e in fleet.orders.standing()["engines"]] == left
         assert "retire b" in fakes.calls and "end b" in fakes.calls
@@ -512,10 +512,10 @@ def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
     fleet = fleet_of(fakes)
     orders = fleet.orders
     orders.give(Order(attach="http://x", keys=EngineKeys("k", "k")))
-    assert fleet.tend() and fakes.calls[:2] == ["take over http://x", "greet x"]
+    assert fleet.update_engines() and fakes.calls[:2] == ["take over http://x", "greet x"]
     fleet.settled()
     orders.give(Order(drain="http://x"))
-    fleet.tend()
+    fleet.update_engines()
     fleet.settled()
     assert fakes.calls[-3:] == ["release http://x", "end x", "x has left"]
 
@@ -530,7 +530,7 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: Order, said: 
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)
     number = fleet.orders.give(order)
-    fleet.tend()
+    fleet.update_engines()
     told = fleet.orders.standing()["told"][str(number)]
     assert told.startswith("refused") and said in told
     assert "serving" in {e["state"] for e in fleet.orders.standing()["engines"]}
@@ -541,7 +541,7 @@ def test_engines_that_others_run_are_not_started_by_number() -> None:
     fakes.launches = False
     fleet = fleet_of(fakes)
     fleet.orders.give(Order(engines=3))
-    fleet.tend()
+    fleet.update_engines()
     assert "use --attach and --drain" in fleet.orders.standing()["told"]["1"]
 
 
@@ -550,6 +550,6 @@ def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
     fleet = fleet_of(fakes)
     for name in "abc":
         fleet.orders.give(Order(drain=name))
-    fleet.tend()
+    fleet.update_engines()
     told = list(fleet.orders.standing()["told"].values())
     assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]

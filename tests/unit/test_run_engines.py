@@ -46,9 +46,9 @@ def engines_of(
 
 def test_an_engine_comes_back_where_it_was_and_a_new_one_where_there_are_fewest() -> None:
     engines, (first, second), members = engines_of([engine(0), engine(2)], [engine(1)])
-    asyncio.run(engines.greet(engine(2, "http://again")))
-    asyncio.run(engines.greet(engine(3)))
-    assert (first.asked, second.asked) == ([("greet", "engine2")], [("greet", "engine3")])
+    asyncio.run(engines.admit(engine(2, "http://again")))
+    asyncio.run(engines.admit(engine(3)))
+    assert (first.asked, second.asked) == ([("admit", "engine2")], [("admit", "engine3")])
     assert [[e.url for e in member.engines] for member in members] == [
         ["http://e0", "http://again"], ["http://e1", "http://e3"],
     ]  # fmt: skip
@@ -56,9 +56,9 @@ def test_an_engine_comes_back_where_it_was_and_a_new_one_where_there_are_fewest(
 
 def test_an_engine_that_lacks_something_is_no_managers() -> None:
     lacks = EngineError("engine2", "handshake", "it lacks routes", "start it with them")
-    engines, _, members = engines_of([engine(0)], [engine(1)], answers=[{"greet": lacks}, {}])
+    engines, _, members = engines_of([engine(0)], [engine(1)], answers=[{"admit": lacks}, {}])
     with pytest.raises(EngineError, match="lacks routes"):
-        asyncio.run(engines.greet(engine(2)))
+        asyncio.run(engines.admit(engine(2)))
     assert [len(member.engines) for member in members] == [1, 1]
 
 
@@ -81,11 +81,11 @@ def test_the_only_manager_may_lose_its_only_engine() -> None:
 
 def test_one_manager_without_engines_strands_the_run() -> None:
     died = EngineError("engine1", "exit status 1", "the server ended", "read its log")
-    answers = [{"dead": {}, "stranded": False}, {"dead": {"engine1": died}, "stranded": True}]
+    answers = [{"dead": {}, "no_engine_alive": False}, {"dead": {"engine1": died}, "no_engine_alive": True}]
     engines, _, _ = engines_of([engine(0)], [engine(1)], answers=answers)
-    assert asyncio.run(engines.stranded()) and asyncio.run(engines.dead()) == {"engine1": died.brief}
-    answers[1]["stranded"] = False
-    assert not asyncio.run(engines.stranded())
+    assert asyncio.run(engines.no_engine_alive()) and asyncio.run(engines.dead()) == {"engine1": died.brief}
+    answers[1]["no_engine_alive"] = False
+    assert not asyncio.run(engines.no_engine_alive())
 
 
 def test_the_answers_of_all_managers_are_added_up() -> None:

@@ -299,7 +299,7 @@ async def test_a_step_of_an_update_that_all_refuse_is_an_error_and_nobodys_death
 
 async def test_an_engine_that_is_left_out_gets_no_requests_and_says_why() -> None:
     async with pool_of() as (pool, fakes):
-        pool.leave_out({fakes[0].url, "http://elsewhere"}, "it refused bucket 3 twice")
+        pool.mark_dead({fakes[0].url, "http://elsewhere"}, "it refused bucket 3 twice")
         assert list(pool.dead) == ["e0"] and "it refused bucket 3 twice" in pool.dead["e0"].brief
         assert {(await pool.generate(request(i))).engine for i in range(3)} == {"e1"}
 
@@ -349,11 +349,11 @@ async def test_a_pool_whose_engines_are_gone_goes_on_with_one_that_was_admitted(
     async with pool_of() as (pool, fakes):
         for name in ("e0", "e1"):
             kill(pool, name, EngineError(name, "exit status 1", "the server ended", "read its log"))
-        assert pool.stranded
+        assert pool.no_engine_alive
         with pytest.raises(EngineError, match="e0"):
             await pool.pause("abort")
         await pool.admit(client_of(fakes[1], "e1"))
-        assert not pool.stranded
+        assert not pool.no_engine_alive
         await pool.abort()
         await pool.pause("abort")
         with pytest.raises(EngineError, match="e0"):

@@ -122,9 +122,9 @@ class Rollouts:
     def stamp(self, version: int) -> None:
         self._do(self.pool.stamp(version))
 
-    def leave_out(self, urls: Any, why: str) -> None:
+    def mark_dead(self, urls: Any, why: str) -> None:
         async def leave() -> None:
-            self.pool.leave_out(urls, why)
+            self.pool.mark_dead(urls, why)
 
         self._do(leave())
 

@@ -150,7 +150,7 @@ class EnginePool:
                 silent = time.monotonic() - since
                 slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
 
-    def leave_out(self, urls: Collection[str], why: str) -> None:
+    def mark_dead(self, urls: Collection[str], why: str) -> None:
         """Declare these engines dead: they answer, but cannot be used."""
         for slot in self._slots:
             if slot.client.url in urls:
@@ -180,7 +180,7 @@ class EnginePool:
     # must have no requests left.
 
     @property
-    def stranded(self) -> bool:
+    def no_engine_alive(self) -> bool:
         """Whether no engine is alive or admitted."""
         return not len(self) and not self._admitted
 

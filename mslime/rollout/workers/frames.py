@@ -47,25 +47,25 @@ def read_frame(stream: BinaryIO) -> Any:
 async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
     """Answer frames, several at a time, until the parent closes the pipe."""
 
-    def say(message: object) -> None:
+    def send(message: object) -> None:
         out.write(encode(message))
         out.flush()
 
     try:
         told, answer = open_job(read_frame(stdin))
     except ConfigError as error:
-        say(("error", error))
+        send(("error", error))
         return
-    say(("ready", told))
+    send(("ready", told))
     tasks: set[asyncio.Task[None]] = set()
 
     async def work(number: int, asked: Any) -> None:
         try:
-            say((number, await answer(asked)))
+            send((number, await answer(asked)))
         except (
             Exception
         ) as error:  # what came of the user's code, and no pickle can hold: said, or the parent would wait
-            say((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
+            send((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as reader:
