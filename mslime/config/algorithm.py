@@ -35,7 +35,7 @@ Credit = Literal["sequences", "turns"]
 
 
 class AdvantageConfig(Section):
-    """The first part of `algorithm`: what a token's advantage is, and what the loss is divided by."""
+    """First part of `algorithm`: advantages of tokens, and the normalisation of the loss."""
 
     advantage: AdvantageName | str = Field(
         default="grpo",
@@ -237,7 +237,7 @@ PRESETS: dict[str, dict[str, object]] = {
 
 
 class CorrectionConfig(Section):
-    """How much a token counts, given how far the sampler's policy was from the trainer's."""
+    """Off-policy correction: weight of a token, given the ratio of the trainer's policy to the sampler's."""
 
     shorthand: ClassVar[str] = "preset"
 

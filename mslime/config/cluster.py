@@ -32,7 +32,7 @@ def _ray_address() -> str | None:
 
 
 class ClusterConfig(Section):
-    """Where the run lives."""
+    """Machines and Ray: devices, placement of trainer and engines, environment of the processes."""
 
     device: Device = Field(default="auto", description="auto: cuda when a GPU is visible, else cpu.")
     trainer_ranks: int | None = Field(

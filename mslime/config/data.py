@@ -29,7 +29,7 @@ class EvalSetConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts in, in which order, and how they become tokens."""
+    """Sources of prompts, their order, and how they become tokens."""
 
     prompts: list[str] = Field(
         default_factory=list, description="JSONL or parquet files, each optionally sliced: `file@[a:b]`."

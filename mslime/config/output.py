@@ -21,7 +21,7 @@ _WANDB_OWN = {
 
 
 class ObserveConfig(Section):
-    """What a person sees."""
+    """Output for people: progress, logs, metrics sinks, recorded rollouts, evaluations."""
 
     progress: ProgressMode = Field(default="auto", description="auto: live bars on a terminal, plain lines elsewhere.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -94,7 +94,7 @@ class ObserveConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving and resuming."""
+    """Checkpoints: saving and resuming."""
 
     save_every: int = Field(
         default=20,

@@ -20,7 +20,7 @@ RESERVED_NAMES = ("source", "overlong", "repetition", "unshaped", "group")
 
 
 class RewardServersConfig(Section):
-    """Where rewards are served, and how the servers are asked."""
+    """Reward servers: URLs, concurrency, retries and authentication."""
 
     url: str | list[str] | None = Field(
         default=None,
@@ -45,7 +45,7 @@ class RewardServersConfig(Section):
 
 
 class HttpRewardConfig(RewardServersConfig):
-    """A reward model that somebody serves; see docs/rewards.md for what it is sent."""
+    """A served reward model; docs/rewards.md describes its requests."""
 
     batch_size: int = Field(default=16, ge=1, description="Samples of one request at most.")
     batch_wait_s: float = Field(
@@ -54,7 +54,7 @@ class HttpRewardConfig(RewardServersConfig):
 
 
 class JudgeConfig(RewardServersConfig):
-    """A language model that is asked for a number, at an OpenAI-compatible `/v1/chat/completions`."""
+    """A language model that grades with a number, at an OpenAI-compatible `/v1/chat/completions`."""
 
     model: str | None = Field(default=None, description="Name of the model, as the server calls it.")
     template: str | None = Field(
@@ -127,7 +127,7 @@ class RewardPartConfig(GraderConfig):
 
 
 class ScoringConfig(GraderConfig):
-    """How responses are scored: by one grader, or by several."""
+    """Scoring of responses, by one grader or by several."""
 
     on_error: Literal["fail", "zero", "drop"] = Field(
         default="fail",
@@ -170,7 +170,7 @@ class RepetitionConfig(Section):
 
 
 class RewardConfig(ScoringConfig):
-    """How a response is scored."""
+    """Scoring of a response: graders and penalties."""
 
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     repetition: RepetitionConfig = Field(default_factory=RepetitionConfig)

@@ -32,7 +32,7 @@ AtroposToken = Annotated[
 
 
 class AtroposConfig(Section):
-    """Where Atropos' environments find the run: the model below /v1, the trainer beside it (docs/environments.md)."""
+    """The server for Atropos' environments: the model below /v1, the trainer beside it (docs/environments.md)."""
 
     host: str = Field(
         default="127.0.0.1",
@@ -85,7 +85,7 @@ TIMED_ADVANTAGES = ("reinforce_pp", "gae")
 
 
 class EnvironmentLimitsConfig(Section):
-    """What an episode in an environment may take, and the processes that environments live in."""
+    """Limits of an episode in an environment, and the worker processes of environments."""
 
     turns: int = Field(
         default=16, ge=1, description="Turns of the model; an episode that is not done then ends as it stands."
@@ -118,7 +118,7 @@ Token = Annotated[
 
 
 class AgentLimits(Section):
-    """What one rollout that chats may take. A request beyond is refused by the limit's name; what was said is kept."""
+    """Limits of one rollout that chats. A request beyond a limit is refused and names it; the conversation is kept."""
 
     turns: int = Field(default=200, ge=1, description="Replies of the model.")
     sequences: int = Field(
@@ -141,7 +141,7 @@ class AgentLimits(Section):
 
 
 class AgentServer(Section):
-    """The server that OpenAI's and Anthropic's clients speak to; it starts when a rollout asks for its endpoint."""
+    """Server for OpenAI's and Anthropic's clients; it starts when a rollout requests its endpoint."""
 
     host: str = Field(
         default="127.0.0.1",
@@ -194,7 +194,7 @@ OnStale = Literal["keep", "mask", "reroll", "drop"]
 
 
 class RolloutConfig(Section):
-    """Generation: how much, how far ahead, and what becomes of work in flight."""
+    """Generation: groups per step, sampling, staleness, and work in flight at a weight update."""
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")

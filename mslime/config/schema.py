@@ -62,7 +62,7 @@ def directory_name(name: str) -> str:
 
 
 class ModelConfig(Section):
-    """Which model is trained. Its architecture comes from the checkpoint's config.json, never from flags."""
+    """The trained model. Its architecture comes from the checkpoint's config.json, never from flags."""
 
     path: Path = Field(description="Hugging Face checkpoint directory (config.json, safetensors, tokenizer).")
     tokenizer_path: Path | None = Field(default=None, description="Tokenizer directory; default: the checkpoint's own.")
@@ -82,7 +82,7 @@ class ModelConfig(Section):
 
 
 class DeadlineConfig(Section):
-    """Seconds after which a silent part of the run is declared dead. No wait in mslime is without one."""
+    """Seconds after which a silent part of the run counts as dead. Every wait in mslime has a deadline."""
 
     engine_start_s: Seconds = Field(default=600, description="An engine loads its weights and answers.")
     engine_request_s: Seconds = Field(default=3600, description="One response is generated.")
@@ -112,7 +112,7 @@ class DeadlineConfig(Section):
 
 
 class HooksConfig(Section):
-    """Functions of yours that a run calls beside its work (docs/extending.md)."""
+    """Your functions that a run calls between its own work (docs/extending.md)."""
 
     step: str | None = Field(
         default=None,
@@ -163,7 +163,7 @@ class AdapterConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything about one run."""
+    """All settings of one run."""
 
     name: Annotated[str, AfterValidator(directory_name)] = Field(
         default="run", description="Of the run, and of its directory."

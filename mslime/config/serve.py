@@ -57,7 +57,7 @@ class AdamParams:
 
 
 class ServeConfig(Section):
-    """`mslime serve`: whom it serves, and how many at once."""
+    """`mslime serve`: address, key, and limits of sessions and adapters."""
 
     port: int = Field(default=0, ge=0, le=65535, description="On 127.0.0.1; 0: a free one, which is printed.")
     key: (

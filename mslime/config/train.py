@@ -11,7 +11,7 @@ from mslime.config.errors import ConfigError
 
 
 class TrainConfig(Section):
-    """The optimizer's side of a step."""
+    """The training step: task, steps, optimizer, micro-batches, replay."""
 
     task: Task = Field(
         default="rl", description="sft: supervised training on rows of prompt and label, or of messages."

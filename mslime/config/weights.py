@@ -16,7 +16,7 @@ from mslime.config.transports import AUTO, BUILT_IN, DeltaOver, MooncakeOver, tr
 
 
 class WeightsConfig(Section):
-    """Trainer to engine."""
+    """Weight sync from the trainer to the engines: transport, buckets, checks."""
 
     bucket_mib: float = Field(
         default=512, gt=0, description="Size of a bucket of the weight sync; two are held at once."
