@@ -248,6 +248,6 @@ class AdaptersSession(Started):
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The run's settings for the base of its adapters: `lora` of each adapter is left out."""
+    """The run's settings for the base of its adapters: `lora.rank` is their largest, and `lora.init` is None."""
     own: dict[str, Any] = {"rank": max(run.lora.rank for run in config.adapter_runs.values()), "init": None}
     return config.model_copy(update={"lora": config.lora.model_copy(update=own)})
