@@ -1,6 +1,6 @@
 """The engine group: one Ray actor per SGLang server, which it launches on its own node and ends with itself.
 
-A run has one group that generates, and one of teachers if `teacher` asks for served ones.
+A run has one group that generates, and one of teachers if `teacher` requires served ones.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
         "RAY_worker_niceness": "0",
         # Errors of other ranks after a lost one are in their logs, and are no further failure.
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-        # A job that was submitted to Ray has a runtime environment of its own; see `_runtime_environment`.
+        # A job submitted to Ray has its own runtime environment; see `_runtime_environment`.
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(rescue_s) + 600),

@@ -39,7 +39,7 @@ class RunEngines:
     def __init__(self, members: Sequence[Member], teachers: ScoringSide | None = None) -> None:
         self._members, self._teachers = list(members), teachers
 
-    # ---------------------------------------------------------------------------------------------- who they are
+    # ------------------------------------------------------------------------------------------------ membership
 
     @verb("meet engine", "engine_start_s", interruptible=True)
     async def admit(self, address: EngineAddress) -> None:
