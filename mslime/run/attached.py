@@ -1,8 +1,8 @@
 """Engines not launched by mslime (`sglang.urls`): take them over at the start of a run, and release them at its end.
 
 A run that was killed leaves an attached engine with its process group, perhaps paused, perhaps with an open weight
-update, and with abandoned requests. An engine does not report its groups. So every attempt writes the names of its
-groups into the run directory before it makes them, and the next attempt of the run destroys them.
+update, and with abandoned requests. An engine does not report its groups. So every attempt records the names of its
+groups in the run directory before it makes them, and the next attempt destroys them.
 """
 
 from __future__ import annotations

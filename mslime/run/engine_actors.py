@@ -303,7 +303,7 @@ class EngineGroup:
         return [address.endpoint for address in self.addresses if not self.launched(address.name)]
 
     def replace(self, unsound: Collection[str]) -> None:
-        """Restart these engines and all dead launched ones; attached ones are released."""
+        """Restart these engines and all dead launched ones; attached ones are removed from the run."""
         self.addresses = [address for address in self.addresses if address.name not in unsound]
         there = {address.name for address in self.addresses}
         self._restarts.clear()

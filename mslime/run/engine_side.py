@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 GREET_S = 15.0
-"""For a new engine's first control calls, which take milliseconds on the other engines."""
+"""Seconds for a new engine's first control calls, which take milliseconds on the other engines."""
 
 
 class EngineSide:
@@ -72,7 +72,7 @@ class EngineSide:
             async with asyncio.timeout(limit_s := limits.engine_start_s):
                 if not await client.answers():
                     raise client.error("/ready", "nobody answers", EngineDied)
-                # a hanging engine must not delay the sync for long
+                # A hanging engine must not delay the sync for long
                 client.deadlines = limits.controls_within(GREET_S)
                 await make_clean(client)
                 client.deadlines = limits

@@ -82,7 +82,7 @@ class Publisher:
     Args:
         engines: holds their addresses.
         fleet: tracks which of them are alive; it is updated with dead ones.
-        memory: decides who may use shared GPUs.
+        memory: schedules the use of shared GPUs.
         check: raises when the run is to end.
         new_group: makes names for groups without the dead engines.
         probe: run after each sync; None: no probe.

@@ -312,7 +312,7 @@ class Cluster:
         if self._shared:
             return self._beside_trainer()
         if not self._cuda and self._config.cluster.ray_address is None:
-            # Its cores are logical, and not reserved for it.
+            # Cores are logical here, so the engine needs no reserved one.
             return [ActorPlacement(beside_the_driver() | {"max_restarts": 0})] * engine.parts
         gpus, machines = engine.gpus_a_machine, range(engine.parts)
         group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)

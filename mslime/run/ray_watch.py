@@ -1,5 +1,5 @@
-"""Watch over Ray's control process (the GCS). Without it the driver continues for a minute after the GCS has died, and
-is then ended by Ray's own code without a message, although the trainer could still save.
+"""Watch over Ray's control process (the GCS). Without it the driver continues for a minute after the GCS has died. Then
+Ray's own code ends it without a message, although the trainer could still save.
 """
 
 from __future__ import annotations

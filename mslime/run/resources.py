@@ -1,8 +1,8 @@
 """Resources of a run that outlive a session: its part of Ray's cluster, and its engines.
 
 A rank that crashes, dies or hangs ends the trainer, but no engine, and starting engines is most of a start. So the
-session ends, its engines are cleaned like attached ones, and another session continues from the newest checkpoint, with
-the same ledger as a run that is restarted by hand.
+session ends, and its engines are cleaned like attached ones. Another session then continues from the newest checkpoint,
+with the same ledger as a run that is restarted by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 With `cluster.placement: separate` both keep their memory (`Apart`). A colocated run is in one of four phases
 (`PHASES`), and only `Shared` switches between them. First both sides release the parts that the next phase does not
-need, then both take those that it needs, so no GPU ever holds more than the larger of two phases. Engines report which
+need, then both take those that it needs. So no GPU ever holds more than the larger of two phases. Engines report which
 parts they hold, and trainer ranks track theirs, so a switch may be repeated after any failure.
 
 An engine can only start, or be admitted again, while the trainer is offloaded: it measures the free memory of its GPUs,

@@ -3,8 +3,8 @@
 `python -m mslime.run.sweeper FD DRIVER`: FD is the read end of a pipe whose write end the driver (process DRIVER)
 keeps. Ray's own processes end with their driver, but two of its agents may wait a minute or more for a dead server.
 This process tracks the processes of the driver's Ray. A driver that ends properly writes to the pipe; if the pipe
-closes without that, the driver was killed. After a short grace period the remaining processes are then killed, and
-their unmapped shared memory is removed, because Ray may have killed the guards that otherwise do so.
+closes without that, the driver was killed. After a short grace period the remaining processes are then killed. Their
+unmapped shared memory is removed, because Ray may have killed the guards that otherwise do so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def alive(processes: Started) -> list[int]:
 def watch(pipe: int, driver: int) -> None:
     """Return when the driver has ended properly, or when no process is left of a killed driver's Ray."""
     known: dict[int, str] = {}
-    files: set[Path] = set()  # of engines, if Ray has killed their guards
+    files: set[Path] = set()  # of engines whose guards Ray may have killed
     begin = time.monotonic()
 
     def pause() -> float:

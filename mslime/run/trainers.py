@@ -87,7 +87,7 @@ class PolicyRank:
             values: of a critic on other GPUs, one column a shard.
 
         Returns:
-            Returns for a critic to train on, one column a shard; None if there is no critic.
+            Target returns of a critic, one column a shard; None if there is no critic.
         """
         self._step = step
         with phase(_log, f"step {step}: log-probs of {len(shards)} shard(s)"):

@@ -281,7 +281,7 @@ class TrainingRun(Started):
         return self._records.has_scores(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out sets after `step` steps; returns their scores.
+        """Evaluate on the held-out sets after `step` steps.
 
         With `rollout.max_staleness` above 0, and separate GPUs, the engines generate for it while the trainer
         continues, and `evaluated` waits for the scores. Otherwise, and after the last step, this returns the result of

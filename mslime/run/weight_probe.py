@@ -1,7 +1,7 @@
 """Probe after a weight sync: compares the engines' log-probs of a fixed text with the trainer's.
 
-Each engine adds a few tokens to the text, and the trainer scores all of it. Meanwhile the trainer scores the tokens of
-the previous probe; if the engines add the same ones again, no second pass is needed.
+Each engine adds a few tokens to the text, and the trainer scores all of it. While the engines generate, it scores the
+tokens of the previous probe; if the engines add the same ones again, no second pass is needed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WeightProbe:
 
     Args:
         tolerance: nats, see `data.probe.ProbeDifferences`.
-        memory: decides who may use shared GPUs.
+        memory: schedules the use of shared GPUs.
         follows: whether the trainer's routers can be given the engines' routes (`train.replay: r3`).
     """
 
