@@ -229,7 +229,7 @@ def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
 
 
 def _check_paths(run_dir: Path, load: Path | None, model: ModelConfig) -> None:
-    """Directories that the run will write to and read from, tried before anything waits for them.
+    """Test the directories that the run will write to and read from, before anything waits for them.
 
     Args:
         load: `checkpoint.load`.
@@ -281,7 +281,7 @@ def _read_model(spec: ModelSpec, ignored: Sequence[str]) -> tuple[dict[str, obje
 
 
 def _check_critic(spec: CriticSpec, ignored: Sequence[str], vocab_size: int, longest: int) -> None:
-    """A critic of another checkpoint must read every token that the policy writes, as far as it writes.
+    """Check that a critic of another checkpoint can read all tokens and lengths that the policy writes.
 
     Args:
         ignored: `model.ignored_config_fields`. vocab_size: of the policy. longest: sequence that it writes, in tokens.
@@ -300,7 +300,7 @@ def _check_critic(spec: CriticSpec, ignored: Sequence[str], vocab_size: int, lon
 
 
 def with_quadratic_tokens(train: TrainConfig, hf_config: dict[str, object]) -> TrainConfig:
-    """The section with what it leaves to the model filled in."""
+    """The section with its model-dependent settings filled in."""
     if train.quadratic_tokens != "auto":
         return train
     counted = quadratic_tokens(hf_config)

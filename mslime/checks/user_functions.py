@@ -46,7 +46,7 @@ from mslime.threads import in_thread
 if TYPE_CHECKING:
     from mslime.checks.datasets import DrawnPrompts
 
-OTHER_ROWS = 8  # among which a label is looked for that is wrong for the first
+OTHER_ROWS = 8  # rows that are searched for a label that is wrong for the first row
 
 
 def check_rewards(
@@ -281,7 +281,7 @@ def _shown(observation: Observation) -> str:
 #
 # Reward functions are not here: worker processes import and try them (`check_rewards`).
 
-# `mslime check` imports all of them, each process of a run those that it calls itself.
+# `mslime check` imports all of them, and each process of a run only those that it calls itself.
 
 
 @dataclass(frozen=True)
@@ -289,10 +289,10 @@ class Seam:
     """A user's function that the run will call.
 
     Attributes:
-        setting: that names it.
+        setting: setting that names it.
         function: `module:function`, or a class.
-        parameters: what it is called with, in this order.
-        options: of an environment, what its constructor is given.
+        parameters: names of its arguments, in order.
+        options: arguments of an environment's constructor.
     """
 
     setting: str
@@ -302,7 +302,7 @@ class Seam:
 
 
 def seams_of(config: RunConfig) -> list[Seam]:
-    """The functions that a run's settings name, in the order in which a step calls them."""
+    """The functions that a run's settings name, in the order of their calls in a step."""
     hook = _seam("hooks.step", config.hooks.step, "record")
     if config.train.task == "sft":
         return hook
@@ -334,15 +334,15 @@ def trainer_seams(algorithm: AlgorithmConfig, weights: WeightsConfig) -> list[Se
 
 
 def _seam(setting: str, named: str | None, *parameters: str, options: Mapping[str, Any] | None = None) -> list[Seam]:
-    """The function that a setting names; none where it names a choice of mslime's, or nothing."""
+    """The function that a setting names; none if it names one of mslime's choices, or nothing."""
     return [] if named is None or not is_function(named) else [Seam(setting, named, parameters, options)]
 
 
 def check_seams(seams: Iterable[Seam]) -> None:
-    """Import every function, and see whether it takes what it will be called with.
+    """Import every function, and check that it accepts its arguments.
 
     Raises:
-        ConfigError: the first function that cannot be imported or called so.
+        ConfigError: the first function that cannot be imported or called with them.
     """
     for seam in seams:
         if seam.options is not None:

@@ -135,7 +135,7 @@ class TableRows:
 
 
 def _wanted(path: Path, columns: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Columns that hold the keys; of a nested key the outermost. Raises DataError for one that is missing."""
+    """Columns that hold the keys; of a nested key the outermost. Raises DataError for a missing one."""
     wanted = dict.fromkeys(key if key in columns else key.split(".")[0] for key in keys)
     for key in wanted:
         if key not in columns:
@@ -231,7 +231,7 @@ RowFile: TypeAlias = JsonlFile | ListedRows | TableRows
 
 
 def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
-    """Rows of a file or directory, by its kind. Raises DataError for what is missing, unknown or unreadable."""
+    """Rows of a file or directory, by its kind. Raises DataError if it is missing, unknown or unreadable."""
     with reading(DataError, "data.prompts", "cannot be opened", f"prompts come from {_KINDS}"):
         if path.is_dir():
             return _directory(path, keys)

@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
         prompt: text or chat messages; the whole conversation with `data.messages_key`.
-        label: None when there is no label key.
+        label: None if there is no label key.
         metadata: the row's metadata, if a key for it is configured.
         where: `file:line` (JSONL) or `file:row` (parquet), for messages.
         tools: definitions for the chat template, if a key for them is configured.
@@ -58,7 +58,7 @@ class Prompt:
 
     Attributes:
         tokens: prompt token ids, never empty.
-        label: passed to the reward unchanged; None when there is no label key.
+        label: passed to the reward unchanged; None if there is no label key.
         metadata: the row's metadata, if a key for it is configured.
         where: `file:line` (JSONL) or `file:row` (parquet), for messages.
         text: decoded tokens, in the chat template if there is one; empty if only tokens are known.
@@ -104,7 +104,7 @@ def keys_of_rows(config: DataConfig) -> list[str]:
 
 
 def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a row. Raises DataError when it cannot be rendered or tokenised."""
+    """The prompt of a row. Raises DataError if it cannot be rendered or tokenised."""
     with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
         messages = list(as_messages(row.prompt)) if config.apply_chat_template else None
         if messages is not None:
@@ -127,7 +127,7 @@ def _is_opened(text: str, tokenizer: Tokenizer) -> bool:
 
 
 def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
-    """A row tokenised, or None when its prompt has more than `data.max_prompt_tokens` tokens."""
+    """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
     limit = config.max_prompt_tokens or math.inf
     if _far_longer(row.prompt, limit):
         return None
@@ -159,7 +159,7 @@ class PromptSource:
     """Rows of several files, one epoch after the other, every row exactly once an epoch.
 
     Raises DataError while opening for a missing file, a bad slice, a broken line, a missing key, a prompt that is
-    neither text nor messages, and for an empty selection; while drawing when every prompt of an epoch is too long.
+    neither text nor messages, and for an empty selection; while drawing if every prompt of an epoch is too long.
 
     Attributes:
         epoch: epochs completed. cursor: rows of the present epoch already drawn. skipped: rows left out so far because
@@ -199,7 +199,7 @@ class PromptSource:
         return self.tokenised(self.row(index))
 
     def tokenised(self, row: Row) -> Prompt:
-        """The prompt of a row. Raises DataError when it cannot be rendered or tokenised."""
+        """The prompt of a row. Raises DataError if it cannot be rendered or tokenised."""
         return tokenised(row, self._config, self._tokenizer)
 
     def next(self) -> Prompt:
@@ -220,7 +220,7 @@ class PromptSource:
         return int(self._order[self.cursor - 1])
 
     def fitting(self, row: Row) -> Prompt | None:
-        """A row tokenised, or None when its prompt has more than `data.max_prompt_tokens` tokens."""
+        """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
         return fitting(row, self._config, self._tokenizer)
 
     def all_too_long(self) -> DataError:
@@ -236,7 +236,7 @@ class PromptSource:
             yield row.where, row.label
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Every row once in file order, whatever its length; the cursor does not move."""
+        """Every row once in file order, including too long ones; the cursor does not move."""
         return (self.at(i) for i in range(len(self)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ MOST_TOO_LONG = 1000
 
 
 PromptStream: TypeAlias = "PromptSource | UserSource | NoPrompts"
-"""What training prompts are drawn from, without an end."""
+"""Endless source of training prompts."""
 
 
 def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStream:

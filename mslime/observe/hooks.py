@@ -35,14 +35,14 @@ class StepRecord:
 
 
 def call_step_hook(spec: str, record: StepRecord) -> dict[str, float]:
-    """What the hook returns for the log, as `user/NAME`.
+    """Call the hook; returns its metrics, named `user/NAME`.
 
     Args:
         spec: `hooks.step`.
         record: the hook receives a copy.
 
     Raises:
-        ConfigError: the hook raised, or returned something else than metrics or None. It ends the run.
+        ConfigError: the hook raised, or returned anything but metrics or None. It ends the run.
     """
     step, told_of = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
     with phase(_log, f"{SETTING} {spec} of {step}"), calling(spec, SETTING, step):

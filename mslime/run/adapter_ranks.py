@@ -1,8 +1,8 @@
-"""The trainer of adapters on one base: what the adapters of a run and the clients of `mslime serve` both train with.
+"""The trainer of adapters on one base, used by runs of several adapters and by the clients of `mslime serve`.
 
-The driver makes adapters on `AdapterRanks` and asks each through its `AdapterTrainer`, from any number of threads. One
-queue (`TrainerTurn`) orders all calls. Where steps may share passes, whoever gets the turn for one takes along the
-steps of the same kind that wait.
+The driver makes adapters on `AdapterRanks` and calls each through its `AdapterTrainer`, from any number of threads. One
+queue (`TrainerTurn`) orders all calls. If steps may share passes, the step that gets the turn includes waiting steps of
+the same kind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterRank(PolicyRank):
-    """What the driver asks of one adapter's trainer on a rank, with the adapter in the model."""
+    """Methods of one adapter's trainer on a rank that the driver calls, with the adapter in the model."""
 
     def forward(self, part: Any) -> RankPassResult:
         """See `client_steps.forward`."""
@@ -90,12 +90,12 @@ class AdapterActor(RankActor):
         """Make an adapter and its trainer.
 
         Args:
-            spec: as of a run of it alone, on this base.
+            spec: as for a run of this adapter alone, on this base.
             stacked: see `MegatronTrainer.weight_sender`.
 
         Raises:
-            ConfigError: the name is taken, or the adapter is not one for this base. Nothing has changed then.
-            CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+            ConfigError: the name is taken, or the adapter does not fit this base. Nothing has changed then.
+            CheckpointError: the adapter to start from has another model, rank, scale or targets.
         """
         from mslime.checks.user_functions import check_seams, trainer_seams
 
@@ -108,13 +108,13 @@ class AdapterActor(RankActor):
         self._ranks[name] = rank
 
     def free(self, name: str) -> None:
-        """Forget an adapter. Raises ConfigError when there is none of that name."""
+        """Remove an adapter. Raises ConfigError if there is none of that name."""
         with phase(_log, f"forgetting adapter {name}"):
             self._adapters.free(name)
             del self._ranks[name]
 
     def ask(self, name: str, verb: str, *given: Any) -> Any:
-        """What a method of an adapter's `AdapterRank` returns, with the adapter in the model.
+        """Call a method of an adapter's `AdapterRank`, with the adapter in the model, and return its result.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -124,16 +124,16 @@ class AdapterActor(RankActor):
             return getattr(self._ranks[name], verb)(*given)
 
     def attempt(self, method: str, *given: Any) -> Any:
-        """What a method of this actor returns, or a user's mistake as a value: all ranks find it alike, and the next
-        call finds them together."""
+        """Call a method of this actor. A user's mistake is returned as a value: all ranks find the same one, and remain
+        usable for the next call."""
         try:
             return getattr(self, method)(*given)
         except UserError as error:
             return error
 
     def joint_train(self, asked: Sequence[TrainWork]) -> dict[str, dict[str, Any] | TrainerError]:
-        """`PolicyRank.train` of several adapters by name, whose micro-batches share passes; an error that all ranks
-        find alike is its adapter's alone. What comes before the first gradient is done in turns."""
+        """`PolicyRank.train` of several adapters by name, whose micro-batches share passes. An error that all ranks
+        find alike affects only its adapter. Work before the first gradient is done one adapter at a time."""
         from mslime.backends.megatron.step.joint_step import joint_update
 
         begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in asked}
@@ -160,19 +160,19 @@ class AdapterActor(RankActor):
 
 @dataclass(frozen=True)
 class _AdapterWork:
-    """What an adapter's ranks are given: of one rank; or of all, where `shards` has an element for each."""
+    """Arguments of an adapter's ranks: those of one rank, or of all if `shards` has an element for each."""
 
     adapter: str
     shards: Any
 
     def of_rank(self, rank: int) -> Self:
-        """What a rank is given of the work of all ranks."""
+        """Arguments of one rank, taken from those of all ranks."""
         return replace(self, shards=self.shards[rank])
 
 
 @dataclass(frozen=True)
 class TrainWork(_AdapterWork):
-    """What `PolicyRank.train` is given: a rank has a list of shards."""
+    """Arguments of `PolicyRank.train`; a rank gets a list of shards."""
 
     step: int
     watched: Sequence[int]
@@ -180,12 +180,12 @@ class TrainWork(_AdapterWork):
 
 @dataclass(frozen=True)
 class PassWork(_AdapterWork):
-    """What a forward and backward pass of a client's data is given: a rank has one shard."""
+    """Arguments of a forward and backward pass on a client's data; a rank gets one shard."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A method of an actor, with what it is always given first; called as those of a Ray actor are."""
+    """A method of an actor with its first arguments bound; called like a method of a Ray actor."""
 
     method: Any
     first: tuple[str, ...]
@@ -196,7 +196,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Through:
-    """An actor whose methods are called by another one: `it.save.remote(x)` is `actor.ask.remote(name, "save", x)`."""
+    """An actor called through another one: `it.save.remote(x)` is `actor.ask.remote(name, "save", x)`."""
 
     actor: Any
     method: str
@@ -210,8 +210,8 @@ class AdapterRanks(RankGroup):
     """The ranks of one base. Every method returns when all of them are done; threads may share it.
 
     Attributes:
-        turn: that each call of an adapter's trainer takes; who has it may do several things in a row.
-        layers: every rank's global MoE layer ids, once they are started.
+        turn: taken by each call of an adapter's trainer; its holder may do several things in a row.
+        layers: every rank's global MoE layer ids, set by `start`.
     """
 
     def __init__(
@@ -220,19 +220,19 @@ class AdapterRanks(RankGroup):
     ) -> None:  # fmt: skip
         """
         Args:
-            spec: of the base; its adapter is none of those that are trained, but `lora.rank` is above 0.
-            check: called while ranks are waited for; raises when that is to end.
+            spec: of the base; it has none of the trained adapters, but its `lora.rank` is above 0.
+            check: called while waiting for ranks; raises to end the wait.
             together: let steps of several adapters share passes.
-            survives: the ranks go on after a mistake that all of them find alike.
+            survives: the ranks continue after a mistake that all of them find alike.
         """
         super().__init__(AdapterActor, spec, cluster.process, cluster.trainer_options, log_dir)
         self.turn, self._check, self._together, self._survives = TrainerTurn(), check, together, survives
         self._adapter: str | None = None
-        self._failures: list[UserError] = []  # shared with those of single adapters
+        self._failures: list[UserError] = []  # shared with the groups of single adapters
 
     @property
     def failure(self) -> UserError | None:
-        """The first one that the ranks do not survive."""
+        """The first failure that the ranks do not survive."""
         return self._failures[0] if self._failures else None
 
     def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
@@ -241,10 +241,10 @@ class AdapterRanks(RankGroup):
         return self.layers
 
     def create(self, name: str, spec: PolicySpec, *, stacked: bool = True) -> AdapterTrainer:
-        """Make an adapter; the trainer of it, which is started.
+        """Make an adapter; returns its started trainer.
 
         Args:
-            spec: as of a run of it alone, on this base.
+            spec: as for a run of this adapter alone, on this base.
             stacked: see `MegatronTrainer.weight_sender`.
 
         Raises:
@@ -252,12 +252,12 @@ class AdapterRanks(RankGroup):
         """
         deadline = self._limits.trainer_start_s
         self.all(f"adapter {name}", deadline, lambda a, _: a.create.remote(name, spec, stacked), self._check)
-        own = copy(self)  # the lock, too: what threads ask of different adapters is in order as well
+        own = copy(self)  # shares the lock, so calls of threads for different adapters are ordered as well
         own._adapter = name
         return AdapterTrainer(name, spec, own, self._check, together=self._together)
 
     def free(self, name: str) -> None:
-        """Forget an adapter; its trainer answers no more. Raises ConfigError when there is none of that name."""
+        """Remove an adapter; its trainer is unusable afterwards. Raises ConfigError if there is none of that name."""
         deadline = self._limits.checkpoint_s
         self.all(f"adapter {name}", deadline, lambda a, _: a.free.remote(name), self._check)
 
@@ -268,7 +268,7 @@ class AdapterRanks(RankGroup):
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """See `RankGroup.all`: of the ranks, or of the adapter that these are the ranks of. The deadline begins with
+        """See `RankGroup.all`: for the base, or for the adapter that this group belongs to. The deadline begins with
         the turn."""
 
         def asked(actor: Any, rank: int) -> ray.ObjectRef:
@@ -281,8 +281,8 @@ class AdapterRanks(RankGroup):
         self, what: str, deadline_s: float, method: str, works: Sequence[TrainWork | PassWork],
         on_wait: Callable[[], None],
     ) -> list[list[Any] | UserError]:  # fmt: skip
-        """What a method of `AdapterActor` gave that these share: of each in rank order, or what all ranks found wrong
-        with it. The caller has the turn."""
+        """Call a method of `AdapterActor` that several adapters share. Returns for each the results in rank order, or
+        the error that all ranks found. The caller has the turn."""
         found = self._all(
             what, deadline_s, lambda a, r: getattr(a, method).remote([work.of_rank(r) for work in works]), on_wait
         )
@@ -306,7 +306,7 @@ class AdapterRanks(RankGroup):
         return found
 
     def _refused(self, what: str, found: Sequence[Any]) -> UserError | None:
-        """What all ranks refused with. Raises TrainerError where some of them did: they are no longer alike."""
+        """The error that all ranks raised. Raises TrainerError if only some ranks did: they then differ in state."""
         refused = [each for each in found if isinstance(each, UserError)]
         if not refused:
             return None
@@ -318,12 +318,12 @@ class AdapterRanks(RankGroup):
 
 
 class AdapterTrainer(TrainerGroup):
-    """The trainer of one adapter. Where steps of others wait for the turn that it has for one of its own, they are
-    taken along, in one call of the ranks.
+    """The trainer of one adapter. When it has the turn for a step, it includes waiting steps of other adapters in one
+    call of the ranks.
 
     Args:
         ranks: those of the adapter.
-        together: take others along, and let this one's steps be taken along.
+        together: let this adapter's steps share calls with those of others.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class AdapterTrainer(TrainerGroup):
     def turn_for(
         self, shards: Sequence[Sequence[Any]], step: int, watched: Sequence[int], on_wait: Callable[[], None]
     ) -> Iterator[None]:
-        """Inside, `train` of these has the turn, or is taken along by another's."""
+        """Inside, `train` of these shards has the turn, or another adapter's call includes it."""
         self._offer = self._offered(TrainWork(self._name, shards, step, watched))
         try:
             with self._ranks.turn.held(on_wait=on_wait, offer=self._offer):
@@ -365,10 +365,10 @@ class AdapterTrainer(TrainerGroup):
         return self._passed(shards, found, len(data))
 
     def forward_backward(self, data: Sequence[Datum], loss: LossChoice) -> PassResult:
-        """The same, and the gradients are added to the adapter's, in a pass of its own or in one that others share.
+        """The same, and accumulate the gradients of the adapter, in a separate pass or one shared with other adapters.
 
         Raises:
-            TrainerError: the loss is not finite; gradients since the last step are dropped then.
+            TrainerError: the loss is not finite; gradients since the last step are then dropped.
         """
         shards, what = self._shards(data, loss), "forward_backward"
         parts = self._of_ranks(shards)
@@ -382,14 +382,14 @@ class AdapterTrainer(TrainerGroup):
         return self._passed(shards, found, len(data))
 
     def adam_step(self, params: AdamParams) -> dict[str, float]:
-        """An optimizer step on the gradients, with these numbers; `grad_norm` and `lr`."""
+        """An optimizer step on the gradients with these parameters; returns `grad_norm` and `lr`."""
         return self._ranks.all("optim_step", self._step_s, lambda a, _: a.adam_step.remote(params), self._check)[0]
 
     def load(self, directory: Path, new_run: bool, *, optimizer: bool = True) -> None:
         """See `TrainerGroup.load`.
 
         Args:
-            optimizer: with its state; else it begins anew.
+            optimizer: load its state, too; else it begins anew.
         """
         super().load(directory, new_run)
         if not optimizer:
@@ -400,7 +400,7 @@ class AdapterTrainer(TrainerGroup):
         return self._limits.train_step_s
 
     def _shards(self, data: Sequence[Datum], loss: LossChoice) -> list[ClientShard]:
-        """Of every data-parallel rank."""
+        """Shards of all data-parallel ranks."""
         train, layout = self._spec.train, self._layout
         quadratic = train.quadratic_tokens
         return client_shards(
@@ -415,7 +415,7 @@ class AdapterTrainer(TrainerGroup):
         return [stored[layout.dp_rank(rank)] for rank in range(layout.world_size)]
 
     def _passed(self, shards: Sequence[ClientShard], found: Sequence[RankPassResult], data: int) -> PassResult:
-        """What all ranks found of so many data."""
+        """Combine the results of all ranks for so many data."""
         of_rank = {self._layout.dp_rank(rank): each.log_probs for rank, each in enumerate(found)}
         return PassResult(found[0].loss, by_datum([(shards[rank], column) for rank, column in of_rank.items()], data))
 
@@ -425,8 +425,8 @@ class AdapterTrainer(TrainerGroup):
         return Offer(work) if self._together else None
 
     def _joined(self, own: Offer | None, what: str, method: str, poll: Callable[[], None]) -> list[Any] | None:
-        """What every rank gave of a step that shares a pass with others; None where it has none to share it with, and
-        is yet to be done. Inside the turn."""
+        """Every rank's result of a step that shares a pass with others. None if there is none to share it with; the
+        step is then still to be done. Inside the turn."""
         if own is None:
             return None
         if not own.taken:

@@ -1,7 +1,7 @@
 """A run of several adapters: one trainer, one set of engines, one rollout service, and a thread for each adapter.
 
-Each adapter's loop is that of a run of it alone, in a thread of the driver. Threads meet in two places: the trainer's
-queue, whose turn a thread keeps from a step to the delivery of what it has learnt, and the rollout service's process.
+Each adapter's loop is that of a run of it alone, in a thread of the driver. Threads share the rollout service's process
+and the trainer's queue. A thread keeps its turn there from a step to the delivery of the trained weights.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mslime.run.training_run import Shards, TrainingRun
 
 _log = logging.getLogger(__name__)
 LOOK_S, AT_ONCE_S = 0.2, 5.0
-"""Between two looks at the threads; for threads to end after a second signal."""
+"""Seconds between two checks of the threads, and for threads to end after a second signal."""
 
 
 class Ending:
-    """Why the run ends before all adapters are trained: the first reason counts, whichever thread it comes from."""
+    """Why the run ends before all adapters are trained. The first reason counts, from whichever thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,13 +47,13 @@ class Ending:
         self._who, self._since = "", 0.0
 
     def note(self, who: str, error: BaseException) -> None:
-        """An adapter's loop ended by an error."""
+        """Record an error that ended an adapter's loop."""
         with self._lock:
             if self.error is None:
                 self.error, self._who, self._since = error, who, time.monotonic()
 
     def raise_first(self) -> None:
-        """Raise the reason, with the adapter that it is of; nothing where there is none."""
+        """Raise the reason, with the name of its adapter; nothing if there is none."""
         error = self.error
         if isinstance(error, UserError):
             raise type(error)(f"adapters.{self._who}: {error.field}", error.value, error.rule, error.way_out) from error
@@ -61,7 +61,7 @@ class Ending:
             raise error
 
     def check(self, who: str, patience_s: float) -> None:
-        """Raise where another adapter's loop has failed, so many seconds ago or more."""
+        """Raise if another adapter's loop failed at least so many seconds ago."""
         if self.at_once:
             raise Stopped(SIGTERM, save=False)
         failed = self.error is not None and not isinstance(self.error, Stopped) and self._who != who
@@ -71,24 +71,24 @@ class Ending:
 
 
 class AdapterStop(StopSignals):
-    """The run's signals as an adapter's thread sees them, with what befalls the others."""
+    """The run's signals for an adapter's thread, combined with failures of the other threads."""
 
     def __init__(self, signals: StopSignals, ending: Ending, who: str) -> None:
         super().__init__()
         self._signals, self._ending, self._of = signals, ending, who
 
     def check(self, patience_s: float = 0.0) -> None:
-        """See `StopSignals.check`; also raises where another adapter's loop has failed."""
+        """See `StopSignals.check`; also raises if another adapter's loop has failed."""
         self._signals.check(patience_s)
         self._ending.check(self._of, patience_s)
 
     def to_user_error(self, error: BaseException) -> BaseException:
-        """See `StopSignals.told`."""
+        """See `StopSignals.to_user_error`."""
         return self._signals.to_user_error(error)
 
 
 class AdapterSession(TrainingRun):
-    """One adapter of a running run. A context manager, inside that of the run.
+    """One adapter of a running run. A context manager, used inside that of the run.
 
     Attributes:
         name: of the adapter.
@@ -97,14 +97,14 @@ class AdapterSession(TrainingRun):
     def __init__(self, run: ResolvedRun, stop: AdapterStop, shared: AdaptersSession) -> None:
         """
         Args:
-            shared: has the parts of all adapters, which are started before this is entered.
+            shared: holds the parts of all adapters, which are started before this context is entered.
         """
         super().__init__(run, stop, quiet=True)
         self.name, self._shared = run.config.name, shared
-        self._kept = False  # the trainer's turn, from a step to the delivery that follows
+        self._kept = False  # the trainer's turn is kept from a step to the delivery that follows
 
     def beginning(self) -> Beginning:
-        """How its rollouts begin."""
+        """How its rollouts begin: state and weight version."""
         return Beginning(self.checkpoints.rollouts, self.first_step)
 
     def _start(self) -> None:
@@ -132,9 +132,9 @@ class AdapterSession(TrainingRun):
                 other._publisher.force_verify()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
-        """See `TrainingRun.train`; waits for the trainer's turn first, and keeps it for the delivery that follows,
-        unless an evaluation has to end before that. Another adapter's step may take this one along (`AdapterTrainer`):
-        its delivery waits for a turn of its own then, before all steps that wait."""
+        """See `TrainingRun.train`. Waits for the trainer's turn, and keeps it for the following delivery unless an
+        evaluation must end before that. Another adapter's step may include this one (`AdapterTrainer`); the delivery
+        then waits for a separate turn, ahead of all waiting steps."""
         begin = self._timeline.now()
         with self._adapter.turn_for(shards, self._records.step, watched, self._at_rest):
             waited = self._timeline.now() - begin
@@ -152,13 +152,12 @@ class AdapterSession(TrainingRun):
             return super()._publish(version)
 
     def _revive(self, error: EngineError) -> None:
-        """See `Publisher.revive`. Where another adapter's thread has found an engine meanwhile, there is nothing to
-        wait for."""
+        """See `Publisher.revive`. Returns without waiting if another adapter's thread has found an engine meanwhile."""
         if not isinstance(error, EngineDied) or self._rollouts.engines.call(RunEngines.no_engine_alive):
             super()._revive(error)
 
     def leave(self) -> None:
-        """Its last step is done: the others have what it had of the engines and of the trainer's memory."""
+        """After its last step: leave its share of the engines and of the trainer's memory to the other adapters."""
         self._rollouts.service.call(RunRollouts.leave)
         self._shared.ranks.free(self.name)
         self.progress.note("done")
@@ -168,14 +167,14 @@ class AdaptersSession(Started):
     """A running run of several adapters. A context manager.
 
     Attributes:
-        adapters: those that have steps left.
-        ranks, engines, rollouts, fleet, ray: what they share, once it is started.
+        adapters: those with steps left.
+        ranks, engines, rollouts, fleet, ray: parts that the adapters share, once started.
     """
 
     def __init__(self, run: ResolvedRun, stop: StopSignals, quiet: bool = False) -> None:
         """
         Args:
-            quiet: show no progress, whatever `observe.progress` says.
+            quiet: show no progress, regardless of `observe.progress`.
         """
         super().__init__(run, stop)
         self._quiet, self._ending = quiet, Ending()
@@ -206,10 +205,10 @@ class AdaptersSession(Started):
         self._stack.enter_context(ControlEndpoint(config.run_dir, self.fleet.orders))
 
     def train(self, loop: Callable[[AdapterSession], None]) -> None:
-        """Every adapter's loop, each in a thread of its own, until all are through.
+        """Run every adapter's loop in a separate thread, until all have ended.
 
-        A signal, or the first loop that fails, ends them all: each saves what it has learnt at its next rest. Raises
-        what that was.
+        A signal, or the first loop that fails, ends them all: each saves its trained steps when its trainer is next at
+        rest. Raises the cause.
         """
         self._stop.describe = lambda: "stopping: adapters are saved when they are at rest; again to stop without saving"
         self._stop.patient = True
@@ -238,7 +237,7 @@ class AdaptersSession(Started):
         try:
             loop(adapter)
             adapter.leave()
-        except BaseException as error:  # whatever it is, the main thread raises the first
+        except BaseException as error:  # of any kind: the main thread raises the first
             _log.info("adapter %s ends: %s", adapter.name, error)
             if isinstance(error, Stopped):
                 self.progress.note(f"{adapter.name}: {error.outcome}")
@@ -249,6 +248,6 @@ class AdaptersSession(Started):
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The run's settings for the base that adapters are trained on: what `lora` says is each adapter's own."""
+    """The run's settings for the base of its adapters: `lora.rank` is their largest, and `lora.init` is None."""
     own: dict[str, Any] = {"rank": max(run.lora.rank for run in config.adapter_runs.values()), "init": None}
     return config.model_copy(update={"lora": config.lora.model_copy(update=own)})

@@ -52,8 +52,7 @@ class Assembled:
     Attributes:
         shards: [optimizer steps][data-parallel ranks].
         metrics: `advantage/*`, `reward/*` by group and by source, `packing/*`.
-        advantages: of each sample, groups one after the other: one number, or [T]. None when the trainer
-            completes them.
+        advantages: of each sample, groups one after the other: one number, or [T]. None if the trainer completes them.
         trained: the samples that became sequences 0, 1, ...
     """
 
@@ -72,7 +71,7 @@ class SourceNames:
         self._known: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """The name that a source's metrics have."""
+        """The name of a source in metrics."""
         if name not in self._known and len(self._known) >= self.MOST:
             return "other"
         self._known.add(name)
@@ -86,15 +85,15 @@ def assemble(
     source_name: Callable[[str], str] = str,
     model: ModelFacts | None = None,
 ) -> Assembled:
-    """The shards of the groups of one rollout step, about to be trained by weights of `version`.
+    """The shards of the groups of one rollout step, to be trained by weights of `version`.
 
     Samples without a trainable token (masked as stale, or failed) still shape their group's advantages, but are not
     sent to the trainer.
 
     Args:
-        source_name: under which name a data source is reported.
-        model: that is trained. Where trainer ranks share out its experts, and samples have routes, micro-batches are
-            made so that these ranks have about the same work (`train.balance_experts`).
+        source_name: maps a data source to its name in metrics.
+        model: the trained model. If trainer ranks share its experts, and samples have routes, micro-batches are chosen
+            to balance the work of these ranks (`train.balance_experts`).
 
     Raises:
         RewardError: parts of one rollout have different rewards, or the advantage has no meaning for these rewards.
@@ -119,7 +118,7 @@ def assemble(
     )
     if loads is not None:
         metrics |= expert_metrics(shards, loads, config.layout)
-    if is_token_level(config.algorithm):  # the trainer reports what became of them
+    if is_token_level(config.algorithm):  # the trainer reports their advantages
         return Assembled(shards, metrics, None, chosen)
     every = [shard for step in shards for shard in step]
     metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
@@ -127,7 +126,7 @@ def assemble(
 
 
 def have_advantages(group: Group, algorithm: AlgorithmConfig) -> bool:
-    """Whether `assemble` can make something of a group's rewards."""
+    """Whether `assemble` can use a group's rewards."""
     try:
         sample_advantages(group.samples, grouped_rewards(group.samples), algorithm)
     except RewardError:
@@ -136,7 +135,7 @@ def have_advantages(group: Group, algorithm: AlgorithmConfig) -> bool:
 
 
 def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[list[TrainShard]]:
-    """Shards of a supervised batch: every trainable token weighs the same, there are no advantages."""
+    """Shards of a supervised batch: all trainable tokens have equal weight, and there are no advantages."""
     return _pack(samples, [0.0] * len(samples), config, None)
 
 
@@ -160,7 +159,7 @@ def sample_advantages(samples: Sequence[Sample], grouped: GroupRewards, algorith
     """Each sample's advantage: one number, or [T] when its group has process rewards, or turns have their own.
 
     Raises:
-        RewardError: process rewards under an advantage that has no use for them.
+        RewardError: process rewards under an advantage that does not use them.
     """
     if is_function(algorithm.advantage):
         found = function_advantages(grouped, algorithm.advantage)
@@ -198,7 +197,7 @@ def _of_steps(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[NDA
 
 
 def _laid_end_to_end(samples: Sequence[Sample], turns: Sequence[TurnSpan]) -> tuple[list[tuple[int, float]], int]:
-    """(Process rewards by position, length) of the sequence that the turns of a rollout would make in their order."""
+    """(Process rewards by position, length) of the sequence of a rollout's turns in their order."""
     steps, length = list[tuple[int, float]](), 0
     for turn in turns:
         steps += [(at - turn.start + length, reward) for at, reward in _steps_of(samples, turn)]
@@ -211,7 +210,7 @@ def _steps_of(samples: Sequence[Sample], turn: TurnSpan) -> list[tuple[int, floa
 
 
 def _as_grouped(rollouts: Sequence[list[TurnSpan]], grouped: GroupRewards) -> list[list[TurnSpan]]:
-    """The rollouts in the order in which `GroupRewards` has them."""
+    """The rollouts in the order of `GroupRewards`."""
     return sorted(rollouts, key=lambda turns: int(grouped.of_sample[turns[0].sample]))
 
 
@@ -235,7 +234,7 @@ def _over_turns(samples: Sequence[Sample], grouped: GroupRewards, found: TurnAdv
 
 
 def data_source(group: Group, sample: Sample) -> str:
-    """Where the prompt came from: the row's `data_source` in its metadata, or the name of its file."""
+    """Source of the prompt: the row's `data_source` in its metadata, or the name of its file."""
     named = sample.metadata.get("data_source")
     text = "" if named is None else str(named).strip()
     path = group.source.rpartition(":")[0]
@@ -300,7 +299,7 @@ def _pack(
 def _expert_loads(
     samples: Sequence[Sample], layout: ParallelLayout, model: ModelFacts | None
 ) -> NDArray[np.float32] | None:
-    """See `loads_of`; None where nothing is to be spread, or is known."""
+    """See `loads_of`; None if there is nothing to balance, or no loads are known."""
     if layout.ep == 1 or model is None or not samples or samples[0].routes is None:
         return None
     return loads_of([s.routes for s in samples], [len(s) for s in samples], model.num_experts, layout.ep)
@@ -343,7 +342,7 @@ class SupervisedRows:
     """Training rows in their order, and held-out rows, which are tokenised once."""
 
     def __init__(self, run: ResolvedRun) -> None:
-        """Raises DataError for files that cannot be read, and held-out rows that cannot be trained on."""
+        """Raises DataError for unreadable files, and for held-out rows that cannot be trained on."""
         config = self._config = run.config
         limit = config.rollout.longest(run.model.max_positions)
         tokenizer = load_tokenizer(config.model.tokenizer)
@@ -370,13 +369,13 @@ class SupervisedRows:
             tokens = sum(n for _, n in found)
             nll = math.fsum(total for total, _ in found) / tokens
             head = f"eval/{name}"
-            perplexity = math.exp(min(nll, 700.0))  # beyond it there are no floats
+            perplexity = math.exp(min(nll, 700.0))  # larger exponents overflow a float
             metrics |= {f"{head}/nll": nll, f"{head}/perplexity": perplexity, f"{head}/tokens": float(tokens)}
         return metrics
 
     def resume(self, directory: Path | None, extra: Mapping[str, Any]) -> None:
-        """Continue at the position that a checkpoint holds. Raises CheckpointError when it is of another kind of run,
-        DataError when the rows are others."""
+        """Continue at the position in a checkpoint. Raises CheckpointError if the checkpoint is of another kind of run,
+        and DataError if the rows differ."""
         if not isinstance(extra.get("source"), dict):
             raise CheckpointError(
                 str(directory), "no position in the prompts", "is not of supervised training (train.task: sft)",

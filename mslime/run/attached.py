@@ -1,8 +1,8 @@
-"""Engines that somebody else runs (`sglang.urls`): taken over as a run finds them, and left ready for the next one.
+"""Engines not launched by mslime (`sglang.urls`): take them over at the start of a run, and release them at its end.
 
 A run that was killed leaves an attached engine with its process group, perhaps paused, perhaps with an open weight
-update, and with requests that nobody waits for. An engine does not tell which groups it is in, so every attempt writes
-the names of its own into the run directory before it makes them, and the next attempt of the run destroys those.
+update, and with abandoned requests. An engine does not report its groups. So every attempt records the names of its
+groups in the run directory before it makes them, and the next attempt destroys them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAVE_SECONDS = 15.0
 
 
 def new_group(name: str) -> str:
-    """What the names of an attempt's process groups with the engines begin with; `name` is the run's."""
+    """Prefix of the names of an attempt's process groups with the engines; `name` is the run's."""
     return f"{name}-{uuid.uuid4().hex[:12]}"
 
 
@@ -34,7 +34,7 @@ class AttachedEngines:
     """The attached engines of one attempt of a run.
 
     Args:
-        engines: where they are, and their keys; none where all are launched, until one is added.
+        engines: their addresses and keys; empty if all are launched, until one is added.
         group: from `new_group`.
         senders: ranks that send weights.
     """
@@ -47,48 +47,48 @@ class AttachedEngines:
         self._senders, self._groups = senders, groups_of(senders, [group])
 
     def take_over(self) -> None:
-        """Undo what a killed run may have left, and write down what this one will leave if it is killed.
+        """Undo the state that a killed run may have left, and record the groups that this one will make.
 
         Raises:
-            EngineError: an engine does not answer, or asks for another key.
+            EngineError: an engine does not answer, or requires another key.
         """
         left = _recorded(self._record)
         self._take(self._engines, left)
         self._write({*left, *self._groups})
 
     def also(self, group: str) -> None:
-        """Groups of other names follow: write them down before they are made."""
+        """Record a further prefix of group names, before such groups are made."""
         self._groups += groups_of(self._senders, [group])
         self._write({*_recorded(self._record), *self._groups})
 
     def add(self, engine: Endpoint) -> None:
-        """An engine that joins the run on its way. Raises as `take_over`."""
+        """Take over an engine that joins during the run. Raises as `take_over`."""
         left = _recorded(self._record)
         self._take([engine], left)
         self._engines = (*self._engines, engine)
         self._write({*left, *self._groups})
 
     def release(self, engine: Endpoint) -> None:
-        """An engine has left the run: leave it as somebody else's run may find it. Never raises: it may be dead."""
+        """Clean an engine that has left the run, for use by other runs. Never raises: the engine may be dead."""
         if engine in self._engines:
             self._reset([engine], self._groups, LEAVE_SECONDS)
             self._engines = tuple(other for other in self._engines if other != engine)
 
     def _write(self, groups: Iterable[str]) -> None:
-        if not self._engines:  # those that mslime launched end with the run, and their groups with them
+        if not self._engines:  # launched engines end with the run, and their groups with them
             return
         self._record.parent.mkdir(parents=True, exist_ok=True)
         self._record.write_text(json.dumps(sorted(groups)))
 
     def leave(self, disconnect: Callable[[float], None]) -> None:
-        """Leave the engines without our groups, open updates and pauses. Never raises: it is called on the way out.
+        """Free the engines of our groups, open updates and pauses. Never raises: it is called during shutdown.
 
         Args:
-            disconnect: lets the trainer ranks leave first, within so many seconds.
+            disconnect: makes the trainer ranks leave first, within so many seconds.
         """
         if not self._engines:
             return
-        with suppress(UserError):  # a rank that is gone, or stuck, leaves nothing
+        with suppress(UserError):  # a rank that is gone or stuck holds nothing
             disconnect(LEAVE_SECONDS)
         if not self._reset(self._engines, self._groups, LEAVE_SECONDS):
             self._record.unlink(missing_ok=True)
@@ -107,20 +107,20 @@ class AttachedEngines:
 
 
 def groups_of(senders: Sequence[int], beginnings: Iterable[str]) -> list[str]:
-    """Names of the process groups that these ranks make with the engines, from what they begin with (`new_group`)."""
+    """Names of the process groups that these ranks make with the engines, from their prefixes (`new_group`)."""
     return [group_name(beginning, rank) for beginning in beginnings for rank in senders]
 
 
 async def made_clean(
     clients: Sequence[EngineClient], groups: Iterable[str], *, flush: bool = False
 ) -> dict[str, EngineError]:
-    """Let engines generate, and know no requests, updates or groups of ours, all at once; closes the clients.
+    """Make engines generate, without requests, updates or groups of ours, all concurrently; closes the clients.
 
     Args:
-        flush: let them forget what they have cached, too.
+        flush: also drop their caches.
 
     Returns:
-        What is wrong with those of which something is, by name.
+        Errors by name, of the engines that have one.
     """
     found, names = dict[str, EngineError](), tuple(groups)
 
@@ -140,8 +140,8 @@ async def made_clean(
 
 
 async def make_clean(client: EngineClient, groups: Iterable[str] = ()) -> None:
-    """Let an engine have no requests, no open weight update, none of these process groups, and generate. What there is
-    nothing of is refused with HTTP 400, which is as good. Raises EngineError for all else."""
+    """Drop an engine's requests, an open weight update and these process groups, and make it generate. HTTP 400 means
+    that there was nothing to drop, and is accepted. Raises EngineError for all other failures."""
     leave = [partial(client.leave_group, name) for name in groups]
     for undo in (client.abort, client.end_weight_update, *leave, client.resume):
         try:
@@ -161,7 +161,7 @@ def _refuse_silence(engine: Endpoint, error: EngineError) -> None:
 
 
 def _recorded(path: Path) -> list[str]:
-    """Groups of attempts that were killed; nothing when the file is missing or damaged, since it only helps."""
+    """Groups of killed attempts; empty if the file is missing or damaged, since it is only an aid."""
     try:
         names = json.loads(path.read_text())
     except (OSError, ValueError):

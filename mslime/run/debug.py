@@ -1,7 +1,7 @@
-"""Parts of a run alone: generation without a trainer, training without engines, evaluation without either's loop.
+"""Parts of a run alone: generation without a trainer, training without engines, evaluation without a loop.
 
-Each writes into a directory of its own beside the run's (`NAME-rollout`, `NAME-replay`, `NAME-eval`), so that it
-neither meets a run that is going on nor changes one that is over.
+Each writes into a separate directory beside the run's (`NAME-rollout`, `NAME-replay`, `NAME-eval`). It neither collides
+with a running run nor changes a finished one.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _described(sample: Sample) -> str:
 
 
 def _cut(text: str) -> str:
-    """In one line, and not too long."""
+    """Shortened to one line."""
     line = repr(text)[1:-1]
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ... ({len(line)} characters)"
 
@@ -165,7 +165,7 @@ def _table(first: str, rows: dict[str, dict[str, float]], columns: Sequence[tupl
 
 
 class Replay(TrainingRun):
-    """A session without engines: it trains on groups of files, publishes no weights and saves no checkpoint."""
+    """A session without engines: it trains on groups from files, publishes no weights and saves no checkpoint."""
 
     parts: ClassVar[Parts] = Parts(engines=False)
 
@@ -239,13 +239,13 @@ def evaluate(config: RunConfig, checkpoint: str | None) -> int:
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         weights: the model, or the training checkpoint.
-        step: that the checkpoint continues at; None for a model.
+        step: step that the checkpoint continues at; None for a model.
         metrics: `eval/<set>/...`.
-        path: the file that says the same.
+        path: the file with the same content.
     """
 
     weights: Path
@@ -280,7 +280,7 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
 
 
 def _write_scores(scores: Scores, seconds: float) -> None:
-    """Write `eval.json`; an earlier one is kept under a numbered name."""
+    """Write `eval.json`; an earlier file is kept under a numbered name."""
     said: dict[str, Any] = {
         "weights": str(scores.weights), "step": scores.step, "metrics": scores.metrics, "seconds": round(seconds, 3),
         "time": round(time.time(), 3), "mslime": __version__,
@@ -292,13 +292,13 @@ def _write_scores(scores: Scores, seconds: float) -> None:
 
 @contextmanager
 def _loadable(model: ModelConfig, checkpoint: Path | None, run_dir: Path, quiet: bool) -> Iterator[ModelConfig]:
-    """The model as engines can load it: a checkpoint's weights are exported into `run_dir` for so long.
+    """The model in a form that engines can load: a checkpoint's weights are exported into `run_dir` meanwhile.
 
     Args:
         checkpoint: None: the model itself.
         quiet: show no progress.
     """
-    for left in run_dir.glob(f"{_WEIGHTS}*"):  # by one that was killed: the directory is ours
+    for left in run_dir.glob(f"{_WEIGHTS}*"):  # left by a killed process; the directory is ours
         shutil.rmtree(left)
     if checkpoint is None:
         yield model
@@ -315,8 +315,8 @@ def _checkpoint(root: Path, text: str, engines: SGLangConfig) -> Path:
     """The training checkpoint that `--checkpoint` names.
 
     Args:
-        root: where the run's own are.
-        engines: that are to serve it.
+        root: directory of the run's own checkpoints.
+        engines: settings of the engines that will serve it.
     """
     if engines.urls:
         raise ConfigError(
@@ -349,14 +349,14 @@ def _wants_engines(task: Task, command: str) -> None:
 
 @contextmanager
 def _owned(run_dir: Path, log_level: str) -> Iterator[StopSignals]:
-    """The run directory is this process's, signals are followed, and what is done is logged."""
+    """Own the run directory, follow signals, and write a log inside the block."""
     log = log_file(run_dir / "logs" / "driver.log", "driver", log_level)
     with only_run(run_dir.name), StopSignals() as stop, owned(run_dir), log:
         yield stop
 
 
 def _alone(config: RunConfig, what: str) -> RunConfig:
-    """The run under a name of its own, on the device that it finds. Raises ConfigError when that is missing."""
+    """The run under a separate name, on the device found. Raises ConfigError if the device is missing."""
     config = resolved_device(config).model_copy(update={"name": f"{config.name}-{what}"})
     refuse_without_gpu(config.cluster)
     return config

@@ -1,7 +1,7 @@
-"""Where a running run can be asked about its engines: HTTP on loopback, with a key in a file that only its user reads.
+"""Control endpoint of a running run's engines: HTTP on loopback, with a key in a file that only its user can read.
 
-`GET /engines` tells how they are, `POST /engines` gives an order (`Order`). Both answer `Orders.standing`, the
-second with the order's `number`. `mslime scale` is its client.
+`GET /engines` returns their states, `POST /engines` gives an order (`Order`). Both return `Orders.standing`, the second
+with the order's `number`. `mslime scale` is its client.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mslime.logs import hide
 from mslime.threads import in_thread
 from mslime.web_server import admitted, same_key, serve
 
-# What somebody asks of a running run's engines, and what the run says of them: shared by the loop, which obeys at
-# weight syncs, and the endpoint's thread, which takes orders at any time.
+# Orders for a running run's engines, and their states. They are shared by the loop, which carries out orders at weight
+# syncs, and the endpoint's thread, which takes orders at any time.
 
 State = Literal["starting", "joining", "serving", "leaving", "gone"]
 MOST_ENGINES = 4096
@@ -42,9 +42,9 @@ class EngineState:
     Attributes:
         url: empty until it has one.
         launched: by mslime; else attached.
-        state: starting: not yet up. joining: checked, gets weights in the next sync. leaving: gets no requests any
-            more. gone: dead.
-        why: what it died of, or why it does not start.
+        state: starting: not yet up. joining: checked, gets weights in the next sync. leaving: gets no further requests.
+            gone: dead.
+        why: cause of its death, or of a failed start.
         syncs: weight syncs that it took part in since it was started or attached.
     """
 
@@ -58,12 +58,12 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Order:
-    """One request; one of the three is given.
+    """One request; exactly one of engines, attach and drain is given.
 
     Attributes:
-        engines: how many engines mslime is to run.
-        attach: the URL of a server that is to join. keys: what it asks for.
-        drain: the name or the URL of an engine that is to leave.
+        engines: number of engines for mslime to run.
+        attach: URL of a server to add. keys: API keys that it requires.
+        drain: name or URL of an engine to remove.
     """
 
     engines: int | None = None
@@ -94,14 +94,14 @@ class Order:
         return cls(engines, str(body.get("attach") or "").rstrip("/"), keys, str(body.get("drain") or "").rstrip("/"))
 
     def describe(self) -> str:
-        """In words, without the keys."""
+        """A description without the keys."""
         if self.engines is not None:
             return f"{self.engines} engines"
         return f"attach {self.attach}" if self.attach else f"drain {self.drain}"
 
 
 class Orders:
-    """Orders that wait, and the newest word on each engine. Safe to use from several threads."""
+    """Waiting orders, and the newest state of each engine. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -111,30 +111,30 @@ class Orders:
         self._engines: list[EngineState] = []
 
     def give(self, order: Order) -> int:
-        """Ask for something; its number."""
+        """Add an order; returns its number."""
         with self._lock:
             self._count += 1
             self._new.append((self._count, order))
             return self._count
 
     def take(self) -> list[tuple[int, Order]]:
-        """All that have not been taken, in order. They wait until `tell`."""
+        """All orders not taken yet, in order. They count as waiting until `tell`."""
         with self._lock:
             taken, self._new = self._new, []
             return taken
 
     def tell(self, number: int, what: str) -> None:
-        """What came of an order; after `show`, for who asked looks at the engines then."""
+        """Record the result of an order; call it after `show`, because clients then read the engines' states."""
         with self._lock:
             self._told[number] = what
 
     def show(self, engines: Sequence[EngineState]) -> None:
-        """How the engines are now."""
+        """Record the engines' current states."""
         with self._lock:
             self._engines = [EngineState(**asdict(engine)) for engine in engines]
 
     def standing(self) -> dict[str, Any]:
-        """For JSON: the engines, the numbers of orders that wait, and what came of each other one."""
+        """For JSON: the engines, the numbers of waiting orders, and the result of each other order."""
         with self._lock:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
@@ -150,10 +150,10 @@ _log = logging.getLogger(__name__)
 
 
 class ControlEndpoint:
-    """Takes orders in a thread of its own. A context manager.
+    """Serves the control endpoint in a thread. A context manager.
 
     Args:
-        run_dir: where `control.json` lies while it is open.
+        run_dir: directory of `control.json` while it is open.
     """
 
     def __init__(self, run_dir: Path, orders: Orders) -> None:
@@ -214,10 +214,10 @@ class ControlEndpoint:
 
 
 async def ask(run_dir: Path, order: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a running run says of its engines, after an order if there is one.
+    """States of a running run's engines, after sending an order if there is one.
 
     Raises:
-        ConfigError: no run is running there, or it refuses the order.
+        ConfigError: no run is running there, or it rejects the order.
     """
     record = run_dir / FILE_NAME
     try:

@@ -1,6 +1,6 @@
 """The engine group: one Ray actor per SGLang server, which it launches on its own node and ends with itself.
 
-A run has one group that generates, and one of teachers when `teacher` says so.
+A run has one group that generates, and one of teachers if `teacher` requires served ones.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0
 PART_SECONDS = 60.0
-"""For another machine of a server to do as it is told."""
+"""Seconds for a server's part on another machine to carry out a command."""
 BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 15.0, 120.0
-"""A server waits for its second start again, and twice as long for its third: what it needs may come back."""
+"""Wait before a server's second restart, doubled for its third: a missing resource may come back."""
 SAY_AGAIN_SECONDS = 30.0
-"""A phase that lasts is told again after so long."""
+"""Seconds after which a lasting phase is logged again."""
 
 
 def _begin_actor(process: ActorProcess, name: str, log_dir: str, keys: EngineKeys) -> str:
-    """In the process around a server, or a part of one: its own log, its interface. Its address."""
+    """Set the log and the network interface of the process around a server or a part of one; returns its address."""
     process.begin(f"{name} actor", Path(log_dir) / f"{name}_actor.log")
     hide(keys.api, keys.admin)
     return process.host
 
 
 class PartActor:
-    """Launches a server's part on another machine than its first, when that says so. It dies with this process."""
+    """Launches a server's part on another machine than its first, on request. It dies with this process."""
 
     def __init__(
         self, process: ActorProcess, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys,
@@ -71,12 +71,12 @@ class PartActor:
 
 
 def _of_engine(error: UserError) -> EngineError:
-    """What went wrong in an actor of an engine, which counts as its failure."""
+    """Convert an error of an engine's actor to an EngineError, so it counts as a failure of the engine."""
     return EngineError(error.field, error.value, error.rule, error.way_out)
 
 
 class RemotePart:
-    """An `OtherMachine` in the hands of a `PartActor`."""
+    """An `OtherMachine` backed by a `PartActor`."""
 
     def __init__(self, actor: Any, name: str, log_path: str) -> None:
         self._actor, self._name, self._log = actor, name, log_path
@@ -88,19 +88,19 @@ class RemotePart:
         self._call(self._actor.check.remote())
 
     def stop(self) -> None:
-        """Ends nothing more than it can: an actor that is gone took its part with it."""
+        """End the part if its actor is alive; the part of a dead actor has ended with it."""
         with suppress(EngineError, TrainerError):
             self._call(self._actor.stop.remote())
 
     def _call(self, ref: ray.ObjectRef) -> None:
         try:
             call(ref, self._name, "engine start", PART_SECONDS, self._log)
-        except TrainerError as error:  # its actor is gone, or says nothing
+        except TrainerError as error:  # its actor is dead, or does not answer
             raise _of_engine(error) from error
 
 
 class PrefillActor:
-    """Launches the half of a pair that prefills. The server dies with this process."""
+    """Launches the prefill half of a pair. The server dies with this process."""
 
     def __init__(
         self, process: ActorProcess, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
@@ -124,11 +124,11 @@ class PrefillActor:
 
 
 class EngineActor:
-    """Launches one server, or a pair, and watches it. The server dies with this process, whatever ends it.
+    """Launches one server, or a pair, and watches it. The server dies with this process, for any reason.
 
     Args:
-        parts: on the server's other machines a `PartActor` each, in order; or of a pair, the `PrefillActor`.
-        gpus: that the server may use; None: what Ray gives this process.
+        parts: a `PartActor` for each of the server's other machines, in order; or the `PrefillActor` of a pair.
+        gpus: GPUs for the server; None: those that Ray gives this process.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class EngineActor:
         )  # fmt: skip
 
     def start(self) -> EngineAddress:
-        """Launch and wait until it serves; a pair, until both halves do."""
+        """Launch and wait until it serves; for a pair, until both halves do."""
         with phase(_log, "starting the server"):
             address = self._server.start() if self._prefill is None else self._start_pair(self._prefill)
         _log.info("serving at %s, log in %s", address.url, address.log_path)
         return address
 
     def _start_pair(self, prefill: Any) -> EngineAddress:
-        """Both halves at the same time; none is left when one does not start."""
+        """Start both halves concurrently; if one does not start, neither is left."""
         other = prefill.start.remote()
         try:
             address = self._server.start()
@@ -171,21 +171,21 @@ class EngineActor:
             raise error if isinstance(error, EngineError) else _of_engine(error) from error
 
     def start_again(self, wait_s: float) -> EngineAddress:
-        """Launch another server in the place of one that died, after so long; of a pair, both."""
+        """Launch another server in the place of a dead one, after so many seconds; for a pair, both."""
         self.stop()
         time.sleep(wait_s)
         return self.start()
 
     def phase(self) -> str:
-        """What the starting server is doing; answered beside `start`."""
+        """Current phase of the starting server; answered while `start` runs."""
         return self._server.phase()
 
     def stop(self) -> None:
-        """End the server and its children, or what is left of them; of a pair, both."""
+        """End the server and its children, or the rest of them; for a pair, both."""
         with phase(_log, "stopping the server"):
             self._server.stop()
         if self._prefill is not None:
-            with suppress(EngineError, TrainerError):  # an actor that is gone took its server with it
+            with suppress(EngineError, TrainerError):  # a dead actor's server has ended with it
                 call(self._prefill.stop.remote(), self._prefill_name, "engine stop", PART_SECONDS, self._prefill_log)
 
 
@@ -193,10 +193,10 @@ class EngineGroup:
     """All engines of a run, or all teachers: launched, or attached to by URL.
 
     Args:
-        log_dir: of the servers and of the processes around them.
+        log_dir: for the logs of servers and of the processes around them.
 
     Attributes:
-        role: what each of them is called, with its number.
+        role: prefix of each server's name, before its number.
     """
 
     def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
@@ -209,7 +209,7 @@ class EngineGroup:
         hide(self._keys.api, self._keys.admin)
         self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
         self._actors: dict[str, Any] = {}
-        self._parts: dict[str, list[Any]] = {}  # on the other machines of a server, or of the other half of a pair
+        self._parts: dict[str, list[Any]] = {}  # on a server's other machines, or of a pair's other half
         self._places: dict[str, list[ActorPlacement]] = {}
         self._free_places: list[list[ActorPlacement]] = []
         self._waiting: list[str] = []
@@ -223,7 +223,8 @@ class EngineGroup:
             self._make(cluster.engine_places(self._made, role))
 
     def _make(self, places: list[ActorPlacement]) -> str:
-        """Processes for one more engine, one on each of its machines, or for each half of a pair; its name."""
+        """Create processes for one more engine, one on each of its machines or for each half of a pair; returns its
+        name."""
         name, index = f"{self.role}{self._made}", self._made
         self._made += 1
         of_teacher = self.role == "teacher"
@@ -249,15 +250,15 @@ class EngineGroup:
         return name
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
-        """Start all servers without waiting, so that trainers can start beside them."""
+        """Start all servers without waiting, so trainers can start beside them."""
         return {name: actor.start.remote() for name, actor in self._actors.items()}
 
     def watch_start(
         self, starting: dict[str, ray.ObjectRef], print_status: Callable[[str], None]
     ) -> Callable[[], None]:
-        """What to call now and then while they start: says what each is doing when that changes, or lasts.
+        """Make a function to call regularly during the start: it prints each server's phase when it changes, or lasts.
 
-        It raises EngineError as soon as a server has failed to start, also while something else is waited for.
+        It raises EngineError as soon as a server has failed to start, also while the caller waits for something else.
         """
         asked: dict[str, ray.ObjectRef] = {}
         said: dict[str, tuple[str, float]] = {}
@@ -283,7 +284,7 @@ class EngineGroup:
     def finish_start(
         self, starting: dict[str, ray.ObjectRef], on_wait: Callable[[], None] | None = None
     ) -> list[EngineAddress]:
-        """Wait until every server serves. Raises EngineError with the end of the log of the one that does not."""
+        """Wait until every server serves. Raises EngineError with the end of the failed server's log."""
         from mslime.backends.sglang.server_process import attach
 
         if self._urls:
@@ -298,11 +299,11 @@ class EngineGroup:
 
     @property
     def attached(self) -> list[Endpoint]:
-        """Of the engines that somebody else runs."""
+        """Endpoints of the engines not launched by mslime."""
         return [address.endpoint for address in self.addresses if not self.launched(address.name)]
 
     def replace(self, unsound: Collection[str]) -> None:
-        """Start these engines again, and whoever is launched and not there; let those go that somebody else runs."""
+        """Restart these engines and all dead launched ones; attached ones are removed from the run."""
         self.addresses = [address for address in self.addresses if address.name not in unsound]
         there = {address.name for address in self.addresses}
         self._restarts.clear()
@@ -311,7 +312,7 @@ class EngineGroup:
                 self.start_again(name)
 
     def wait_for_one(self, on_wait: Callable[[], None]) -> None:
-        """Return when an engine is there. Raises EngineError or TrainerError when none comes.
+        """Return when an engine is up. Raises EngineError or TrainerError if none starts.
 
         Args:
             on_wait: called a few times a second.
@@ -335,18 +336,18 @@ class EngineGroup:
 
     @property
     def starting(self) -> list[str]:
-        """Names of servers that are being started or wait for it, or were and have not been asked for by `started`."""
+        """Names of servers that start, wait for their start, or have started but not been returned by `started`."""
         return [*self._starting, *self._waiting]
 
     def let_start(self, may: bool) -> None:
-        """Whether servers may be started now, as they may at first; those that are to be meanwhile wait for it."""
+        """Allow or forbid starts of servers, which are allowed at first; starts requested meanwhile are deferred."""
         self._may_start = may
         waiting, self._waiting = (self._waiting, []) if may else ([], self._waiting)
         for name in waiting:
             self._begin(name)
 
     def _begin(self, name: str) -> None:
-        """Start a server, or another one in its place; once it may."""
+        """Start a server, or another one in its place; deferred until starts are allowed."""
         if not self._may_start:
             self._waiting.append(name)
             return
@@ -355,8 +356,7 @@ class EngineGroup:
         self._starting[name] = actor.start_again.remote(wait_s) if before >= 0 else actor.start.remote()
 
     def halt(self, name: str) -> None:
-        """End the server of this name, if mslime has started it, and let nothing of it be left. It may be started
-        again."""
+        """End the server of this name and its children, if launched by mslime. It may be started again."""
         if name in self._actors and name not in self.starting:
             ref = self._actors[name].stop.remote()
             call(ref, name, "engine stop", STOP_SECONDS + PART_SECONDS, self.log_paths[name])
@@ -371,7 +371,7 @@ class EngineGroup:
         return name in self._actors
 
     def start_again(self, name: str) -> str:
-        """Begin to start an engine of this name that died; says what comes of that."""
+        """Begin to restart a dead engine of this name; returns the outcome in words."""
         if name not in self._actors:
             return "mslime does not start it"
         if self._restarts[name] >= self._config.sglang.restarts:
@@ -381,18 +381,19 @@ class EngineGroup:
         return "it is started again" if self._may_start else "it is started again when the trainer sleeps"
 
     def reset_failures(self, name: str) -> None:
-        """An engine has served well since it was started: what it died of before counts no more."""
+        """Reset the restart count of an engine that has served well since its start."""
         del self._restarts[name]
 
     def start_another(self) -> str:
-        """Begin to start one more server; its name. Raises ConfigError when the cluster has no room for it."""
+        """Begin to start one more server; returns its name. Raises ConfigError if the cluster has no resources for
+        it."""
         name = self._make(self._free_places.pop() if self._free_places else self._cluster.one_more_engine())
         self._begin(name)
         return name
 
     def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
-        """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one, and
-        ConfigError where engines share GPUs with the trainer."""
+        """Attach an engine not launched by mslime, under a new name. Raises EngineError for an invalid URL, and
+        ConfigError if engines share GPUs with the trainer."""
         from mslime.backends.sglang.server_process import attach
 
         if self._config.colocated:
@@ -403,7 +404,7 @@ class EngineGroup:
         return address
 
     def started(self) -> dict[str, EngineAddress | EngineError | TrainerError]:
-        """Servers by name that have been started since the last call, or why they could not be."""
+        """Servers by name that have started since the last call, or the error of a failed start."""
         found: dict[str, EngineAddress | EngineError | TrainerError] = {}
         for name, ref in list(self._starting.items()):
             if not ray.wait([ref], timeout=0)[0]:
@@ -416,7 +417,7 @@ class EngineGroup:
         return found
 
     def take(self, address: EngineAddress) -> None:
-        """An engine is one of the run's from now on, or is so at another address."""
+        """Add an engine to the run, or record its new address."""
         names = [known.name for known in self.addresses]
         if address.name in names:
             self.addresses[names.index(address.name)] = address
@@ -424,20 +425,20 @@ class EngineGroup:
             self.addresses.append(address)
 
     def end(self, name: str) -> None:
-        """Let an engine leave the run: forget it, and end its server if mslime launched it. Its place in the cluster
-        stays the run's, for the next one."""
+        """Remove an engine from the run, and end its server if mslime launched it. The run keeps its place in the
+        cluster for the next engine."""
         self.addresses = [address for address in self.addresses if address.name != name]
         self._starting.pop(name, None)
         self._waiting = [other for other in self._waiting if other != name]
         if (actor := self._actors.pop(name, None)) is not None:
             actor.stop.remote()
-            actor.__ray_terminate__.remote()  # when it has stopped
+            actor.__ray_terminate__.remote()  # after it has stopped
             for part in self._parts.pop(name):
                 part.__ray_terminate__.remote()
             self._free_places.append(self._places.pop(name))
 
     def stop(self) -> None:
-        """End every server, politely first."""
+        """End every server, gracefully first."""
         stopping = [actor.stop.remote() for actor in self._actors.values()]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS) if stopping else None
         for actor in (*self._actors.values(), *(part for parts in self._parts.values() for part in parts)):

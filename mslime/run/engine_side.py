@@ -1,4 +1,4 @@
-"""The engines that a rollout service has around it: their clients, which it checks."""
+"""A rollout service's engines: their clients and checks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 GREET_S = 15.0
-"""For an engine's first answers to control calls, of which the others know that they take milliseconds."""
+"""Seconds for a new engine's first control calls, which take milliseconds on the other engines."""
 
 
 class EngineSide:
-    """Engines are met before a service is opened, and left after it was closed.
+    """Engines are connected before a service is opened, and released after it was closed.
 
     Attributes:
-        pool: the engines, once they were met.
+        pool: the engines, once connected.
     """
 
     pool: EnginePool
@@ -40,7 +40,7 @@ class EngineSide:
         self._run, self._config = run, run.config
 
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
-        """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
+        """Connect to the engines and check their capabilities; returns how many tokens they refuse to continue."""
         from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import Needs, handshake_all
 
@@ -58,8 +58,8 @@ class EngineSide:
         return refused_input
 
     async def admit(self, address: EngineAddress) -> None:
-        """Check an engine that is new, was started again or answers again, and let it take part from the next weight
-        update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
+        """Check a new, restarted or recovered engine, and let it take part from the next weight update on. Raises
+        EngineError that names a missing capability, EngineDied if it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
         from mslime.config.base import ENGINE_TAGS
@@ -72,11 +72,11 @@ class EngineSide:
             async with asyncio.timeout(limit_s := limits.engine_start_s):
                 if not await client.answers():
                     raise client.error("/ready", "nobody answers", EngineDied)
-                # One that hangs is not to hold up the sync for long.
+                # A hanging engine must not delay the sync for long
                 client.deadlines = limits.controls_within(GREET_S)
                 await make_clean(client)
                 client.deadlines = limits
-                if self._needs.memory:  # it may have been given up while it slept
+                if self._needs.memory:  # it may have been declared dead while its memory was released
                     await client.hold_memory(ENGINE_TAGS)
                 await handshake(client, self._needs)
                 await client.pause(self._config.rollout.pause_mode)
@@ -92,7 +92,7 @@ class EngineSide:
         self.pool.mark_dead(urls, why)
 
     async def dead(self) -> dict[str, EngineError]:
-        """Dead engines by name, with what killed them; see `EnginePool.missing`."""
+        """Dead engines by name, with the cause; see `EnginePool.missing`."""
         return self.pool.missing
 
     async def no_engine_alive(self) -> bool:

@@ -1,8 +1,8 @@
-"""Who generates while the run trains: engines die and come back, are added and let go, all of it at weight syncs.
+"""The set of engines during training: dead engines are restarted, others added or removed, all at weight syncs.
 
-An engine may have requests only with the run's weights in it, and those it gets in a sync, with all others. So whoever
-is new, was started again or answers again is checked beside the run and admitted to the next sync; who is to leave gets
-no requests from then on, and is left out of it.
+An engine may serve requests only with the run's weights, which it gets in a sync together with all others. So a new,
+restarted or recovered engine is checked beside the run and admitted to the next sync. A leaving engine gets no further
+requests, and the sync excludes it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.server_process import EngineAddress
 
 LOOK_EVERY_S = 0.5
-"""While no engine is left."""
+"""Between two checks while no engine is left."""
 FORGIVEN_AFTER = 10
-"""Weight syncs that an engine takes part in before `sglang.restarts` is counted anew: a run of weeks loses engines, one
-that dies again and again is broken."""
+"""Weight syncs of an engine after which its `sglang.restarts` count is reset: long runs lose engines now and then, but
+an engine that dies again and again is broken."""
 
 
 class Fleet:
-    """The engines of a run, or of `mslime serve`, and what becomes of them.
+    """The engines of a run, or of `mslime serve`, and their states.
 
     Args:
-        members: the same engines, where requests are sent to them.
-        engines: those that the run began with, and what launches others.
-        attached: takes over engines of others before they are used, and releases them.
+        members: the same engines in the rollout service, which sends them requests.
+        engines: those that the run began with; it launches others.
+        attached: takes over attached engines before use, and releases them.
         check: raises when the run is to end.
 
     Attributes:
-        orders: what is asked of it from outside.
+        orders: requests from outside to change the set.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Fleet:
         self._members, self._engines = members, engines
         self._attached, self._check, self._progress = attached, check, progress
         self.orders = Orders()
-        self._passed = Counter[str]()  # syncs since an engine was gone
+        self._passed = Counter[str]()  # syncs since an engine died
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
         } | {name: EngineState(name, "", True, "starting") for name in engines.starting}
@@ -62,19 +62,19 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """How many engines the run has, dead ones and those that are being started included."""
+        """Number of engines, including dead and starting ones."""
         return len(self._states)
 
     @property
     def expects_engines(self) -> bool:
-        """Whether an engine generates, or may do so again: it is being started, or nobody has looked after it yet."""
+        """Whether an engine generates, or may do so again: it is starting, or its death has not been handled yet."""
         return any(state.state in ("serving", "joining", "starting") for state in list(self._states.values()))
 
     # --------------------------------------------------------------------------------------------------- at a sync
 
     def update_engines(self) -> bool:
-        """Before the engines are paused for a sync: take those that have been started, that answer again or that are
-        attached, start those again that died, let those leave that are not wanted. Whether any joined."""
+        """Before the engines are paused for a sync: admit started, recovered and attached engines, restart dead ones,
+        and remove unwanted ones. Returns whether any joined."""
         for number, order in self.orders.take():
             try:
                 told = self._obey(order)
@@ -90,7 +90,7 @@ class Fleet:
         return any(state.state == "joining" for state in self._states.values())
 
     def _take_started(self) -> None:
-        """Greet servers that have been started, and start those again that were in vain."""
+        """Admit servers that have started, and retry failed starts."""
         for name, found in (started := self._engines.started()).items():
             how = "is back" if self._states[name].why else "joins"
             failure = found if isinstance(found, UserError) else self._admit(found, how)
@@ -100,15 +100,15 @@ class Fleet:
             self._show()
 
     def lost(self, gone: Mapping[str, str]) -> None:
-        """Engines that a sync goes on without, and what they died of."""
+        """Handle engines that died during a sync, with the causes."""
         for name, why in gone.items():
             if name in self._states and self._states[name].state in ("serving", "joining"):
                 self._start_again(name, f"{name} is gone ({why})", why)
         self._show()
 
     def reject(self, urls: Collection[str], error: UserError) -> None:
-        """Engines that are new cannot be given weights, which is no failure of the others. Raises UserError when one of
-        them cannot be spared."""
+        """Remove new engines that cannot receive weights, so the others continue. Raises UserError if one of them
+        cannot be spared."""
         for name in [name for name, state in self._states.items() if state.url in urls]:
             self._members.call(RunEngines.retire, name)
             what = f"{name} cannot be given weights ({error.brief})"
@@ -120,7 +120,7 @@ class Fleet:
         self._show()
 
     def settled(self) -> None:
-        """A sync is over: who joined has the weights, and who was to leave has left."""
+        """After a sync: joining engines now serve, and leaving ones are removed."""
         for name, state in list(self._states.items()):
             if state.state in ("joining", "serving"):
                 state.state = "serving"
@@ -132,8 +132,8 @@ class Fleet:
         self._show()
 
     def revive(self, error: EngineError) -> None:
-        """No engine is left, or none of a rollout manager's: wait until there is one that a sync can give weights to,
-        for each manager. Raises `error` when none can come back."""
+        """Wait for an engine that a sync can send weights to, for each rollout manager that has none left. Raises
+        `error` if none can come back."""
         dead = self._members.call(RunEngines.dead)
         others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
         what = "a rollout manager has no engine left" if others else "no engine is left"
@@ -150,25 +150,25 @@ class Fleet:
     # ---------------------------------------------------------------------------------------------------- one engine
 
     def _look_after(self, name: str, why: str) -> None:
-        """An engine that is dead to the rollout service: take it if it answers, for only a connection may have broken;
-        start it again if it does not."""
+        """Handle an engine that is dead to the rollout service: admit it if it answers, because only a connection may
+        have failed; else restart it."""
         state = self._states.get(name)
         if state is None or state.state in ("starting", "joining", "leaving"):
             return
         if state.state == "gone" and (state.launched or not self._is_due(name)):
-            return  # it has been started again as often as it may; or it was asked a moment ago
+            return  # it has no restarts left, or was checked a moment ago
         address = self._address(name)
         assert address is not None, "a dead engine had an address"
         if self._admit(address, "answers again") is not None and state.state != "gone":
             self._start_again(name, f"{name} is gone ({why})", why)
 
     def _is_due(self, name: str) -> bool:
-        """Whether to ask an attached engine that is gone: ever more rarely, since one that hangs delays the sync."""
+        """Whether to check a dead attached engine: ever more rarely, because a hanging one delays the sync."""
         self._passed[name] += 1
         return self._passed[name].bit_count() == 1
 
     def _admit(self, address: EngineAddress, how: str) -> EngineError | None:
-        """Admit an engine to the next sync; what is wrong with it."""
+        """Admit an engine to the next sync; returns its error, if any."""
         try:
             self._members.call(RunEngines.admit, address)
         except EngineError as error:
@@ -190,7 +190,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------- orders
 
     def _obey(self, order: Order) -> str:
-        """Do what somebody asked; what comes of it. Raises UserError when it cannot be done."""
+        """Carry out an order; returns the outcome. Raises UserError if it is impossible."""
         if order.engines is not None:
             return self._scale(order.engines)
         if order.attach:
@@ -237,7 +237,7 @@ class Fleet:
         raise ConfigError("drain", which, "is no engine of this run", f"its engines: {known}")
 
     def _retire(self, name: str) -> None:
-        """Let an engine leave. Raises ConfigError for the last one that serves."""
+        """Let an engine leave. Raises ConfigError for the last serving one."""
         state = self._states[name]
         serves = [s.name for s in self._states.values() if s.state in ("serving", "joining")]
         if serves == [name]:
@@ -259,7 +259,7 @@ class Fleet:
         self._progress.note(f"{name} has left")
 
     def _address(self, name: str) -> EngineAddress | None:
-        """Where an engine is; None while it is started for the first time."""
+        """Address of an engine; None during its first start."""
         return next((address for address in self._engines.addresses if address.name == name), None)
 
     def _show(self) -> None:

@@ -1,7 +1,7 @@
 """The loop. One for synchronous, one-step-ahead and asynchronous training: `rollout.max_staleness` is the difference.
 
-A step takes finished groups from the rollout service, trains on them, and publishes new weights; the service decides
-what is generated meanwhile and what is too old to train on. What each line does is in its package; the order is here.
+A step takes finished groups from the rollout service, trains on them, and publishes new weights. The service decides
+what to generate meanwhile, and which groups are too old to train on. This file defines the order of these calls only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def train_rl(session: TrainingRun) -> None:
                 batch = session.take(step)
                 record.update(batch.metrics)
                 record.update(session.train(batch.shards, batch.watched))
-                record.update(session.evaluated())  # of the weights that are now replaced
+                record.update(session.evaluated())  # of the weights before this publish
                 record.update(session.publish_weights(version=step + 1))
                 if config.observe.evaluation_due(step, config.train.num_steps):
                     record.update(session.evaluate(step=step + 1))
@@ -46,7 +46,7 @@ def train_sft(session: TrainingRun) -> None:
 
 
 def _keep(session: TrainingRun, step: int) -> None:
-    """What is written after a step: a checkpoint, and a Hugging Face checkpoint beside the run."""
+    """Write a due checkpoint and Hugging Face checkpoint after a step."""
     config = session.config
     if config.checkpoint.save_due(step, config.train.num_steps):
         session.save(next_step=step + 1)
@@ -55,8 +55,8 @@ def _keep(session: TrainingRun, step: int) -> None:
 
 
 def _evaluation_owed(session: TrainingRun) -> bool:
-    """Whether the weights that the session begins with are to be evaluated: those of a new run, or those that an
-    earlier session was stopped with before their scores were there."""
+    """Whether to evaluate the weights that the session begins with: those of a new run, or of a session that was
+    stopped before it had their scores."""
     observe, done = session.config.observe, session.first_step
     due = observe.evaluation_due(done - 1, session.config.train.num_steps) if done else observe.eval_at_start
     return due and not session.has_scores(done)

@@ -1,4 +1,4 @@
-"""Where processes go in a Ray cluster: what the run needs against what the machines have, and which rank goes where.
+"""Process placement in a Ray cluster: the run's needs against the machines' resources, and the machine of each rank.
 
 Ray numbers the bundles of a placement group without regard to machines once there are more than sixteen. Neighbouring
 ranks share most traffic, tensor-parallel groups above all, so ranks are numbered here: by machine, then by GPU.
@@ -24,7 +24,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Spot:
-    """Where one bundle of a placement group lies.
+    """Location of one bundle of a placement group.
 
     Attributes:
         address: of the machine.
@@ -38,7 +38,7 @@ class Spot:
 
     @property
     def order(self) -> tuple[int, int, str, str, int]:
-        """Sorts addresses as numbers, so that machines of one rack come together: 10.0.0.9 before 10.0.0.10."""
+        """Sort key with numeric addresses, which keeps machines of one rack together: 10.0.0.9 before 10.0.0.10."""
         try:
             parsed = ip_address(self.address)
         except ValueError:  # a host name
@@ -48,11 +48,11 @@ class Spot:
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where a process goes.
+    """Placement of a process.
 
     Attributes:
-        options: Ray's, of its actor.
-        gpus: that it may use, where these are not what Ray gives it: those of trainer ranks that it shares.
+        options: Ray's options of its actor.
+        gpus: GPUs for the process if Ray does not assign them: those of trainer ranks that it shares.
     """
 
     options: dict[str, Any]
@@ -76,15 +76,15 @@ def gpus_of(spots: Sequence[Spot]) -> tuple[str, ...]:
 
 
 def in_order(spots: Sequence[Spot]) -> list[int]:
-    """Indices of the bundles by machine, then by GPU: rank r belongs into bundle `in_order(spots)[r]`."""
+    """Indices of the bundles by machine, then by GPU: rank r belongs in bundle `in_order(spots)[r]`."""
     return sorted(range(len(spots)), key=lambda bundle: spots[bundle].order)
 
 
 def spots_of(group: PlacementGroup, gpus: bool) -> list[Spot]:
-    """Where each bundle of a placed group lies.
+    """Locations of all bundles of a placed group.
 
     Args:
-        gpus: also ask a short task in every bundle for its GPU; otherwise the number is 0.
+        gpus: also run a short task in every bundle that finds its GPU; otherwise the number is 0.
     """
     where: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
@@ -108,10 +108,10 @@ def machines() -> dict[str, str]:
 
 
 def on_other_machines(placed: Mapping[str, Sequence[str]], here: str, names: Mapping[str, str]) -> list[str]:
-    """One line for each machine but this one: which processes are there.
+    """One line for each other machine, with the processes placed there.
 
     Args:
-        placed: Ray's id of each process's machine, in order, by what the processes are called without their number.
+        placed: Ray's id of each process's machine, in order, by the processes' common name without their number.
         here: the id of this machine.
         names: of the machines.
     """
@@ -133,13 +133,13 @@ def _runs(called: str, numbers: Sequence[int]) -> list[str]:
 
 
 def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
-    """Refuse a placement in which tensor-parallel neighbours sit on several machines.
+    """Raise if tensor-parallel neighbours are on several machines.
 
     Args:
         spots: in rank order.
 
     Raises:
-        ConfigError: naming the ranks and their machines.
+        ConfigError: names the ranks and their machines.
     """
     for first in range(0, len(spots), tp):
         machines = {(spot.address, spot.node): spot.address for spot in spots[first : first + tp]}
@@ -154,7 +154,7 @@ def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
 
 
 def refuse_small_cluster(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
-    """Compare what the run needs with what all machines of the cluster have, before anything waits for it.
+    """Compare the run's needs with the resources of all machines, before any process waits for them.
 
     Waits `cluster.join_s` for machines that are still joining.
 

@@ -1,7 +1,7 @@
 """A new version of the weights: from the pause of the engines to their next request, and which engines take part.
 
-`Publisher` sends all weights to engines that are paused, also if one of them dies on the way. `AdapterPublisher` gives
-adapters alone to engines that generate meanwhile.
+`Publisher` sends all weights to paused engines, also if one of them dies meanwhile. `AdapterPublisher` sends only
+adapters, to engines that generate meanwhile.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Delivered:
-    """Weights that are there.
+    """Result of a weight update.
 
     Attributes:
-        report: of the attempt that went through.
+        report: of the successful attempt.
         spans: when each rank was busy with it.
-        compared: tensors that were compared in all engines, and are equal; None where none was to be compared.
-        repeats: attempts that did not go through.
-        probed: of the probe; None where there was none.
+        compared: number of tensors compared in all engines and found equal; None without a comparison.
+        repeats: number of failed attempts.
+        probed: result of the probe; None without one.
     """
 
     report: SendReport
@@ -77,20 +77,20 @@ class Delivered:
 
 
 class Publisher:
-    """Lets the engines generate under the trainer's weights.
+    """Publishes the trainer's weights to the engines.
 
     Args:
-        engines: where they are.
-        fleet: which of them live; it learns of those that are gone.
-        memory: whose turn it is on shared GPUs.
+        engines: holds their addresses.
+        fleet: tracks which of them are alive; it is updated with dead ones.
+        memory: schedules the use of shared GPUs.
         check: raises when the run is to end.
-        new_group: makes names for groups without the engines that are gone.
-        probe: asked after each sync; None: nothing is.
-        adapter: which of several adapters it publishes; empty in a run of one, or of none.
+        new_group: makes names for groups without the dead engines.
+        probe: run after each sync; None: no probe.
+        adapter: name of the published adapter, if there are several; else empty.
     """
 
     pauses: ClassVar = True
-    """Engines rest while it sends."""
+    """Whether engines are paused while it sends."""
 
     def __init__(
         self,
@@ -110,18 +110,18 @@ class Publisher:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._memory, self._check, self._new_group = fleet, memory, check, new_group
         self._progress, self._timeline, self._probe, self._adapter = progress, timeline, probe, adapter
-        self._verified = 0  # syncs that were compared, since an engine joined
+        self._verified = 0  # syncs with a comparison since an engine joined
         self._met = frozenset(address.url for address in engines.addresses)  # engines that take part in syncs
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
         self._unique = uuid.uuid4().hex[:8]  # attached engines may still have adapters of another run
 
     def connect(self, group: str) -> None:
-        """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
+        """Connect the trainer to the engines, in process groups whose names begin with `group`."""
         met = [address for address in self._engines.addresses if address.url in self._met]
         self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
 
     def update_engines(self) -> None:
-        """See `Fleet.update_engines`. With engines that join, weights are compared as in the run's first syncs."""
+        """See `Fleet.update_engines`. If engines join, weights are compared as in the run's first syncs."""
         if self._fleet.update_engines():
             self.force_verify()
 
@@ -130,11 +130,11 @@ class Publisher:
         self._verified = 0
 
     def publish(self, version: int, step: int) -> dict[str, float]:
-        """Give the engines the trainer's weights as this version; generation goes on under it afterwards.
+        """Publish the trainer's weights as this version; generation continues under it afterwards.
 
-        The rollout service has the engines: every step on their side is a call to it. No trainer rank enters a
-        collective before every engine has confirmed its pause. The version is stamped last, so an engine that was left
-        in the middle never claims the new one; the comparison comes before the end, while parameters lie as loaded.
+        The rollout service owns the engines, and every step on their side is a call to it. No trainer rank enters a
+        collective before every engine has confirmed its pause. The version is stamped last, so an engine with a partial
+        update never reports the new one. The comparison comes before the end, while parameters are as loaded.
 
         Args:
             step: of the timeline.
@@ -149,7 +149,8 @@ class Publisher:
                 self.revive(error)
 
     def revive(self, error: EngineError) -> None:
-        """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
+        """If all engines are dead, wait until one can receive weights. Raises `error` otherwise, or if none comes
+        back."""
         if not self._rollouts.engines.call(RunEngines.no_engine_alive):
             raise error
         self._memory.revive()
@@ -193,21 +194,20 @@ class Publisher:
             self._timeline.record_lanes("probe", delivered.probed.spans, step)
 
     def send(self, version: int, verify: bool) -> Delivered:
-        """Bring all weights to every engine that is there, compare them if asked to, let them count as `version`, and
-        probe.
+        """Send all weights to every live engine, compare them if `verify` is set, stamp them as `version`, and probe.
 
-        When it fails, the engines stay paused and hold a mixture, so all of them get everything again, and are
-        compared. Without those that died; without those that are new, where there are others; and without those that
-        the error names, when it fails a second time with the same ones.
+        After a failure the engines stay paused with a mixture of versions, so all of them get everything again, and are
+        compared. Dead engines are left out; new ones too, if there are others; and, after a second failure with the
+        same engines, those that the error names.
 
         Raises:
-            WeightSyncError: it failed with engines of which none took weights before; or twice with the same ones, and
-                names none of them, or all.
+            WeightSyncError: it failed with engines of which none has taken weights before; or twice with the same ones,
+                and the error names none of them, or all.
             EngineDied: none is left.
             EngineError: all refuse the update.
         """
         serving, failed, repeats = self._rollouts.engines.call(RunEngines.begin_update), (), 0
-        while True:  # ends: there is an engine less every second time
+        while True:  # ends: every second attempt has one engine less
             try:
                 self._meet(serving)
                 self._memory.enter("send")
@@ -227,14 +227,14 @@ class Publisher:
                 failed = tried
 
     def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> UpdateMembers:
-        """After a failure: who is to be tried with next. Raises `error` when trying again is of no use."""
+        """Choose the engines of the next attempt after a failure. Raises `error` if a further attempt is useless."""
         try:
             self._leave()
             serving = self._rollouts.engines.call(RunEngines.begin_again)
             if serving.urls != tried:
                 return serving
             new, named = set(tried) - self._proven, self._named(error) & set(tried)
-            if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
+            if new:  # if all are new, this is the run's first sync: its fault persists in another attempt
                 if new != set(tried):
                     self._fleet.reject(new, error)
                     return self._rollouts.engines.call(RunEngines.begin_again)
@@ -259,7 +259,7 @@ class Publisher:
         }
 
     def _meet(self, serving: UpdateMembers) -> None:
-        """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
+        """If the set of engines has changed, leave the old groups and connect to the current engines."""
         self._fleet.lost(serving.gone)
         if self._met == (there := frozenset(serving.urls)):
             return
@@ -270,7 +270,7 @@ class Publisher:
         self.connect(self._new_group())
 
     def _leave(self) -> None:
-        """Nobody waits for an engine that is gone any more."""
+        """Leave the groups, so no rank waits for a dead engine."""
         self._met = frozenset()
         self._trainers.disconnect()
 
@@ -281,7 +281,7 @@ def _names_engine(error: WeightSyncError, url: str) -> bool:
 
 
 class AdapterPublisher(Publisher):
-    """Writes the adapters once for all engines, and has each load them under a name of its own for every version."""
+    """Writes the adapters once for all engines, which load each version under a separate name."""
 
     pauses = False
     """Engines generate while it sends."""
@@ -290,13 +290,13 @@ class AdapterPublisher(Publisher):
         """Nothing: engines and trainer share a directory, and no process group."""
 
     def send(self, version: int, verify: bool) -> Delivered:
-        """Write the adapters, let every engine that is there load them, compare them if asked to, and probe.
+        """Write the adapters, make every live engine load them, compare them if `verify` is set, and probe.
 
-        An engine that cannot load them, holds others or says something else is taken for dead, and is started again
-        like every engine that dies; it gave none of its requests the new adapters.
+        An engine that cannot load them, or fails the comparison or the probe, is declared dead and restarted like every
+        dead engine. It has used the new adapters for none of its requests.
 
         Raises:
-            WeightSyncError: they cannot be written; or all engines hold others, or say something else.
+            WeightSyncError: they cannot be written; or all engines fail the comparison or the probe.
             EngineError: no engine can load them. EngineDied: none is left.
         """
         directory, owner = self._config.weights_directory / adapter_directory(version), self._adapter
@@ -322,8 +322,8 @@ class AdapterPublisher(Publisher):
         )
 
     def _of_sound(self, ask: Callable[[], T]) -> T:
-        """The answer of the engines that are right. Raises WeightSyncError when that is none."""
-        while True:  # ends: there is an engine less every time
+        """Result of `ask` for the engines without errors. Raises WeightSyncError if there are none."""
+        while True:  # ends: every attempt has one engine less
             try:
                 return ask()
             except WeightSyncError as error:
@@ -335,7 +335,7 @@ class AdapterPublisher(Publisher):
                 self._met -= wrong
 
     def _remove_unused(self, kept: set[int]) -> None:
-        """An engine reads what it has loaded from its file as long as a request may have it."""
+        """Remove files of adapters that no request can use any more: an engine reads a loaded adapter from its file."""
         names = {adapter_directory(version) for version in kept}
         for directory in self._config.weights_directory.glob("adapter_*"):
             if directory.name not in names:

@@ -1,4 +1,4 @@
-"""One Ray actor per rank of a model that is trained: started together, called together and failing together."""
+"""One Ray actor per rank of a trained model: started together, called together and failing together."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mslime.run.ray_calls import call, gather
 from mslime.run.ray_cluster import ActorProcess, remote_class
 
 Report = Callable[[int, int], None]
-"""Called with (how much is done, of how much)."""
+"""Called with (units of work done, total)."""
 Span = tuple[float, float]
-"""Begin and end of a stretch of work, Unix seconds."""
+"""Begin and end of a period of work, Unix seconds."""
 
 
 class RankActor:
-    """One rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver.
+    """One rank. Its stdout and stderr go to a log of this rank; engines are imported here, not in the driver.
 
     Attributes:
-        role: what it is called, with its rank, in its log.
+        role: name of the rank in its log, before its number.
     """
 
     role: ClassVar[str]
@@ -38,19 +38,19 @@ class RankActor:
         self._done, self._total = 0, 0
 
     def address(self) -> str:
-        """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
+        """`tcp://host:port` that the other ranks can reach: the rendezvous, made by rank 0."""
         from mslime.weights.broadcast import open_store
 
         host, limit = self._process.host, timedelta(seconds=self._limits.trainer_start_s)
-        # Open from now on, so that nobody else can take the port; torch's rendezvous in this process finds it there.
+        # It stays open, so no other process can take the port; torch's rendezvous in this process finds it there.
         self._store = open_store(host, self._world, limit, multi_tenant=True)
         return f"tcp://{host}:{self._store.port}"
 
     def rest(self) -> None:
-        """Nothing; answered when all work given before is done."""
+        """Do nothing; returns when all earlier work is done."""
 
     def progress(self) -> tuple[int, int]:
-        """(micro-batches done, of how many) of the step in progress; answered beside the work."""
+        """(micro-batches done, total) of the step in progress; answered while the step runs."""
         return self._done, self._total
 
     def _report(self, done: int, total: int) -> None:
@@ -61,8 +61,8 @@ class RankGroup:
     """All ranks of one model.
 
     Attributes:
-        role: what its ranks are called.
-        log_paths: where each rank writes, by its name, in rank order.
+        role: name of its ranks, before their number.
+        log_paths: each rank's log, by its name, in rank order.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class RankGroup:
     ) -> None:  # fmt: skip
         """
         Args:
-            process: how those of the ranks begin.
-            placed: Ray's options that put a rank where it belongs.
-            given: what the actor takes beside what every rank does.
+            process: start-up of the ranks' processes.
+            placed: Ray's options that place a rank.
+            given: arguments of the actor beyond those of every rank.
         """
         self.role, self._limits, world = actor.role, spec.deadlines, spec.layout.world_size
         remote = remote_class(actor, concurrency_groups={"progress": 1})
@@ -92,14 +92,14 @@ class RankGroup:
         self._first = self._actors[0]
 
     def name(self, rank: int) -> str:
-        """A rank's, for messages."""
+        """Name of a rank, for messages."""
         return f"{self.role} rank {rank}"
 
     def begin_start(self, on_wait: Callable[[], None] | None = None) -> dict[str, ray.ObjectRef]:
-        """Let the ranks meet and build the model; `ray_calls.gather` what this returns.
+        """Connect the ranks and build the model; pass the result to `ray_calls.gather`.
 
         Args:
-            on_wait: called a few times a second until the first rank is there.
+            on_wait: called a few times a second until the first rank is up.
         """
         who, deadline = self.name(0), self._limits.trainer_start_s
         asked = self._actors[0].address.remote()
@@ -107,10 +107,10 @@ class RankGroup:
         return self.submit(lambda a, _: a.start.remote(rendezvous))
 
     def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
-        """Let the ranks meet and build the model; global MoE layer ids of each, in rank order.
+        """Connect the ranks and build the model; returns global MoE layer ids of each, in rank order.
 
         Args:
-            on_wait: called a few times a second until all of them are there.
+            on_wait: called a few times a second until all of them are up.
         """
         refs, deadline = self.begin_start(on_wait), self._limits.trainer_start_s
         started = gather(refs, "trainer start", deadline, self.log_paths, on_wait)
@@ -119,7 +119,7 @@ class RankGroup:
     def submit(self, work: Callable[[Any, int], ray.ObjectRef]) -> dict[str, ray.ObjectRef]:
         """`work(actor, rank)` of every rank, by name, in rank order.
 
-        Threads may share a group: each rank is given their work in the same order, since it is made of collectives.
+        Threads may share a group. All ranks get their work in the same order, because it consists of collectives.
         """
         with self._submitting:
             return {self.name(r): work(actor, r) for r, actor in enumerate(self._actors)}
@@ -131,23 +131,23 @@ class RankGroup:
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """What `work(actor, rank)` gave, in rank order; `ray_calls.gather` says how it may fail."""
+        """Results of `work(actor, rank)`, in rank order; fails like `ray_calls.gather`."""
         return list(gather(self.submit(work), what, deadline_s, self.log_paths, on_wait).values())
 
     def stop(self) -> None:
-        """Kill every rank at once: one that hangs in a collective answers nothing else."""
+        """Kill every rank at once: a rank that hangs in a collective answers no other request."""
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
     def poller(self, method: str, report: Report, check: Callable[[], None]) -> Callable[[], None]:
-        """Ask rank 0 how far it is, without ever waiting for the answer. `check` raises when waiting is to end."""
+        """Poll rank 0's progress without ever waiting for the answer. `check` raises when waiting is to end."""
         asked: list[ray.ObjectRef] = []
 
         def poll() -> None:
             check()
             ready = ray.wait(asked, timeout=0)[0] if asked else []
             if ready:
-                with suppress(RayError):  # the call that is waited for says what happened
+                with suppress(RayError):  # the awaited call raises the error
                     report(*ray.get(asked.pop()))
             if not asked:
                 asked.append(getattr(self._first, method).options(concurrency_group="progress").remote())

@@ -1,7 +1,7 @@
 """Calls into other processes of a run, typed by the object's class: with a deadline, progress, and the first failure.
 
-A rank that dies leaves its peers stuck in a collective, so nobody waits for all: the first call that fails ends the
-wait, and its own traceback and log path are what the user sees.
+A rank that dies leaves its peers stuck in a collective, so a wait never needs all results: the first failed call ends
+it, and the user sees the traceback and log path of that rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mslime.config.schema import DeadlineConfig
 
 POLL_SECONDS = 0.25
 DEATH_SECONDS = 5.0
-"""In which Ray notices that a process is gone."""
+"""Seconds in which Ray notices the end of a process."""
 
 
 def gather(
@@ -34,14 +34,14 @@ def gather(
     """Results of all calls by name.
 
     Args:
-        refs: running calls by the name of who works on them, for example `trainer rank 3`.
+        refs: running calls by the name of the worker, for example `trainer rank 3`.
         what: the work, for messages.
-        deadline_s: seconds after which those who have not answered are declared stuck.
-        log_paths: where each of them writes.
+        deadline_s: seconds after which workers without an answer are declared stuck.
+        log_paths: each worker's log.
         on_wait: called a few times a second, for progress.
 
     Raises:
-        UserError: as raised by the worker, when it was a user's mistake.
+        UserError: as raised by the worker, for a user's mistake.
         WorkerError: a worker crashed, died, or missed the deadline. TrainerError: Ray failed.
     """
     names = {ref: name for name, ref in refs.items()}
@@ -71,7 +71,7 @@ def gather(
 def _death_among(
     pending: list[ray.ObjectRef], names: Mapping[ray.ObjectRef, str], what: str, log_paths: Mapping[str, str]
 ) -> WorkerError | None:
-    """Why a sync failed on a rank that merely lost another: Ray may tell of that one's death a moment later."""
+    """The death behind a sync that failed on a rank which only lost its peer: Ray may report it a moment later."""
     done, _ = _wait(pending, what, len(pending), DEATH_SECONDS) if pending else ([], [])
     for ref in done:
         try:
@@ -113,12 +113,12 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
 
 
 def to_user_error(error: RayError, who: str, what: str, log: str) -> Exception:
-    """What a call's failure is to the user: the worker's own words if the mistake is the user's, else that `who`
-    crashed, died, or that Ray failed."""
+    """Convert a failed call to the error to show: the worker's own if it is a user's mistake, else that `who` crashed
+    or died, or that Ray failed."""
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, UserError):
             return error.cause
-        # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind eats it.
+        # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind hides it.
         return WorkerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
     if isinstance(error, RayActorError):
         return WorkerError(
@@ -140,9 +140,9 @@ def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
 
 # Calls to an object in another process of the run, typed by the object's class.
 #
-# A Ray actor that derives from `Host` holds objects by name. A `Remote` is one of them as another process has it:
-# `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop. `InLoop` is
-# an object of another thread's event loop, which is called as in the driver.
+# A Ray actor that derives from `Host` holds objects by name. A `Remote` is the handle of such an object in another
+# process: `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop.
+# `InLoop` is a handle of an object in another thread's event loop, called as in the driver.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -151,13 +151,13 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Verb:
-    """How the driver calls a method.
+    """Properties of a method's calls from the driver.
 
     Attributes:
         what: the work, for errors; may name arguments, as in `step {0}`.
-        deadline: which of `deadlines` bounds it.
-        more_s: seconds beyond that, for what the other process does around its own wait.
-        interruptible: whether the run may end while it is waited for.
+        deadline: field of `deadlines` that bounds it.
+        more_s: seconds beyond that, for the other process's work around its own wait.
+        interruptible: whether the run may end while it waits for the call.
     """
 
     what: str
@@ -172,7 +172,7 @@ _VERBS: dict[Callable[..., Any], Verb] = {}
 def verb(
     what: str, deadline: str = "engine_control_s", *, more_s: float = 30.0, interruptible: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the driver call the method; see `Verb`."""
+    """Make the method callable by the driver; see `Verb`."""
 
     def register(method: Callable[P, R]) -> Callable[P, R]:
         _VERBS[method] = Verb(what, deadline, more_s, interruptible)
@@ -191,13 +191,13 @@ class Host:
     objects: dict[str, object]
 
     async def ask(self, name: str, method: str, *args: Any, **options: Any) -> Any:
-        """What a method of the object of this name returns."""
+        """Call a method of the object of this name and return its result."""
         return await getattr(self.objects[name], method)(*args, **options)
 
 
 @dataclass(frozen=True)
 class PendingCall(Generic[R]):
-    """A call that is under way.
+    """A running call.
 
     Attributes:
         what: the work, for errors.
@@ -209,20 +209,20 @@ class PendingCall(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return bool(ray.wait([self.ref], timeout=0)[0])
 
 
 class Remote(Generic[T]):
-    """An object of another process; `rollout.protocols.Asked`.
+    """Handle of an object in another process; `rollout.protocols.Asked`.
 
     Args:
         actor: a handle of a `Host`.
         name: of the object there.
         who: the process, for errors.
-        log_path: where it writes.
+        log_path: log of the process.
         deadlines: of the run.
-        check: called while an interruptible call is waited for; raises when the run is to end.
+        check: called while waiting for an interruptible call; raises when the run is to end.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Remote(Generic[T]):
         self._limit_s: float | None = None
 
     def within(self, limit_s: float | None) -> Remote[T]:
-        """The same object, whose calls have so many seconds; None: what their verbs say."""
+        """The same object with a deadline of so many seconds for its calls; None: the deadlines of their verbs."""
         other = copy(self)
         other._limit_s = limit_s
         return other
@@ -242,16 +242,16 @@ class Remote(Generic[T]):
     def begin(
         self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs
     ) -> PendingCall[R]:
-        """Call the method, which is a `verb`, and wait for nothing."""
+        """Start a call of the method, which is a `verb`, without waiting for it."""
         ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
         found = _VERBS[method]
         return PendingCall(ref, found, found.what.format(*args))
 
     def wait(self, pending: PendingCall[R], on_wait: Callable[[], None] | None = None) -> R:
-        """What a call that was begun returns.
+        """Wait for a started call and return its result.
 
         Args:
-            on_wait: called a few times a second while it is waited for.
+            on_wait: called a few times a second meanwhile.
 
         Raises:
             UserError: as the method raised it. WorkerError: it crashed, its process died, or the deadline was missed.
@@ -262,11 +262,11 @@ class Remote(Generic[T]):
         return call(pending.ref, self._who, pending.what, limit_s, self._log, on_wait or checked)
 
     def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """What the method, which is a `verb`, returns; see `wait`."""
+        """Call the method, which is a `verb`, and return its result; see `wait`."""
         return self.wait(self.begin(method, *args, **options))
 
     async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """What the method returns. It is cancelled with the caller. Raises as `wait` does."""
+        """Call the method and return its result. The call is cancelled with the caller. Raises as `wait` does."""
         ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
         try:
             return await ref
@@ -279,13 +279,13 @@ class Remote(Generic[T]):
 
 
 class InLoop(Generic[T]):
-    """An object that belongs to an event loop of this process, as other threads have it."""
+    """Handle, for other threads, of an object that belongs to an event loop of this process."""
 
     def __init__(self, it: T, loop: asyncio.AbstractEventLoop) -> None:
         self._it, self._loop = it, loop
 
     def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """What the method returns, or what it raises."""
+        """Call the method; returns its result, or raises its error."""
 
         async def asked() -> R:
             return await method(self._it, *args, **options)

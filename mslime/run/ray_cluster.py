@@ -56,19 +56,19 @@ _raylet = cast("Any", ray)._raylet  # compiled, without types
 
 PLACEMENT_SECONDS = 120.0
 MORE_SECONDS = 10.0
-"""For room for one more engine, while the others generate."""
+"""Seconds to place one more engine, while the others generate."""
 STOP_SECONDS = 30.0
-"""For Ray to give back what it placed, and to end; where it does not, this process ends without it."""
+"""Seconds for Ray to release its resources and end; after that, this process ends without it."""
 _KNOCK_SECONDS = 10.0
 _RAYLET_LINES = 5
 _RAY_STARTS = 3
 _TOO_SLOW = "timed out during startup"
-"""What Ray says when its own processes were not there in time."""
+"""Ray's error text if its own processes were not up in time."""
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
 
 def use_cuda(device: Device) -> bool:
-    """Whether this run uses GPUs: `cluster.device`, or what is visible when it says auto."""
+    """Whether this run uses GPUs: `cluster.device`, or, for auto, whether any are visible."""
     if device != "auto":
         return device == "cuda"
     import torch
@@ -77,22 +77,22 @@ def use_cuda(device: Device) -> bool:
 
 
 def resolved_device(config: RunConfig) -> RunConfig:
-    """The configuration with `cluster.device` decided, so that every process agrees on it."""
+    """The configuration with `cluster.device` decided, so all processes use the same one."""
     device = "cuda" if use_cuda(config.cluster.device) else "cpu"
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
 
 class Cluster:
-    """Our part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
+    """The run's part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
 
     def __init__(
         self, config: RunConfig, engines: bool, on_init: Callable[[], None] = lambda: None, trainers: bool = True
     ) -> None:
         """
         Args:
-            engines: whether the run launches engines (unless it attaches to running ones).
-            trainers: whether it has trainer ranks, and those of a critic.
-            on_init: called once Ray is there, which sets signal handlers of its own.
+            engines: whether the run launches engines (or attaches to running ones).
+            trainers: whether it has trainer ranks, and a critic's.
+            on_init: called once Ray is initialised, because Ray sets its own signal handlers.
         """
         self._config, self._on_init, self._parts = config, on_init, Parts(trainers, engines)
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
@@ -105,7 +105,7 @@ class Cluster:
         self._spots: list[Spot] = []  # of trainer ranks, in their order
         self._shared = config.colocated and trainers and self._num_engines > 0
         self._taught_here = self._shared and config.teacher_shares
-        self._placed = 0  # engines that were given GPUs of the trainer
+        self._placed = 0  # engines placed on GPUs of the trainer
         self._critics: PlacementGroup | None = None
         self._connected = False
         self._engines: PlacementGroup | None = None
@@ -166,7 +166,7 @@ class Cluster:
             )
 
     def _connect(self, options: dict[str, Any]) -> None:
-        # Ray's library has read both at its import, or for an earlier run of this process.
+        # Ray's library read both at its import, or for an earlier run of this process.
         _raylet.Config.initialize("")
         _raylet.AuthenticationTokenLoader.instance().reset_cache()
         address = self._config.cluster.ray_address
@@ -188,7 +188,7 @@ class Cluster:
             ) from error  # fmt: skip
 
     def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[Spot]]:
-        """Bundles for ranks that share layers, numbered by machine and GPU; and where each rank's lies."""
+        """Bundles for ranks that share layers, numbered by machine and GPU; and each rank's location."""
         group = self._place(field, [self._bundle(1) for _ in range(ranks)])
         spots = spots_of(group, self._cuda)
         self._order[field] = order = in_order(spots)
@@ -220,16 +220,16 @@ class Cluster:
 
     @property
     def process(self) -> ActorProcess:
-        """How processes of the run's actors begin."""
+        """Start-up of the actors' processes."""
         return ActorProcess(self._config.observe.log_level, self._config.cluster)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Actor options that put trainer `rank` into its bundle: neighbours in rank order share machines."""
+        """Actor options that place trainer `rank` in its bundle: neighbours in rank order share machines."""
         assert self._trainers is not None
         return self._options(self._trainers, self._order["cluster.trainer_ranks"][rank], gpus=1)
 
     def check_trainer_machines(self) -> None:
-        """Raise TrainerError when a machine of trainer ranks is gone: their place is nobody's then."""
+        """Raise TrainerError if a machine of trainer ranks is gone: their bundles then have no resources."""
         for group in (self._trainers, self._critics):
             if group is not None and (state := placement_group_table(group)["state"]) != "CREATED":
                 raise TrainerError(
@@ -238,7 +238,7 @@ class Cluster:
                 )  # fmt: skip
 
     def why_nothing_runs(self) -> str:
-        """What this machine's raylet says last, while no process of the run has come up; empty once one has."""
+        """Last lines of this machine's raylet log while no process of the run is up; empty once one is."""
         job, worker = ray.get_runtime_context().get_job_id(), cast("Any", ray)._private
         if any(a["State"] == "ALIVE" for a in worker.state.actors().values() if a["JobID"] == job):
             return ""
@@ -247,7 +247,7 @@ class Cluster:
         return "\n  ".join([f"no process of the run has started yet; last lines of {log}:", *(lines or ["(nothing)"])])
 
     def on_other_machines(self) -> list[str]:
-        """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
+        """One line for each other machine with the run's processes there, by the names of their logs."""
         groups = {
             "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks"), 1),
             "critic_rank": (self._critics, self._order.get("critic.placement"), 1),
@@ -265,14 +265,14 @@ class Cluster:
         return on_other_machines(placed, ray.get_runtime_context().get_node_id(), machines())
 
     def critic_options(self, rank: int) -> dict[str, Any]:
-        """Actor options that put rank `rank` of a critic of its own into its bundle."""
+        """Actor options that place rank `rank` of a separate critic in its bundle."""
         assert self._critics is not None
         return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
     def engine_places(self, index: int, role: Role = "engine") -> list[ActorPlacement]:
-        """Where engine or teacher `index` goes: one place for each of its machines, or for each half of a pair."""
+        """Places of engine or teacher `index`: one for each of its machines, or for each half of a pair."""
         teaches = role == "teacher"
-        if teaches and self._taught_here:  # from the last GPU on, so that more engines have room before them
+        if teaches and self._taught_here:  # from the last GPU on, to leave GPUs before them for more engines
             teacher = self._config.teacher
             return self._on_trainer_gpus(teacher, len(self._spots) - (index + 1) * teacher.tp_size)
         if self._shared and not teaches:
@@ -307,12 +307,12 @@ class Cluster:
         return places
 
     def one_more_engine(self) -> list[ActorPlacement]:
-        """Places for an engine beyond those that the run began with. Raises ConfigError without room for it."""
+        """Places for an engine beyond the initial ones. Raises ConfigError if there are no resources for it."""
         engine = self._config.sglang
         if self._shared:
             return self._beside_trainer()
         if not self._cuda and self._config.cluster.ray_address is None:
-            # Its cores are logical, and counted without it.
+            # Cores are logical here, so the engine needs no reserved one.
             return [ActorPlacement(beside_the_driver() | {"max_restarts": 0})] * engine.parts
         gpus, machines = engine.gpus_a_machine, range(engine.parts)
         group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
@@ -329,7 +329,7 @@ class Cluster:
 
     def _stop(self) -> None:
         if self._connected and ray.is_initialized() and not _ends_within(STOP_SECONDS, self._leave):
-            leave_without_ray()  # the sweeper is told nothing: it ends what is left of a local Ray
+            leave_without_ray()  # without a message to the sweeper, which then ends the rest of a local Ray
             return
         self._sweeper.close()
 
@@ -340,13 +340,13 @@ class Cluster:
 
 
 def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether `work` ends well in this time: in a thread, since a call into Ray's library cannot be interrupted."""
+    """Whether `work` succeeds in this time: in a thread, because a call into Ray's library cannot be interrupted."""
     well = threading.Event()
 
     def run() -> None:
         try:
             work()
-        except Exception as error:  # whatever Ray raises: the run has ended, and only its end is left
+        except Exception as error:  # any error of Ray: the run has ended, and only clean-up is left
             _log.warning("Ray cannot be ended in order: %s: %s", type(error).__name__, error)
         else:
             well.set()
@@ -359,7 +359,7 @@ def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Ray's processes that are started in the block get a session of their own, as the sweeper has.
+    """Put Ray's processes that start in this block into a separate session, like the sweeper.
 
     A signal to this process's group (`timeout`, a closed terminal, batch systems) would end them, and the trainer ranks
     below them, before anything is saved. Ray 2.60 only shields them from SIGINT, and has no setting for it.
@@ -373,7 +373,7 @@ def _apart() -> Iterator[None]:
 
 
 def _start_ray(options: dict[str, Any]) -> None:
-    """Ray gives its processes 30 s, which nothing can change; where a crowded machine needs more, they begin anew.
+    """Start Ray, several times if its processes miss Ray's fixed limit of 30 s on a crowded machine.
 
     Raises:
         WorkerError: they were too slow `_RAY_STARTS` times.
@@ -397,18 +397,18 @@ def _start_ray(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
-    """Ray's own settings of this process, where the environment does not name them; gone again afterwards.
+    """Set Ray's own settings in this process unless the environment names them; they are removed afterwards.
 
-    Who has the token of a Ray cluster runs code as whoever started it. Each local run draws one, which other processes
-    of this user alone can read; by itself Ray would keep one for ever in a file that everybody can.
+    The token of a Ray cluster permits running code as the user who started it. Each local run draws a new one, readable
+    only by other processes of this user. By default Ray would keep one permanently in a world-readable file.
     """
     ours = {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         "RAY_worker_niceness": "0",
-        # What other ranks say when one is lost stands in their logs, and is no second failure.
+        # Errors of other ranks after a lost one are in their logs, and are no further failure.
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-        # A job that was submitted to Ray has a runtime environment of its own; see `_runtime_environment`.
+        # A job submitted to Ray has its own runtime environment; see `_runtime_environment`.
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(rescue_s) + 600),
@@ -416,7 +416,7 @@ def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         ours["RAY_AUTH_MODE"] = "token"
     elif address is None and os.environ.get("RAY_AUTH_MODE", "token") == "token":
-        # Any `ray.init` of this process has left the mode behind, and with it Ray would take the token of its file.
+        # Any earlier `ray.init` of this process has set the mode, and Ray would then use the token of its file.
         ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     added = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(added)
@@ -428,7 +428,7 @@ def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
 
 
 def beside_the_driver() -> dict[str, Any]:
-    """Actor options for a service that waits more than it computes: on this machine, without a core of its own."""
+    """Actor options for a service that mostly waits: on this machine, without a reserved core."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     return {"num_cpus": 0, "scheduling_strategy": here}
 
@@ -439,10 +439,10 @@ def remote_class(cls: type, **options: Any) -> Any:
 
 
 def _runtime_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, Any]:
-    """What Ray gives every process of the run.
+    """Runtime environment of all processes of the run.
 
-    Variables of `ray job submit` or a RayJob stay as they are, unless `cluster.env` names them. Its import path is
-    this process's already.
+    Variables of `ray job submit` or a RayJob stay unchanged, unless `cluster.env` names them. This process's import
+    path already includes theirs.
     """
     job: dict[str, Any] = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
     variables = {
@@ -450,19 +450,19 @@ def _runtime_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) 
         **job.get("env_vars", {}),
         **cluster.env,
     }
-    quoted = shlex.quote(sys.executable)  # Ray 2.60 gives it to a shell as it is
+    quoted = shlex.quote(sys.executable)  # Ray 2.60 passes it to a shell unquoted
     own = {} if quoted == sys.executable else {"py_executable": quoted}
     return {"env_vars": {**variables, "PYTHONPATH": _python_path()}, **own}
 
 
 def _python_path() -> str:
-    """The driver's import path, so that workers find mslime and the user's reward modules as it does."""
+    """The driver's import path, so workers find mslime and the user's reward modules."""
     return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
 
 
 def _knock(address: str) -> None:
-    """Raise OSError when nobody listens at HOST:PORT, AuthenticationError when who listens wants another token: Ray
-    itself would wait for minutes, and not say the second."""
+    """Raise OSError if nothing listens at HOST:PORT, AuthenticationError if the listener requires another token. Ray
+    itself would wait for minutes, and would not report the second case."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -478,14 +478,14 @@ def _knock(address: str) -> None:
 
 
 def own_host(cluster: ClusterConfig) -> str:
-    """The address under which this process's services are found: loopback unless the cluster may span machines."""
+    """Address for this process's services: loopback unless the cluster may span machines."""
     return "127.0.0.1" if cluster.ray_address is None else ray.util.get_node_ip_address()
 
 
 def use_own_interface(cluster: ClusterConfig) -> None:
-    """Let gloo listen where this process's services are found, unless the environment names an interface.
+    """Make gloo listen on the address of this process's services, unless the environment names an interface.
 
-    By itself gloo looks up the host's name, which many distributions map to 127.0.1.1: no other machine gets there.
+    By default gloo resolves the host's name, which many distributions map to 127.0.1.1: unreachable for other machines.
     """
     interface = interface_of(own_host(cluster))
     if interface is not None:
@@ -502,7 +502,7 @@ def interface_of(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class ActorProcess:
-    """How the process of an actor begins.
+    """Start-up of an actor's process.
 
     Attributes:
         log_level: `observe.log_level`.
@@ -513,7 +513,7 @@ class ActorProcess:
     settings: ClusterConfig
 
     def begin(self, name: str, log_path: Path) -> None:
-        """Write to a log of its own from here on, and let gloo listen where the process is found."""
+        """Redirect output to a separate log, and make gloo listen on the process's address."""
         redirect_output(log_path)
         log_process(name, self.log_level)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"

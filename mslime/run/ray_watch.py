@@ -1,5 +1,5 @@
-"""Notices that Ray's control process (the GCS) is gone. Without this the driver works on for a minute, and is then
-ended by Ray's own code without a word, although the trainer could still save.
+"""Watch over Ray's control process (the GCS). Without it the driver continues for a minute after the GCS has died. Then
+Ray's own code ends it without a message, although the trainer could still save.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mslime.config.errors import TrainerError
 
 _EVERY_S, _CONNECT_S, _MISSES = 2.0, 3.0, 3
 _LEFT = threading.Event()
-"""Once this process is to end without Ray."""
+"""Seconds for this process to end once it is to end without Ray."""
 
 
 class RayWatch:
-    """Knocks at an address every few seconds. A context manager.
+    """Connects to an address every few seconds. A context manager.
 
     Args:
         address: `host:port` of the GCS.
@@ -37,18 +37,18 @@ class RayWatch:
 
     @property
     def gone(self) -> bool:
-        """Whether the process does not answer any more."""
+        """Whether the process has stopped answering."""
         return self._gone_since is not None
 
     def left(self) -> bool:
-        """Whether the process is gone at the end of a run: then `leave_without_ray` is called."""
+        """Whether the process is dead at the end of a run: then `leave_without_ray` is called."""
         if self.gone or not self._answers():
             leave_without_ray()
             return True
         return False
 
     def check(self, patience_s: float = 0.0) -> None:
-        """Raise TrainerError when the process has been gone for longer than `patience_s` seconds."""
+        """Raise TrainerError if the process has been gone for longer than `patience_s` seconds."""
         if self._gone_since is not None and time.monotonic() - self._gone_since > patience_s:
             raise TrainerError(
                 "Ray", f"gcs_server at {self._address}", "Ray's control process is gone",
@@ -82,12 +82,12 @@ class RayWatch:
 
 
 def leave_without_ray() -> None:
-    """Let this process end without Ray's own shutdown, which waits for processes that are gone. What is left of a local
-    Ray, engines included, is ended by the sweeper once this process is."""
+    """Make this process end without Ray's own shutdown, which waits for processes that are gone. The sweeper then ends
+    the rest of a local Ray, engines included, after this process."""
     if not _LEFT.is_set():
         _LEFT.set()
-        sys.excepthook = sys.__excepthook__  # Ray's tells its control process of an error first, and waits for it
-        atexit.register(end, 2)  # runs before what Ray registered earlier
+        sys.excepthook = sys.__excepthook__  # Ray's hook first reports to its control process, and waits
+        atexit.register(end, 2)  # runs before Ray's earlier registrations
 
 
 def end(status: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes of its steps, whatever it consists of: rows of metrics, the timeline, progress, scores."""
+"""Records of a run's steps, for all kinds of runs: rows of metrics, the timeline, progress, scores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mslime.run.run_checkpoints import RunCheckpoints
 
 
 class StepRecords:
-    """Steps are begun one after the other, and closed when they were trained.
+    """Steps begin one after the other, and are closed after training.
 
     Attributes:
-        step: the one that was begun last; before the first, the steps done before this session.
-        last_row: the metrics of the last step that was closed, also before this session.
-        timeline, progress: from `open` on.
+        step: the last begun step; before the first, the number of steps done before this session.
+        last_row: the metrics of the last closed step, also of an earlier session.
+        timeline, progress: set by `open`.
     """
 
     timeline: Timeline
@@ -31,15 +31,15 @@ class StepRecords:
         self._config, self._checkpoints = config, checkpoints
         self._first_step = self.step = checkpoints.first_step
         self.last_row: dict[str, Any] | None = checkpoints.last_row
-        self._begun: tuple[float, dict[str, float]] | None = None  # when, and the record of the step in progress
+        self._begun: tuple[float, dict[str, float]] | None = None  # start time and record of the step in progress
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
 
     def open(self, stack: ExitStack, quiet: bool, progress: Progress | None = None) -> None:
         """Open the files, which `stack` closes.
 
         Args:
-            quiet: show no progress, whatever `observe.progress` says.
-            progress: takes the place of what `observe.progress` says.
+            quiet: show no progress, regardless of `observe.progress`.
+            progress: replaces the one of `observe.progress`.
         """
         config, first = self._config, self._first_step
         begins_with = first + 1 if first else 0
@@ -53,7 +53,7 @@ class StepRecords:
 
     @property
     def record(self) -> dict[str, float] | None:
-        """Of the step in progress, if there is one: what is added to it is logged with the step."""
+        """Record of the step in progress, if any: metrics added to it are logged with the step."""
         return None if self._begun is None else self._begun[1]
 
     def begin(self, step: int) -> dict[str, float]:
@@ -64,18 +64,18 @@ class StepRecords:
         return record
 
     def carry(self, metrics: Mapping[str, float]) -> None:
-        """Log these with the step that is begun next."""
+        """Log these with the next step."""
         self._carried |= metrics
 
     def drop(self) -> None:
-        """The step in progress is not logged."""
+        """Discard the step in progress without logging it."""
         self._begun = None
 
     def close(self, hook: bool = True) -> None:
-        """Log the row of the step in progress, if there is one.
+        """Log the row of the step in progress, if any.
 
         Args:
-            hook: call the user's hook first. When it raises, the row is logged without what it would have told.
+            hook: call the user's hook first. If it raises, the row is logged without the hook's metrics.
         """
         if self._begun is None:
             return
@@ -92,7 +92,7 @@ class StepRecords:
             self.progress.step_done(self.step, record)
 
     def log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
+        """Log a separate row of scores, if their step's row is already written, or is never written (step 0)."""
         self._checkpoints.score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
         if step:
             self.progress.note(f"step {step}: {summary_line(metrics)}")
@@ -109,6 +109,6 @@ class StepRecords:
         self.timeline.record_lanes(name, spans, self.of_span(self.step))
 
     def of_span(self, step: int) -> int:
-        """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session
-        does before its first step counts to that one."""
+        """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so the work of a resumed
+        session before its first step counts to that step."""
         return step + 1 if step == self._first_step > 0 else step

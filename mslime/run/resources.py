@@ -1,8 +1,8 @@
-"""What outlives a session of a run: its room on Ray's cluster, and its engines.
+"""Resources of a run that outlive a session: its part of Ray's cluster, and its engines.
 
-A rank that crashes, dies or hangs takes the trainer with it, but no engine, and starting those is most of a start. So
-the session ends, its engines are made clean as those are that somebody else runs, and another session goes on from the
-newest checkpoint: with the same books as a run that was started anew by hand.
+A rank that crashes, dies or hangs ends the trainer, but no engine, and starting engines is most of a start. So the
+session ends, and its engines are cleaned like attached ones. Another session then continues from the newest checkpoint,
+with the same ledger as a run that is restarted by hand.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mslime.run.ray_cluster import Cluster
 from mslime.run.ray_watch import RayWatch
 
 CLEAN_S = 30.0
-"""For an engine's answers while it is made clean; who takes longer is started anew."""
+"""Seconds for an engine's answers while it is cleaned; a slower engine is restarted."""
 
 
 class Resources:
-    """Made by the first session, found by those after it. A context manager.
+    """Created by the first session and reused by later ones. A context manager.
 
     Attributes:
         stack: ends them in reverse order.
-        cluster, ray: once a session has joined Ray's cluster.
+        cluster, ray: set once a session has joined Ray's cluster.
         engines, teachers: servers, once a session has launched them, or attached to them.
-        groups: beginnings of the names of process groups that engines may be in.
+        groups: name prefixes of process groups that engines may be in.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Resources:
     def clean(
         self, engines: EngineGroup, senders: Sequence[int], deadlines: DeadlineConfig, note: Callable[[str], None]
     ) -> None:
-        """Let the engines forget a session that has ended; start those again that do not answer as they should.
+        """Remove the state of an ended session from the engines; engines without a proper answer are restarted.
 
         Args:
             senders: ranks that sent weights.
@@ -69,25 +69,25 @@ class Resources:
 
 
 class Attempts:
-    """How often a run goes on with another session.
+    """Counts how often a run continues with another session.
 
-    A run that has not made a step ends: what is wrong from the start is no accident. Failures are in a row while no
-    checkpoint is newer than the one that the session began with.
+    A run ends if it has not made a step: a fault present from the start would recur. Failures count as consecutive
+    while no checkpoint is newer than the one that the session began with.
 
     Args:
-        most: failures in a row that are borne.
+        most: largest number of consecutive failures.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._failures, self._started = most, 0, False
 
     def another(self, began: int, trained: int, saved: int) -> str:
-        """Count a failure; what to say before the run goes on. Empty: it ends.
+        """Count a failure; returns a message for the user before the run continues. Empty: the run ends.
 
         Args:
-            began: steps done before the session that failed.
-            trained: steps done in the end, also those that were lost.
-            saved: steps that the newest checkpoint holds; 0 without one.
+            began: steps done before the failed session.
+            trained: steps done in the end, including lost ones.
+            saved: steps in the newest checkpoint; 0 without one.
         """
         self._started = self._started or trained > began
         self._failures = 1 if saved > began else self._failures + 1
@@ -98,6 +98,6 @@ class Attempts:
 
 
 def can_go_on(resources: Resources, *, colocated: bool) -> bool:
-    """Whether another session may use what this one leaves. On shared GPUs an engine may be asleep, or hold memory that
-    the trainer's next start needs."""
+    """Whether another session may use the resources of this one. On shared GPUs an engine may have released its memory,
+    or hold memory that the trainer's next start needs."""
     return not colocated and resources.ray is not None and not resources.ray.gone

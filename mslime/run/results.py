@@ -1,4 +1,4 @@
-"""What the rollout service tells the driver, and is told by it."""
+"""Data exchanged between the rollout service and the driver."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StepShards:
     Attributes:
         shards: [ranks][optimizer steps] references to TrainShard.
         metrics: of the rollout.
-        outline: small state file of the service after this step, should it be lost.
+        outline: small state file of the service after this step, used if the service is lost.
         spans: (lane, name, start, end, step) of engines and service since the last step.
-        notes: lines for the person who watches the run.
-        watched: sequences whose log-probs at the trainer are to be told to `RunRollouts.log_trained`.
+        notes: lines for the user.
+        watched: sequences whose log-probs at the trainer are to be passed to `RunRollouts.log_trained`.
     """
 
     shards: list[list[ray.ObjectRef]]
@@ -40,10 +40,10 @@ class StepShards:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The service's file in a checkpoint, which the service alone reads.
+    """The service's file in a checkpoint, in a format private to the service.
 
     Attributes:
-        total: what the file must be.
+        total: expected checksum of the file.
     """
 
     directory: Path
@@ -53,11 +53,11 @@ class SavedState:
 
 @dataclass(frozen=True)
 class OfAdapter:
-    """One of several adapters over the same engines.
+    """One of several adapters on the same engines.
 
     Attributes:
-        run: its own, as if it were trained alone.
-        weight: its part of the engines, beside the others'.
+        run: its own run, as if it were trained alone.
+        weight: its share of the engines, relative to the others'.
     """
 
     run: ResolvedRun
@@ -66,10 +66,10 @@ class OfAdapter:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a service begins.
+    """Initial state of a service.
 
     Attributes:
-        state: what `save` wrote, when resuming.
+        state: written by `save`, when resuming.
         version: weight version that the trainer starts with.
     """
 
@@ -82,7 +82,7 @@ class Evaluated:
     """Scores on every held-out set.
 
     Attributes:
-        version: weight version that sampled every response; None when nothing was sampled.
+        version: weight version that sampled every response; None if nothing was sampled.
         begin, end: Unix seconds.
     """
 
@@ -94,7 +94,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that is running, of the weights after `step` steps."""
+    """A running evaluation, of the weights after `step` steps."""
 
     step: int
     answer: PendingCall[Evaluated]

@@ -1,5 +1,5 @@
-"""The process of the rollout service: an asyncio process of its own, so that scoring and tokenising never hold up the
-loop; and the driver's end of it. What it does with a step's groups is in `run_rollouts`, with engines in `run_engines`.
+"""The process of the rollout service, and the driver's handle of it. Scoring and tokenising in a separate asyncio
+process never delay the loop. Processing of a step's groups is in `run_rollouts`, of engines in `run_engines`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 WHO = "rollout service"
 ONLY = ""
-"""Stands for the adapter's name where a run has one service."""
+"""Replaces the adapter's name in a run with one service."""
 
 
 def _key(adapter: str) -> str:
-    """Under which the rollouts of an adapter stand among the actor's objects."""
+    """Name of an adapter's rollouts among the actor's objects."""
     return f"rollouts {adapter}".strip()
 
 
 class RolloutActor(Host):
-    """Owns the rollout service, the engine clients and the reward workers; or, with several managers, their front; or,
-    with several adapters, a service of each over the same engines."""
+    """Owns the rollout service, the engine clients and the reward workers. With several managers it owns their front;
+    with several adapters, a service for each over the same engines."""
 
     _close_engines: Callable[[], Awaitable[None]]
 
     def __init__(self, run: ResolvedRun, log_path: str, adapters: Mapping[str, OfAdapter] | None = None) -> None:
         """
         Args:
-            adapters: by name, in their order; None where there is one service, the run's.
+            adapters: by name, in their order; None if there is one service, the run's.
         """
         redirect_output(Path(log_path))
         log_process("rollouts", run.config.observe.log_level)
@@ -81,12 +81,12 @@ class RolloutActor(Host):
         begins: Mapping[str, Beginning],
         teachers: Sequence[EngineAddress],
     ) -> None:
-        """Connect to the engines, check what they can do, and open the prompts.
+        """Connect to the engines, check their capabilities, and open the prompts.
 
         Args:
             layers: global MoE layer ids of every trainer rank's pipeline stage.
             begins: of each adapter, or of `ONLY`.
-            teachers: servers of the teacher, if SGLang serves one.
+            teachers: the teacher's servers, if SGLang serves one.
         """
         from mslime.checks.user_functions import check_seams, rollout_seams
         from mslime.data.tokenizer import load_tokenizer
@@ -134,7 +134,7 @@ class RolloutActor(Host):
     async def _open_apart(
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
-        """Several managers, each in a process of its own."""
+        """Several managers, each in a separate process."""
 
         managers = ManagerProcesses(self._run, self._log_path.parent, addresses)
         refused_input = await managers.start(teachers)
@@ -153,11 +153,11 @@ class RolloutActor(Host):
 
 
 class RolloutProcess:
-    """The driver's end of the rollout service's process.
+    """The driver's handle of the rollout service's process.
 
     Attributes:
         engines: of the run.
-        service: its rollouts, or those of one of its adapters.
+        service: the run's rollouts, or those of one of its adapters.
     """
 
     engines: Remote[RunEngines]
@@ -172,7 +172,7 @@ class RolloutProcess:
     ) -> None:
         """
         Args:
-            check: called while groups, an evaluation or a new engine are waited for; raises when the run is to end.
+            check: called while waiting for groups, an evaluation or a new engine; raises when the run is to end.
             adapters: see `RolloutActor`.
         """
         several = 64 * max(1, len(adapters or ()))
@@ -187,7 +187,7 @@ class RolloutProcess:
         self.service = Remote(self._actor, _key(adapter), *common)
 
     def of(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> RolloutProcess:
-        """The same process, for one of its adapters, with its deadlines and its check."""
+        """A handle for one of its adapters, with that adapter's deadlines and check."""
         other = copy(self)
         other._connect(adapter, deadlines, check)
         return other
@@ -203,7 +203,7 @@ class RolloutProcess:
         """See `RolloutActor.start`.
 
         Args:
-            state: what `RunRollouts.save` wrote, when resuming.
+            state: written by `RunRollouts.save`, when resuming.
             version: weight version that the trainer starts with.
         """
         self.start_adapters(addresses, layers, {ONLY: Beginning(state, version)}, teachers)
@@ -219,13 +219,13 @@ class RolloutProcess:
         self._process.call(RolloutActor.start, addresses, layers, begins, teachers)
 
     def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
-        """What a call that waits for a step's groups returns; reports their counts while it waits."""
+        """Wait for a call that needs a step's groups, and return its result; reports their counts meanwhile."""
         asked: list[PendingCall[RolloutCounts]] = []
 
         def poll() -> None:
             self.service.check()
             if asked and asked[0].done:
-                with suppress(RayError):  # the call that is waited for says what happened
+                with suppress(RayError):  # the awaited call raises the error
                     on_counts(ray.get(asked.pop().ref))
             if not asked:
                 asked.append(self.service.begin(RunRollouts.group_counts))
@@ -233,19 +233,19 @@ class RolloutProcess:
         return self.service.wait(pending, poll)
 
     def begin_evaluation(self, step: int) -> Evaluation:
-        """Begin to evaluate the weights after `step` steps, and wait for nothing."""
+        """Begin to evaluate the weights after `step` steps, without waiting."""
         return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), what=f"evaluation of step {step}"))
 
     def stop(self) -> None:
-        """End the process, politely first."""
+        """End the process, gracefully first."""
         ray.wait([self._actor.stop.remote()], timeout=5)
         ray.kill(self._actor, no_restart=True)
 
 
-# Rollout managers as Ray actors, beside the front that asks them: one process each, with its share of the engines.
+# Rollout managers as Ray actors, beside the front that calls them: one process each, with its share of the engines.
 #
-# The front makes them (`RolloutActor`), and they end with it. A manager that dies fails the call that is under way,
-# which ends the session with its name and its log.
+# The front makes them (`RolloutActor`), and they end with it. A dead manager fails the running call, which ends the
+# session with the manager's name and its log.
 
 
 async def open_manager(
@@ -253,10 +253,10 @@ async def open_manager(
     teachers: Sequence[EngineAddress], tokenizer: Tokenizer, adapter: str = "",
     places: AbstractAsyncContextManager[None] | None = None, report_every_s: float = 0.0,
 ) -> Manager:  # fmt: skip
-    """A manager in this process, with what scores its responses.
+    """A manager in this process, with its reward workers.
 
     Args:
-        config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
+        config: of the manager or of its adapter. refused_input: number of tokens that engines refuse to continue.
         adapter, places: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
     """
     from mslime.backends.sglang.generating import end_ids
@@ -276,7 +276,7 @@ class Member:
     """The engines of one manager.
 
     Attributes:
-        side, pool: what they are asked by, in the manager's process.
+        side, pool: their handles, for objects in the manager's process.
     """
 
     side: Asked[EngineSide]
@@ -285,7 +285,7 @@ class Member:
 
     @property
     def names(self) -> list[str]:
-        """Of its engines."""
+        """Names of its engines."""
         return [engine.name for engine in self.engines]
 
 
@@ -301,7 +301,7 @@ class ManagerActor(Host):
         self._run, self._config = run, share_of(run.config, index)
 
     async def meet(self, addresses: Sequence[EngineAddress]) -> int:
-        """Connect to the engines and check them; how many tokens they refuse to continue."""
+        """Connect to the engines and check them; returns how many tokens they refuse to continue."""
         from mslime.checks.user_functions import check_seams, rollout_seams
         from mslime.run.engine_side import EngineSide
 
@@ -314,7 +314,7 @@ class ManagerActor(Host):
         return refused_input
 
     async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
-        """Make the manager, for engines of which the first refuses to continue so many tokens."""
+        """Make the manager. The first engine refuses to continue `refused_input` tokens."""
         from mslime.data.tokenizer import load_tokenizer
         from mslime.rollout.manager import REPORT_EVERY_S
 
@@ -338,11 +338,11 @@ class ManagerProcesses:
     """All managers of a run.
 
     Args:
-        log_dir: for a log of each.
+        log_dir: directory of each manager's log.
         engines: manager m of M has the engines m, m + M, ...
 
     Attributes:
-        managers: as the front asks them.
+        managers: handles for the front.
         members: their engines.
     """
 
@@ -364,7 +364,7 @@ class ManagerProcesses:
             self.members.append(Member(side, pool, [*engines[index::every]]))
 
     async def start(self, teachers: Sequence[EngineAddress]) -> int:
-        """Connect to all engines and make the managers; how many tokens the engines refuse to continue."""
+        """Connect to all engines and make the managers; returns how many tokens the engines refuse to continue."""
         pairs = zip(self._processes, self.members, strict=True)
         met = [process.ask(ManagerActor.meet, member.engines) for process, member in pairs]
         refused_input = min(await asyncio.gather(*met))
@@ -372,24 +372,24 @@ class ManagerProcesses:
         return refused_input
 
     async def stop(self) -> None:
-        """End all managers, politely first."""
+        """End all managers, gracefully first."""
         stopping = [process.ask(ManagerActor.stop) for process in self._processes]
         await asyncio.gather(*stopping, return_exceptions=True)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
 
-# What scores the responses of one configuration: its rewards, those of held-out sets, and a served teacher.
+# Scoring for one configuration: its rewards, those of held-out sets, and a served teacher.
 
 
 class ScoringSide:
     """Opened before a rollout service, and closed after it.
 
     Args:
-        config: of the run, of one of its adapters, or what one of several managers has of it.
+        config: of the run, of one of its adapters, or of one of several managers.
 
     Attributes:
-        scorer, eval_scorers, teacher: see `RolloutService`; once it was opened.
+        scorer, eval_scorers, teacher: see `RolloutService`; set by `open`.
     """
 
     scorer: RewardScorer
@@ -401,7 +401,7 @@ class ScoringSide:
         self._teachers: EnginePool | None = None
 
     async def open(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
-        """Start what scores responses of training and of held-out sets."""
+        """Start the scorers of training and held-out responses."""
         from mslime.rollout.rewards.scorer import RewardScorer
 
         config = self._config
@@ -416,7 +416,7 @@ class ScoringSide:
         self.teacher = await self._meet_teachers(teachers, tokenizer)
 
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
-        """The teacher behind these servers, which are checked; None when there are none."""
+        """Connect to the teacher's servers and check them; None if there are none."""
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import meet_teachers
@@ -434,8 +434,8 @@ class ScoringSide:
         return ServedTeacher(self._teachers)
 
     async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
-        """Let the teacher's servers, on shared GPUs, hold these parts of their memory; names of those that are dead.
-        Raises EngineError where none is left."""
+        """Make the teacher's servers on shared GPUs hold these parts of their memory; returns names of dead ones.
+        Raises EngineError if none is left."""
         assert self.teacher is not None and self._teachers is not None, "a teacher shares the GPUs"
         await self.teacher.hold_memory(tags)
         return [*self._teachers.dead]

@@ -1,4 +1,4 @@
-"""Starting a run from its configuration, and everything around the loop: directories, signals, the last word."""
+"""Start a run from its configuration, and do everything around the loop: directories, signals, the last line."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from mslime.run.training_run import TrainingRun
 
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.Lock()
-"""Ray, and the process groups of weight syncs, are one for each process."""
+"""A process has only one Ray connection, and one set of process groups for weight syncs."""
 
 
 def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None = None) -> int:
     """Train. Returns 0.
 
     Args:
-        quiet: print nothing, whatever `observe.progress` says.
+        quiet: print nothing, regardless of `observe.progress`.
         asked: whether the run is to be saved and ended, as by a signal; called often.
 
     Raises:
@@ -50,7 +50,7 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
 
 @contextmanager
 def only_run(name: str) -> Iterator[None]:
-    """Raise ConfigError while this process runs something else than run `name`."""
+    """Raise ConfigError while this process runs anything other than run `name`."""
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         raise ConfigError("name", name, "another run is going on in this process",
                           "wait for its end, or start this one in a separate process")  # fmt: skip
@@ -115,7 +115,7 @@ def _train(
     resources: Resources,
     print_status: Callable[[str], None],
 ) -> None:
-    """Train to the end; with another session where a process is lost and the engines can go on (`resources`)."""
+    """Train to the end; if a process is lost and the engines remain usable, with another session (`resources`)."""
     config, attempts = session.config, Attempts(session.config.cluster.restarts)
     while True:
         try:
@@ -134,7 +134,7 @@ def _train(
 
 
 def _continued(run: ResolvedRun) -> ResolvedRun:
-    """The same run, which continues from its own checkpoint though it was not to begin with one."""
+    """The same run, now continuing from its own checkpoint, even if it was configured to begin without one."""
     checkpoint = run.config.checkpoint
     if checkpoint.resume != "never":
         return run

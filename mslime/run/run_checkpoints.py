@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the one it begins with, which of those it writes are kept, and their export."""
+"""The checkpoints of one run: its initial one, retention of those that it writes, and their export."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mslime.run.stop import StopSignals
 
 
 class RunCheckpoints:
-    """What a run finds in its directory, or is told to load, and what it leaves there.
+    """The initial checkpoint of a run, from its directory or `checkpoint.load`, and the checkpoints that it writes.
 
     Args:
         settings: `checkpoint`.
@@ -48,7 +48,7 @@ class RunCheckpoints:
     Attributes:
         loaded: the checkpoint that the run begins with, if any.
         own: whether that is the run's own, which then continues, and not another run's (`checkpoint.load`).
-        extra: what `loaded` says of the run that wrote it.
+        extra: metadata in `loaded` of the run that wrote it.
         first_step: steps done before this session.
     """
 
@@ -66,40 +66,40 @@ class RunCheckpoints:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The configuration of the earlier session of this run, if there was one and it says."""
+        """Configuration of the earlier session of this run; None without one, or if its checkpoint lacks it."""
         return self.extra.get("config") if self.own else None
 
     @property
     def last_row(self) -> dict[str, Any] | None:
-        """The metrics of the last step before this session, likewise."""
+        """Metrics of the last step before this session; None likewise."""
         return self.extra.get("row") if self.own else None
 
     @property
     def rollouts(self) -> SavedState | None:
-        """What the rollout service of the earlier session wrote, likewise."""
+        """State of the earlier session's rollout service; None likewise."""
         if not self.own or self.loaded is None or self._manifest is None:
             return None
         name = rollouts_file(self._manifest)
         return None if name is None else SavedState(self.loaded, name, self._manifest.files[name])
 
     def notes(self) -> Iterator[str]:
-        """What a person should know of the choice."""
+        """Messages to the user about the choice."""
         for directory, error in self._chosen.passed_over:
             yield f"passed over a damaged checkpoint, now {directory}: {error}"
         if self._manifest is not None and not self._manifest.summed:
             yield f"{self.loaded} is from before checksums: only sizes of its files are compared"
 
     def directory(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps is written."""
+        """Directory of the checkpoint after `step` steps."""
         return step_directory(self._root, step)
 
     def read_scores(self) -> None:
-        """Of the steps before this session, for `checkpoint.keep_best`."""
+        """Read the scores of steps before this session, for `checkpoint.keep_best`."""
         for row in read_metrics(self._run_dir / FILE_NAME) if self._settings.keep_best else ():
             self.score(row["step"], row)
 
     def score(self, step: int, row: Mapping[str, Any]) -> None:
-        """Note what a row of metrics says of a step's weights, if it holds the metric of `checkpoint.keep_best`."""
+        """Record the score of a step's weights, if this row of metrics has the metric of `checkpoint.keep_best`."""
         settings = self._settings
         value = row.get(settings.keep_best) if settings.keep_best else None
         if isinstance(value, int | float):
@@ -116,7 +116,7 @@ class RunCheckpoints:
             prune(critic_directory(self.directory(0)).parent, keep)
 
     def _choose(self) -> Chosen:
-        """The run's own checkpoint when there is one, else `checkpoint.load`, else none."""
+        """The run's own checkpoint if there is one, else `checkpoint.load`, else none."""
         own, load = choose(self._root, self._settings.resume), self._settings.load
         if own.directory is not None or load is None:
             return own
@@ -138,11 +138,11 @@ class RunCheckpoints:
 
 # A training checkpoint written as a Hugging Face checkpoint.
 #
-# Joins the offline conversions to megatron-core, which alone knows where it keeps a model's parameters.
+# Joins the offline conversions to megatron-core, which alone defines the location of a model's parameters.
 
 
 def newest_of(run_dir: Path) -> Path:
-    """The newest checkpoint of a run. Raises ConfigError when it has none."""
+    """The newest checkpoint of a run. Raises ConfigError if it has none."""
     found = newest(run_dir / "checkpoints")
     if found is None:
         raise ConfigError("--checkpoint", str(run_dir), "holds no checkpoint", "name one with --checkpoint")
@@ -150,10 +150,10 @@ def newest_of(run_dir: Path) -> Path:
 
 
 def export(checkpoint: Path, model: Path, out: Path, *, quiet: bool) -> None:
-    """Write what the trainer itself would export of a training checkpoint: a Hugging Face checkpoint, or an adapter.
+    """Export a training checkpoint as the trainer itself would: a Hugging Face checkpoint, or an adapter.
 
     Args:
-        model: the Hugging Face checkpoint that was trained from.
+        model: the Hugging Face checkpoint that training began with.
         out: directory to write; must not exist.
         quiet: show no progress.
 
@@ -177,7 +177,7 @@ def export_job(
     """Megatron -> Hugging Face, for `run_job`.
 
     Args:
-        source: Hugging Face directory of the model; None where the checkpoint carries its config.json.
+        source: Hugging Face directory of the model; None if the checkpoint includes its config.json.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -195,14 +195,14 @@ def export_job(
 
 
 def _adapters(checkpoint: Path) -> Mapping[str, object] | None:
-    """What a training checkpoint says of its adapters; None where it holds a model."""
+    """Metadata of a training checkpoint's adapters; None if it holds a model."""
     if not (checkpoint / NAME).is_file():
         return None  # a converted checkpoint
     return read_manifest(checkpoint, check_files=False).extra.get(LORA_KEY)
 
 
 def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
-    """Where megatron-core keeps the parameters of this model; imports it, builds a model on the meta device."""
+    """Megatron-core's location of this model's parameters; imports it, builds a model on the meta device."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, about how it is trained

@@ -1,8 +1,8 @@
-"""A run's directory: one process owns it, and config.yaml in it says what really runs.
+"""A run's directory: one process owns it, and its config.yaml holds the resolved configuration.
 
-The lock lasts for the life of a session. It is the system's (`flock`), so that it ends with the process however that
-ends; who holds it is written into the file for people. Over NFS it holds between machines when the mount supports it; a
-file system without locks is recognised, and only processes of this machine are told apart then.
+The lock lasts for the life of a session. It is a system lock (`flock`), which ends with the process for any cause. The
+owner's name is written into the file for people. Over NFS it holds between machines if the mount supports it. A file
+system without locks is detected, and only processes of this machine are then distinguished.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Own a run directory, which is made when missing.
+    """Own a run directory, which is created if missing.
 
     Raises:
-        ConfigError: another process owns it (it is named), or it cannot be written.
+        ConfigError: another process owns it (the error names it), or it cannot be written.
     """
     path = run_dir / LOCK
     try:
@@ -73,8 +73,8 @@ def _taken(path: Path, owner: Mapping[str, Any]) -> ConfigError:
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:
-    """Write the configuration that really runs, as YAML: whole or not at all. An earlier one that says something else
-    is kept under a numbered name. Its paths are absolute: it is read from other directories, too."""
+    """Write the resolved configuration as YAML, atomically. An earlier, different file is kept under a numbered name.
+    Paths are absolute, because the file is also read from other directories."""
     text = yaml.safe_dump(_absolute(config.model_dump(), config.as_dict()), sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -102,7 +102,7 @@ def _absolute(values: Any, plain: Any) -> Any:
 
 
 def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """`section.key: old -> new` of every setting that differs; nothing where it is not known what was.
+    """`section.key: old -> new` of every setting that differs; nothing if the earlier value is unknown.
 
     Args:
         before, now: `RunConfig.as_dict`.

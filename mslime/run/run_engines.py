@@ -1,4 +1,4 @@
-"""The engines of a run, whichever manager has them: who they are, and what a weight update asks of all of them."""
+"""The engines of a run across all rollout managers: membership and weight updates."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SYNC = "weight_sync_s"
 
 
 class RunEngines:
-    """Asks the engines of all managers. Lives in the process of the rollout service; the driver calls it.
+    """Calls the engines of all managers. Lives in the process of the rollout service; the driver calls it.
 
     Args:
         members: the managers' engines.
-        teachers: what has the servers of a teacher, if it shares the trainer's GPUs.
+        teachers: owner of a teacher's servers, if these share the trainer's GPUs.
     """
 
     def __init__(self, members: Sequence[Member], teachers: ScoringSide | None = None) -> None:
         self._members, self._teachers = list(members), teachers
 
-    # ---------------------------------------------------------------------------------------------- who they are
+    # ------------------------------------------------------------------------------------------------ membership
 
     @verb("meet engine", "engine_start_s", interruptible=True)
     async def admit(self, address: EngineAddress) -> None:
-        """See `EngineSide.admit`: at the manager whose engine it was, or at the one that has fewest."""
+        """See `EngineSide.admit`: at the engine's former manager, or at the one with the fewest engines."""
         with phase(_log, f"meeting {address.name} at {address.url}"):
             known = [member for member in self._members if address.name in member.names]
             member = known[0] if known else min(self._members, key=lambda each: len(each.engines))
@@ -55,8 +55,8 @@ class RunEngines:
 
     @verb("let engine leave")
     async def retire(self, name: str) -> None:
-        """Let an engine leave at the next weight update. Raises ConfigError when its manager is one of several and has
-        no other engine: its groups have nowhere to go."""
+        """Remove an engine at the next weight update. Raises ConfigError if its manager is one of several and has no
+        other engine: its groups would have none."""
         with phase(_log, f"{name} leaves"):
             for member in self._members:
                 if len(self._members) > 1 and name not in member.names:
@@ -70,31 +70,32 @@ class RunEngines:
 
     @verb("leave engines out")
     async def mark_dead(self, urls: Collection[str], why: str) -> None:
-        """Take these engines for dead; see `EnginePool.mark_dead`."""
+        """Declare these engines dead; see `EnginePool.mark_dead`."""
         await _all(member.side.ask(EngineSide.mark_dead, urls, why) for member in self._members)
 
     @verb("engines")
     async def dead(self) -> dict[str, str]:
-        """What each dead engine died of, by name."""
+        """Causes of death of the dead engines, by name."""
         found = await _all(member.side.ask(EngineSide.dead) for member in self._members)
         return {name: error.brief for each in found for name, error in each.items()}
 
     @verb("engines")
     async def no_engine_alive(self) -> bool:
-        """Whether a manager has nobody to generate."""
+        """Whether a manager has no live engine."""
         return any(await _all(member.side.ask(EngineSide.no_engine_alive) for member in self._members))
 
     # --------------------------------------------------------------------------------------------- their memory
 
     @verb("weight sync: memory", SYNC)
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
-        """Let the paused engines hold these parts of their memory; see `EnginePool.hold_memory`."""
+        """Make the paused engines hold these parts of their memory; see `EnginePool.hold_memory`."""
         with phase(_log, f"engines hold {', '.join(sorted(tags)) or 'nothing'}"):
             await self._each(EnginePool.hold_memory, tags)
 
     @verb("weight sync: memory", SYNC)
     async def hold_teachers(self, tags: Collection[EngineTag]) -> list[str]:
-        """Let the teacher's servers hold these parts of their memory; names of dead ones. See `ServedTeacher`."""
+        """Make the teacher's servers hold these parts of their memory; returns names of dead ones. See
+        `ServedTeacher`."""
         assert self._teachers is not None, "one manager has the teacher of shared GPUs"
         with phase(_log, f"teachers hold {', '.join(sorted(tags)) or 'nothing'}"):
             return await self._teachers.hold_teachers(tags)
@@ -103,39 +104,40 @@ class RunEngines:
 
     @verb("weight sync: begin", SYNC)
     async def begin_update(self) -> UpdateMembers:
-        """Let the paused engines take weights; see `EnginePool`, as for what follows: all managers at once. A manager
-        whose engines are all gone raises: its groups have nowhere to go."""
+        """Begin a weight update of the paused engines of all managers at once; see `EnginePool`, also for the next
+        methods. A manager whose engines are all dead raises: its groups would have none."""
         return await self._serving(EnginePool.begin_update)
 
     @verb("weight sync: begin again", SYNC)
     async def begin_again(self) -> UpdateMembers:
-        """The same after an update that broke off."""
+        """`begin_update` after an aborted update."""
         return await self._serving(EnginePool.begin_again)
 
     @verb("weight sync: load adapter", SYNC)
     async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:
-        """Let the engines have an adapter, while they generate."""
+        """Load an adapter into the engines while they generate."""
         with phase(_log, f"loading {adapter.name}"):
             return await self._serving(EnginePool.load_adapter, adapter, alive)
 
     @verb("weight sync: compare", SYNC)
     async def compare(self, expected: Sums, strict: bool, adapter: int | None = None, owner: str = "") -> int:
-        """How many tensors in all engines were compared with what the trainer sent.
+        """Compare tensors in all engines with those that the trainer sent; returns their number.
 
         Args:
-            adapter: of adapters, the version. owner: the adapter's name, if there are several.
+            adapter: version of the adapters, if only these are compared. owner: the adapter's name, if there are
+                several.
         """
         with phase(_log, f"comparing the engines' weights with the trainer's{f' for {owner}' if owner else ''}"):
             return sum(await self._each(EnginePool.compare, expected, strict, adapter, owner))
 
     @verb("weight sync: end", SYNC)
     async def end_update(self) -> None:
-        """All weights are there."""
+        """Finish a weight update after the last bucket."""
         await self._each(EnginePool.end_update)
 
     @verb("weight version")
     async def stamp(self, version: int) -> None:
-        """Let the engines report a version."""
+        """Set the version that the engines report."""
         await self._each(EnginePool.stamp, version)
 
     async def probe(self, request: ProbeRequest) -> Mapping[str, Probed]:
@@ -159,5 +161,5 @@ class RunEngines:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The answers of calls that have all ended. Raises the first failure among them."""
+    """Results of calls after all have ended. Raises the first failure among them."""
     return all_or_first_failure(await asyncio.gather(*calls, return_exceptions=True))

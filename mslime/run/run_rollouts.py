@@ -1,4 +1,5 @@
-"""The rollouts of one configuration, within the rollout actor: its service, what is kept of its responses, its shards.
+"""Rollouts of one configuration in the rollout actor: the service, the log of its responses, and shards for the
+trainer.
 
 A run has one; a run of several adapters has one for each, over the same engines.
 """
@@ -42,21 +43,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LAST_SAMPLES_S = 3.0
-"""For what is still being written of the last responses when the run ends."""
+"""Seconds for writes of the last responses to finish at the end of a run."""
 
 
 class RunRollouts:
-    """Everything of a configuration's rollouts but the engines and what scores.
+    """Everything of a configuration's rollouts except engines and scoring.
 
     Args:
         run: the configuration, resolved.
         tokenizer: of the model.
         layers: global MoE layer ids of every trainer rank's pipeline stage.
-        adapter: which of several adapters the rollouts are for; empty where there is one configuration.
+        adapter: name of the rollouts' adapter, if there are several; else empty.
 
     Attributes:
-        service: once it was opened.
-        pool, room: of one of several adapters: the engines of all, and what is divided among them.
+        service: set by `serve`.
+        pool, room: with several adapters, the engines of all, and their shared capacity.
         counts: groups needed, accepted, running.
     """
 
@@ -80,10 +81,10 @@ class RunRollouts:
         self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
 
     def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, has_teacher: bool) -> None:
-        """Make the service that these managers generate for.
+        """Make the service over these managers.
 
         Args:
-            refused_input: engines refuse to continue so many tokens.
+            refused_input: number of tokens that engines refuse to continue.
             has_teacher: whether a served teacher scores responses.
         """
         from mslime.data.source import open_prompts
@@ -101,10 +102,10 @@ class RunRollouts:
         )  # fmt: skip
 
     async def begin(self, engines: RunEngines, state: SavedState | None, version: int) -> None:
-        """Let the service generate from now on.
+        """Start generation.
 
         Args:
-            state: what `save` wrote, when resuming.
+            state: written by `save`, when resuming.
             version: weight version that the trainer starts with.
         """
         self._engines, self.service.version = engines, version
@@ -124,7 +125,7 @@ class RunRollouts:
         while True:
             batch = await self.service.take(step)
             try:
-                # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
+                # In a thread: it takes seconds for a million tokens, and responses must continue meanwhile.
                 references, metrics, logged, trained = await asyncio.to_thread(self._shard, batch)
                 break
             except RewardError as error:
@@ -150,7 +151,7 @@ class RunRollouts:
 
     @verb("log-probs of step {0}")
     async def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
-        """Write what the trainer found of the sequences that `take` named, beside the step's responses.
+        """Write the trainer's log-probs of the sequences that `take` named, beside the step's responses.
 
         Args:
             step: of the metrics.
@@ -160,24 +161,24 @@ class RunRollouts:
 
     @verb("group counts")
     async def group_counts(self) -> RolloutCounts:
-        """Groups needed, accepted, running; answered beside the work."""
+        """Groups needed, accepted, running; answered while other calls run."""
         return self.counts
 
     @verb("pause engines")
     async def pause(self) -> None:
-        """Hold the engines for a weight update; where they are given adapters alone, nothing is held."""
+        """Pause the engines for a weight update; for updates of adapters alone, nothing is paused."""
         with phase(_log, f"pausing the engines{self._for}"):
             await self.service.pause_for_update()
 
     @verb("resume engines")
     async def resume(self, version: int) -> None:
-        """Go on under new weights."""
+        """Continue under new weights."""
         with phase(_log, f"going on under version {version}{self._for}"):
             await self.service.resume_after_update(version)
 
     @verb("adapter leaves")
     async def leave(self) -> None:
-        """The adapter is trained: nothing more is generated for it, and its places at the engines are the others'."""
+        """End generation for a trained adapter, and leave its share of the engines to the others."""
         assert self.room is not None, "the only service leaves with the run"
         await self.close()
         await self.pool.abort(self._adapter)
@@ -185,8 +186,8 @@ class RunRollouts:
 
     @verb("rollout of step {0}", "rollout_step_s", more_s=60)
     async def collect(self, step: int, directory: Path) -> dict[str, float]:
-        """A step's groups into a file of `rollout.group_files`, none to a trainer; returns the rollout's metrics. Then
-        the engines go on as if the step had been trained, under the same weights."""
+        """Write a step's groups into a file of `rollout.group_files`, without a trainer; returns the rollout's metrics.
+        The engines then continue as after a trained step, with the same weights."""
         batch = await self.service.take(step)
         await asyncio.to_thread(_write, directory, batch)
         logged = Logged(batch.groups, batch.version)
@@ -196,14 +197,14 @@ class RunRollouts:
 
     @verb("weight version")
     async def count_as(self, version: int) -> None:
-        """Let the weights that the engines serve count as `version`."""
+        """Set the version of the engines' current weights."""
         await self.service.pause_for_update()
         await self._engines.stamp(version)
         await self.service.resume_after_update(version)
 
     @verb("weight sync: probe", "weight_sync_s")
     async def probe(self, version: int) -> Mapping[str, Probed]:
-        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where it
+        """Every engine's log-probs of the fixed text of `data.probe` under a version, by its URL; empty if the text
         does not fit."""
         request = self._probe_request(version)
         if request is None:
@@ -227,7 +228,7 @@ class RunRollouts:
     @verb("evaluation", "rollout_step_s", more_s=0, interruptible=True)
     async def evaluate(self) -> Evaluated:
         """Scores on every held-out set, one after the other."""
-        begin, step = time.time(), self.service.version  # the weights after so many steps
+        begin, step = time.time(), self.service.version  # of the weights after so many steps
         self._evaluated = []
         results: list[EvalResult] = []
         for eval_set in self.config.data.eval_sets:
@@ -241,22 +242,23 @@ class RunRollouts:
 
     @verb("rollout state", "checkpoint_s", more_s=0)
     async def save(self, path: Path, next_step: int) -> FileSum:
-        """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
+        """Write everything for a resume: position in the prompts, work in flight, ledger; returns the file's
+        checksum."""
         try:
             with phase(_log, f"saving {path}"):
                 return await self.service.checkpoint(path, next_step)
-        except EngineError:  # the engines are gone with what they were generating; the rest is ours
+        except EngineError:  # the engines' running work is lost with them; the rest is saved
             return await self.service.save(path, next_step)
 
     async def close(self) -> None:
-        """Stop generating; once is enough."""
+        """Stop generating; further calls do nothing."""
         if self._closed:
             return
         self._closed = True
         await self.service.close()
         await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
 
-    # ----------------------------------------------------------------------------------- told by the service
+    # ------------------------------------------------------------------------------ callbacks of the service
 
     def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
         """Keep the groups of a held-out set for the log."""

@@ -1,13 +1,13 @@
-"""Who has the memory of the GPUs that trainer and engines share, and when it changes hands.
+"""Use of the memory of GPUs that trainer and engines share, and its hand-over between them.
 
-With `cluster.placement: separate` everybody keeps what they have (`Apart`). Colocated, a run is in one of four phases
-(`PHASES`), and `Shared` is the one place that leads from one to another: first both sides give back what the next phase
-does not need, then both take what it does, so that no GPU ever holds more than the larger of two phases. Engines are
-asked what they hold, and trainer ranks know it themselves, so that a step of it may be repeated after any failure.
+With `cluster.placement: separate` both keep their memory (`Apart`). A colocated run is in one of four phases
+(`PHASES`), and only `Shared` switches between them. First both sides release the parts that the next phase does not
+need, then both take those that it needs. So no GPU ever holds more than the larger of two phases. Engines report which
+parts they hold, and trainer ranks track theirs, so a switch may be repeated after any failure.
 
-An engine can only be started, or met again, while the trainer sleeps: it measures the free memory of its GPUs, and its
-first requests need all of its own. So who is to be started waits for that, and whoever starts is waited for before the
-trainer wakes.
+An engine can only start, or be admitted again, while the trainer is offloaded: it measures the free memory of its GPUs,
+and its first requests need all its memory. So its start waits for that, and the trainer is reloaded only after all
+starting engines are up.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Phase:
-    """What is on the GPUs.
+    """Contents of the GPUs.
 
     Attributes:
         trainer: parts of the trainer's state.
         engines: parts of the engines' memory.
-        teachers: of a served teacher's, on GPUs of the trainer that no engine has.
+        teachers: parts of a served teacher's memory, on GPUs of the trainer without engines.
     """
 
     trainer: frozenset[TrainerPart] = frozenset()
@@ -54,15 +54,15 @@ PHASES: dict[PhaseName, Phase] = {
     "send": Phase(trainer=frozenset(("weights",)), engines=frozenset(("weights",))),
     "save": Phase(trainer=frozenset(("weights", "optimizer")), engines=frozenset(("weights",))),
 }
-"""`send` is also for exports and for the trainer's part of a probe: its weights, and nothing that trains them. In
-`save` engines keep the weights that they were sent, which nobody would send them again."""
+"""`send` is also for exports and for the trainer's part of a probe: weights without training state. In `save` engines
+keep their weights, because nothing would send them again."""
 
 
 class Apart:
-    """Trainer and engines on GPUs of their own.
+    """Trainer and engines on separate GPUs.
 
     Args:
-        update_engines: looks after engines that died, answer again or are asked for.
+        update_engines: handles dead, recovered and requested engines.
     """
 
     shared = False
@@ -71,42 +71,43 @@ class Apart:
         self._update_engines = update_engines
 
     def enter(self, phase: PhaseName) -> None:
-        """Let the phase have what it needs. Engines must be paused."""
+        """Load the parts of this phase. Engines must be paused."""
 
     def begin_sync(self) -> None:
-        """Before engines are paused for a sync."""
+        """Called before engines are paused for a sync."""
         self._update_engines()
 
     def end_sync(self) -> None:
-        """Engines generate again."""
+        """Called when engines generate again."""
 
     def begin_training(self) -> None:
-        """Before a step of the trainer, after its groups were taken."""
+        """Called before a step of the trainer, after its groups were taken."""
 
     @contextmanager
     def awake(self, phase: PhaseName, version: int, last: bool = False) -> Iterator[None]:
-        """The trainer has what this phase needs inside; engines, which serve this version, go on afterwards.
+        """Context in which the trainer has the parts of this phase; engines, which serve this version, continue
+        afterwards.
 
         Args:
-            last: nothing is generated any more.
+            last: no generation follows.
         """
         yield
 
     def revive(self) -> None:
-        """No engine is left, and some are to be started."""
+        """Called if no engine is left, and some are to be started."""
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of changes since the last call."""
+        """Seconds of phase switches since the last call."""
         return {}
 
 
 class Shared(Apart):
-    """Trainer and engines on the same GPUs. It begins where the trainer sleeps and all engines are there.
+    """Trainer and engines on the same GPUs. It begins with an offloaded trainer and all engines up.
 
     Args:
         update_engines: as for `Apart`.
         check: raises when the run is to end.
-        teachers: servers of a teacher that shares the GPUs, too; None: none does.
+        teachers: servers of a teacher that also shares the GPUs; None without one.
     """
 
     shared = True
@@ -128,7 +129,7 @@ class Shared(Apart):
         self._seconds = defaultdict[str, float](float)
 
     def enter(self, phase: PhaseName) -> None:
-        """Raises EngineError where no engine does as it is told, and TrainerError where the trainer cannot."""
+        """Raises EngineError if no engine can switch, and TrainerError if the trainer cannot."""
         if phase != "generate":
             self._close()
         wanted = PHASES[phase]
@@ -140,16 +141,16 @@ class Shared(Apart):
         self._let_teachers_hold(wanted.teachers, "resume")
 
     def begin_sync(self) -> None:
-        """Where engines have generated until now, those that start are waited for, and who died is looked after."""
+        """If engines have generated until now, wait for starting engines, and handle dead ones."""
         self._close()
 
     def end_sync(self) -> None:
-        """Engines may be started from now on."""
+        """Engines may start from now on."""
         self._open = True
         self._engines.let_start(True)
 
     def begin_training(self) -> None:
-        """Without engines the trainer may go on as well: their memory is free."""
+        """Without engines the trainer may continue as well: their memory is free."""
         self._close()
         try:
             self._rollouts.service.call(RunRollouts.pause)
@@ -162,8 +163,8 @@ class Shared(Apart):
 
     @contextmanager
     def awake(self, phase: PhaseName, version: int, last: bool = False) -> Iterator[None]:
-        """Nothing is done for a trainer that is awake enough, as after a step that could not be sent. Where nothing
-        is generated any more, the engines are ended, which is sure to make room whatever they do."""
+        """Nothing is done if the trainer already holds these parts, as after a step that could not be sent. If no
+        generation follows, the engines are ended, which frees their memory in any case."""
         if self._trainer >= PHASES[phase].trainer:
             yield
             return
@@ -184,7 +185,7 @@ class Shared(Apart):
         self.end_sync()
 
     def revive(self) -> None:
-        """Engines are started while the trainer sleeps, and have all of their memory then."""
+        """Engines start while the trainer is offloaded, and then hold all their memory."""
         self._let_trainer_hold(frozenset(), "sleep")
         self._engine = PHASES["generate"].engines
         self.end_sync()
@@ -195,7 +196,7 @@ class Shared(Apart):
         return {f"perf/{what}_seconds": found[what] for what in ("release", "sleep", "wake", "resume")}
 
     def _close(self) -> None:
-        """Nobody starts from now on; who does so is waited for, since it needs its GPUs."""
+        """Forbid starts of engines, and wait for starting ones, which need their GPUs."""
         if not self._open:
             return
         self._update_engines()
@@ -218,7 +219,8 @@ class Shared(Apart):
         self._seconds[what] += time.monotonic() - begin
 
     def _let_teachers_hold(self, tags: frozenset[EngineTag], what: str) -> None:
-        """One that died, also while it slept, is done without. Raises EngineError where none is left: the run ends."""
+        """A dead teacher, also one that died while offloaded, is skipped. Raises EngineError if none is left: the run
+        ends."""
         if self._teachers is None or tags == self._teacher:
             return
         begin, self._teacher = time.monotonic(), frozenset(ENGINE_TAGS)
@@ -243,7 +245,7 @@ class Shared(Apart):
         self._seconds[what] += time.monotonic() - begin
 
     def _end_dead(self, group: EngineGroup, names: Iterable[str]) -> None:
-        """What is dead to us may only hang, and keep its memory."""
+        """End these servers: one declared dead may only hang, and keep its memory."""
         for name in names:
             try:
                 group.halt(name)

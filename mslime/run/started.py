@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 SILENT_S = 60.0
-"""A start in which no process has come up for so long says what Ray says."""
+"""Seconds without a running process after which the start shows Ray's log."""
 
 
 class Started(ABC):
-    """A context manager; what `_start` puts on the stack is ended in reverse order.
+    """A context manager; objects that `_start` puts on the stack are ended in reverse order.
 
     Attributes:
         config: the resolved configuration.
-        progress: where lines go, from `_start` on.
+        progress: receives lines for the user, set by `_start`.
     """
 
     progress: Progress
@@ -48,7 +48,7 @@ class Started(ABC):
     def __init__(self, run: ResolvedRun, stop: StopSignals, resources: Resources | None = None) -> None:
         """
         Args:
-            resources: of an earlier session, and for the next one. None: of this one alone.
+            resources: of an earlier session, and for the next one. None: only for this one.
         """
         self._run, self.config, self._stop = run, run.config, stop
         self._stack = ExitStack()
@@ -88,13 +88,13 @@ class Started(ABC):
         """Start everything; the progress comes first."""
 
     def _worth_waiting(self) -> None:
-        """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
+        """Raise, as `_at_rest` does, if work begun before the signal has not ended within `deadlines.rescue_s`."""
         self._stop.check(self.config.deadlines.rescue_s)
         if self._ray is not None:
             self._ray.check(self.config.deadlines.rescue_s)
 
     def _at_rest(self) -> None:
-        """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
+        """A point where the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
         self._stop.check()
         if self._ray is not None:
             self._ray.check()
@@ -104,7 +104,7 @@ class Started(ABC):
         self.progress.note(f"starting {ranks} trainer rank(s): {layout}; logs in {self._logs}")
 
     def _join_cluster(self, generates: bool, *, trainers: bool = True) -> tuple[Cluster, RayWatch]:
-        """Room on Ray's cluster for the parts of the run, and the watch over Ray."""
+        """The run's part of Ray's cluster, and the watch over Ray."""
         held = self._resources
         if held.cluster is None or held.ray is None:
             # Ray's own handler of SIGTERM would end the driver with a stack trace.
@@ -121,12 +121,12 @@ class Started(ABC):
         return held.cluster, held.ray
 
     def _say_why_nothing_runs(self, cluster: Cluster) -> None:
-        with suppress(Exception):  # Ray has ended meanwhile
+        with suppress(Exception):  # Ray may have ended meanwhile
             if why := cluster.why_nothing_runs():
                 self.progress.note(why)
 
     def _engine_group(self, cluster: Cluster, role: Role = "engine") -> EngineGroup:
-        """Servers, yet to be started, that end with the resources."""
+        """Servers, not started yet, that end with the resources."""
         group = EngineGroup(self._run, cluster, self._logs, role)
         self._resources.stack.callback(group.stop)
         return group
@@ -134,11 +134,11 @@ class Started(ABC):
     def _start_beside(
         self, trainers: Callable[[Callable[[], None]], object], *groups: EngineGroup
     ) -> list[list[EngineAddress]]:
-        """Start servers and trainers side by side; where the servers of each group are.
+        """Start servers and trainers side by side; returns the addresses of each group's servers.
 
         Args:
-            trainers: starts them, and calls what it is given while it waits: that raises when an engine, one of the
-                first group, fails to start.
+            trainers: starts them, and calls its argument while it waits: that raises if an engine, one of the first
+                group, fails to start.
         """
         starting = [group.begin_start() for group in groups]
         watches = [group.watch_start(of, self.progress.note) for group, of in zip(groups, starting, strict=True)]
@@ -153,11 +153,11 @@ class Started(ABC):
                 self.progress.note(f"{group.role}s: " + ", ".join(address.url for address in group.addresses))
 
     def _take_over(self, endpoints: Sequence[Endpoint], disconnect: Callable[[float], None]) -> str:
-        """Take over engines that somebody else runs; what names of groups with the engines begin with.
+        """Take over attached engines; returns the prefix of the names of their process groups.
 
         Args:
-            endpoints: of those engines, not of launched ones.
-            disconnect: lets the trainer leave them at the end, within so many seconds.
+            endpoints: of attached engines only.
+            disconnect: makes the trainer leave them at the end, within so many seconds.
         """
         group = new_group(self.config.name)
         self._resources.groups.append(group)
@@ -167,31 +167,32 @@ class Started(ABC):
         return group
 
     def _other_group(self) -> str:
-        """The beginning of other names, for groups without the engines that are gone."""
+        """Another prefix, for groups without the dead engines."""
         group = new_group(self.config.name)
         self._resources.groups.append(group)
         self._attached.also(group)
         return group
 
 
-# When Python searches a process for circles of objects that nobody holds any more.
+# How often Python's garbage collector searches a process for reference cycles.
 #
-# By default it searches all of the process whenever the objects that live long have become a quarter more. With
-# thousands of requests under way that is several times in a step, each for some tenths of a second, in which no
-# answer is read: 45% of a rollout manager's CPU (benchmarks/results/rollout.md). Rollouts make no circles of their
-# own, users' functions, clients and agents do: the search is made once a minute all the same.
+# By default it searches the whole process whenever the number of long-lived objects has grown by a quarter. With
+# thousands of requests that is several times in a step, each for some tenths of a second, in which no answer is read:
+# 45% of a rollout manager's CPU (benchmarks/results/rollout.md). Rollouts make no cycles themselves, but users'
+# functions, clients and agents do, so one search a minute remains.
 
 log = logging.getLogger(__name__)
 
 YOUNG, MIDDLE = 20_000, 20
-"""New objects before the newest are searched, and such searches before those that outlived them are (700 and 10)."""
+"""New objects before a search of the youngest generation, and such searches before one of the middle generation (by
+default 700 and 10)."""
 NEVER = 1 << 30
 EVERY_S = 60.0
 
 
 def search_seldom(every_s: float = EVERY_S) -> None:
-    """Leave what the process holds now out of all searches, search new objects seldom, and all others when the running
-    loop has run for so long, again and again. Called once, when a process has its modules and services."""
+    """Exclude current objects from garbage collection, collect new ones rarely, and run a full collection every
+    `every_s` seconds of the running loop. Called once, after a process has loaded its modules and services."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)

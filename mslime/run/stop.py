@@ -1,8 +1,8 @@
-"""SIGTERM, SIGHUP and Ctrl-C: what was learnt is saved, and the run ends with a sentence and exit status 128 + number.
+"""SIGTERM, SIGHUP and Ctrl-C: trained steps are saved, and the run ends with a message and exit status 128 + number.
 
-The first signal is answered at once and obeyed at the next point at which the trainer is at rest. A second one stops at
-once, without saving; a second SIGTERM in the same moment is no other (`TOGETHER_S`). Handlers are set in the main
-thread only; a run in another thread is left to its caller.
+The first signal is acknowledged at once and takes effect when the trainer is next at rest. A second one stops at once,
+without saving; a second SIGTERM in the same moment is ignored (`TOGETHER_S`). Handlers are set in the main thread only;
+a run in another thread is left to its caller.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Stopped(KeyboardInterrupt):
 
     Attributes:
         signum: its number.
-        save: whether what was learnt is to be saved first.
-        outcome: what became of that, in words.
+        save: whether trained steps are to be saved first.
+        outcome: result of that, in words.
     """
 
     def __init__(self, signum: int, save: bool) -> None:
@@ -41,7 +41,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """As a shell reports a process that the signal ended."""
+        """Exit status with which a shell reports a process that the signal ended."""
         return 128 + self.signum
 
     def describe(self) -> str:
@@ -53,14 +53,14 @@ class StopSignals:
     """Handlers for the life of a run. A context manager.
 
     Attributes:
-        patient: while true, the first signal waits for `check`; otherwise it raises where the program is.
-        describe: says what the first signal will lead to.
+        patient: if true, the first signal waits for `check`; otherwise it raises at the current instruction.
+        describe: returns the effect of the first signal, in words.
     """
 
     def __init__(self, asked: Callable[[], bool] | None = None) -> None:
         """
         Args:
-            asked: whether the run is to end though no signal has come; looked at where signals are.
+            asked: whether the run is to end without a signal; polled together with signals.
         """
         self.patient = False
         self._asked = asked
@@ -77,20 +77,21 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:  # nohup, or a shell's background job
+            if signal.getsignal(number) is signal.SIG_IGN:  # set by nohup, or for a shell's background job
                 continue
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
 
     def check(self, patience_s: float = 0.0) -> None:
-        """Raise `Stopped` when a signal has come, or the run was asked to end, at least so many seconds ago."""
+        """Raise `Stopped` if a signal, or a request to end, came at least so many seconds ago."""
         if self._pending is None and self._asked is not None and self._asked():
             self._pending, self._since = signal.SIGTERM, time.monotonic()
         if self._pending is not None and time.monotonic() - self._since >= patience_s:
             raise self._stopped(self._pending, save=True)
 
     def to_user_error(self, error: BaseException) -> BaseException:
-        """The signal behind an error: Ray makes a plain KeyboardInterrupt of whatever a handler raises within it."""
+        """The signal behind an error: Ray converts any exception of a handler within it to a plain
+        KeyboardInterrupt."""
         plain = isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped)
         return self._raised if plain and self._raised is not None else error
 
@@ -105,7 +106,7 @@ class StopSignals:
         if not self._count:
             self._first = (number, now)
         self._count += 1
-        if self._count > 2:  # what is left is ending processes, which an exception would only leave behind
+        if self._count > 2:  # only the end of processes is left, and an exception would leave some behind
             _say("the run is ending")
         elif self._count == 2:
             _say("stopping at once")
@@ -130,7 +131,7 @@ class StopSignals:
 
 
 def _say(text: str) -> None:
-    """One line to standard error, safely within a signal handler."""
+    """Write one line to standard error; safe within a signal handler."""
     try:
         os.write(2, f"\n{text}\n".encode())
     except OSError:
@@ -138,7 +139,7 @@ def _say(text: str) -> None:
 
 
 def _leave_terminal() -> None:
-    """The terminal is gone: what is printed from now on goes nowhere, instead of failing while the run is saved."""
+    """The terminal is gone: discard further output, so that it does not fail while the run is saved."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
@@ -156,7 +157,7 @@ def _to_nowhere(descriptor: int) -> None:
 
 
 class _Lasting:
-    """A standard stream that may lose its reader: what is written then goes nowhere, as the driver's log says."""
+    """A standard stream that may lose its reader: further output is then discarded, with a line in the driver's log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -184,7 +185,7 @@ class _Lasting:
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """A closed pipe (`| head`), a `tee` that died, or a full disk behind standard output does not end the block."""
+    """A closed pipe (`| head`), a dead `tee`, or a full disk behind standard output does not end the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", _Lasting(stream)) for stream in before)
     try:
@@ -195,7 +196,7 @@ def outliving_readers() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-# What a run has learnt, and what of it is saved: counted in steps, and told when the run ends early.
+# A run's trained and saved steps, and the messages about them when the run ends early.
 
 
 @dataclass
@@ -203,9 +204,9 @@ class RescueState:
     """Steps of a run.
 
     Attributes:
-        trained: done, also before this session.
-        saved: that the newest checkpoint holds.
-        training: inside a step of the trainer, whose weights are neither of one step nor of the next.
+        trained: number of steps done, also before this session.
+        saved: number of steps in the newest checkpoint.
+        training: inside a step of the trainer, while the weights belong to neither step.
         save_failed: the last checkpoint could not be written.
     """
 
@@ -215,7 +216,7 @@ class RescueState:
     save_failed: bool = False
 
     def stopping(self, step: int) -> str:
-        """The answer to the first signal, in `step`."""
+        """Message after the first signal, in `step`."""
         if (step if self.training else self.trained) > self.saved:
             return f"stopping: saving step {step if self.training else self.trained}; again to stop without saving"
         return f"stopping: {self.nothing_to_save()}; again to stop at once"
@@ -225,7 +226,7 @@ class RescueState:
         return f"step {self.saved} is saved already" if self.saved else "there is nothing to save yet"
 
     def lost(self, why: str) -> str:
-        """Which steps are not saved."""
+        """Message that names the unsaved steps."""
         if self.trained <= self.saved:
             return f"nothing was saved: {why}"
         first = self.saved + 1
@@ -233,7 +234,7 @@ class RescueState:
         return f"{which} not saved: {why}"
 
     def hinders_saving(self, step: int, stopped: bool) -> str:
-        """Why the trainer's weights cannot be saved, where something is to be saved; empty: they can.
+        """Why the trainer's weights cannot be saved, if there is anything to save; empty: they can.
 
         Args:
             stopped: the run ends by a signal, which waited for `step`.

@@ -1,10 +1,10 @@
-"""Ends what a local Ray leaves behind when the driver that started it is killed.
+"""Ends the processes of a local Ray whose driver was killed.
 
 `python -m mslime.run.sweeper FD DRIVER`: FD is the read end of a pipe whose write end the driver (process DRIVER)
-keeps. Ray's own processes end when their driver does, but two of its agents may wait a minute or more for a server that
-is gone. This process remembers which processes the driver's Ray consists of. When the pipe closes without a word, the
-driver was killed: what is left of them after a moment's grace is killed too, and shared memory of theirs that nobody
-maps any more is removed: Ray may have killed the guards that do so otherwise. A driver that ends properly says so.
+keeps. Ray's own processes end with their driver, but two of its agents may wait a minute or more for a dead server.
+This process tracks the processes of the driver's Ray. A driver that ends properly writes to the pipe; if the pipe
+closes without that, the driver was killed. After a short grace period the remaining processes are then killed. Their
+unmapped shared memory is removed, because Ray may have killed the guards that otherwise do so.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mslime.backends.sglang.guard import descendants, kill_all, remove_unused, s
 
 GRACE_SECONDS = 8.0
 STARTING_SECONDS, LOOK_OFTEN_SECONDS, LOOK_SECONDS = 120.0, 1.0, 10.0
-"""While a run starts, new processes come every second; later hardly any."""
+"""During a run's start new processes appear every second; later hardly any."""
 _RAY = b"/ray/"
 
 Started = Mapping[int, str]
-"""Processes by id, with when they started: an id alone may be another process's by now."""
+"""Processes by id, with their start times: an id alone may be reused by another process."""
 
 
 class Sweeper:
@@ -51,7 +51,7 @@ class Sweeper:
     ) -> None:
         try:
             os.write(self._write_end, b".")
-        except BrokenPipeError:  # it was killed before us
+        except BrokenPipeError:  # the sweeper was killed first
             pass
         finally:
             os.close(self._write_end)
@@ -59,7 +59,7 @@ class Sweeper:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks; None when it has ended."""
+    """Start time of a process, in clock ticks; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -75,7 +75,7 @@ def _is_ray(pid: int) -> bool:
 
 
 def ray_processes(driver: int) -> dict[int, str]:
-    """Ray's processes below the driver, and all that those have started."""
+    """Ray's processes below the driver, and all their descendants."""
     below = descendants(driver)
     roots = [pid for pid in below if _is_ray(pid)]
     found = {pid: _started(pid) for root in roots for pid in (root, *descendants(root))}
@@ -83,14 +83,14 @@ def ray_processes(driver: int) -> dict[int, str]:
 
 
 def alive(processes: Started) -> list[int]:
-    """Those that still run."""
+    """Ids of the processes that still run."""
     return [pid for pid, when in processes.items() if _started(pid) == when]
 
 
 def watch(pipe: int, driver: int) -> None:
-    """Return when the driver has ended properly, or when nothing is left of the Ray of one that was killed."""
+    """Return when the driver has ended properly, or when no process is left of a killed driver's Ray."""
     known: dict[int, str] = {}
-    files: set[Path] = set()  # of engines, whose guards Ray may have killed
+    files: set[Path] = set()  # of engines whose guards Ray may have killed
     begin = time.monotonic()
 
     def pause() -> float:

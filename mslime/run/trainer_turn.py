@@ -1,6 +1,6 @@
-"""The queue at a trainer that threads share: whose turn it is, and what waits that may be done along with it.
+"""The queue for a trainer that threads share: its holder, and waiting work that may be combined with the holder's.
 
-Without it, one adapter's call would wait in the ranks behind another's step, and its deadline would run meanwhile.
+Without it, one adapter's call would wait in the ranks behind another's step while its own deadline runs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _OWNER: ContextVar[object | None] = ContextVar("owner of a turn", default=None)
 
 
 def become(owner: object) -> None:
-    """Let what runs in this context, and in copies of it in other threads, be one owner of turns."""
+    """Make code in this context, and in copies of it in other threads, one owner of turns."""
     _OWNER.set(owner)
 
 
 def _who() -> object:
-    """The owner that calls: of the context, or else its thread."""
+    """The calling owner: that of the context, or else its thread."""
     return _OWNER.get() or threading.get_ident()
 
 
 class Offer:
-    """Work that whoever has the turn may do along with its own.
+    """Work that the holder of the turn may do along with its own.
 
     Attributes:
-        work: what that is.
-        taken: somebody does it; who offered it does not get the turn for it.
+        work: the work itself.
+        taken: another owner does it; the offering one then does not get the turn for it.
     """
 
     def __init__(self, work: Any) -> None:
@@ -43,17 +43,17 @@ class Offer:
         self._error: BaseException | None = None
 
     def finish(self, found: Any) -> None:
-        """Who took it has done it."""
+        """Store the result; called by the owner that took it."""
         self._found = found
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """Who took it has not."""
+        """Store an error; called by the owner that took it."""
         self._error = error
         self._done.set()
 
     def wait(self, on_wait: Callable[[], None]) -> Any:
-        """What became of it, once it is taken. Raises what it failed with, or what `on_wait` raises."""
+        """Result of the work, once it is taken. Raises its error, or an error of `on_wait`."""
         while not self._done.wait(LOOK_EVERY_S):
             on_wait()
         if self._error is not None:
@@ -63,7 +63,7 @@ class Offer:
 
 @dataclass(eq=False)
 class _Place:
-    """In the line."""
+    """An entry of the queue."""
 
     owner: object
     urgent: bool
@@ -71,7 +71,7 @@ class _Place:
 
 
 class TrainerTurn:
-    """A lock that is given in the order in which it was asked for; who has it may take it again."""
+    """A lock in the order of its requests; its holder may take it again."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -81,16 +81,16 @@ class TrainerTurn:
 
     @property
     def mine(self) -> bool:
-        """Whether the caller has it."""
+        """Whether the caller holds the turn."""
         return self._holder == _who()
 
     def take(self, urgent: bool = False, on_wait: Callable[[], None] | None = None, offer: Offer | None = None) -> None:
         """Wait for the turn.
 
         Args:
-            urgent: before all that are not: for what is short, and keeps engines from their work.
-            on_wait: called now and then meanwhile; what it raises ends the wait.
-            offer: what the turn is wanted for. Where another takes it along, this returns without the turn.
+            urgent: before all others that are not: for short calls that keep engines waiting.
+            on_wait: called now and then meanwhile; an error of it ends the wait.
+            offer: the work for this turn. If another owner takes it, this returns without the turn.
         """
         place = _Place(_who(), urgent, offer)
         with self._changed:
@@ -106,17 +106,17 @@ class TrainerTurn:
         except BaseException:
             with self._changed:
                 if offer is not None and offer.taken:
-                    return  # it is done whatever comes; who ends the wait says so again at the next rest
+                    return  # it is done in any case; the condition that ends the wait is raised again at the next rest
                 self._line.remove(place)
                 self._changed.notify_all()
             raise
 
     def offered(self, kind: type[object] = object) -> list[Offer]:
-        """What those who wait for the turn offer, in their order. Who has the turn takes it with this call, and has to
-        finish or fail each.
+        """Work offered by waiting owners, in their order. The holder takes it with this call, and must finish or fail
+        each.
 
         Args:
-            kind: of work; the rest waits on.
+            kind: of work; other offers keep waiting.
         """
         assert self.mine, "another has the turn"
         with self._changed:
@@ -128,7 +128,7 @@ class TrainerTurn:
         return found
 
     def give(self) -> None:
-        """Give it back, as often as it was taken."""
+        """Release the turn; needed as often as it was taken."""
         assert self.mine, "another has the turn"
         with self._changed:
             self._depth -= 1
@@ -137,7 +137,7 @@ class TrainerTurn:
                 self._changed.notify_all()
 
     def leave(self) -> None:
-        """Give it back for good, however often it was taken; nothing where the caller has it not."""
+        """Release the turn completely, however often it was taken; nothing if the caller does not hold it."""
         while self.mine:
             self.give()
 
@@ -145,7 +145,7 @@ class TrainerTurn:
     def held(
         self, urgent: bool = False, on_wait: Callable[[], None] | None = None, offer: Offer | None = None
     ) -> Iterator[None]:
-        """The caller has the turn inside, or another does what it offers; see `take`."""
+        """Context in which the caller holds the turn, or another owner does its offered work; see `take`."""
         self.take(urgent, on_wait, offer)
         try:
             yield
@@ -154,7 +154,7 @@ class TrainerTurn:
                 self.give()
 
     def _got(self, place: _Place) -> bool:
-        """Whether it is this one's turn, within a moment, which it has then; or what it offers is taken."""
+        """Wait a moment; whether this entry then has the turn, or its offer was taken."""
         with self._changed:
             if place.offer is not None and place.offer.taken:
                 return True

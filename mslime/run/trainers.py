@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """What the ranks say of a step.
+    """Results of a step.
 
     Attributes:
         metrics: of each optimizer step, equal on all ranks.
@@ -52,7 +52,7 @@ class Trained:
 
 
 class PolicyRank:
-    """What the driver asks of a trainer rank, and of a critic's rank on the same GPU."""
+    """Methods that the driver calls on a trainer rank, with a critic's rank on the same GPU."""
 
     def __init__(self, spec: PolicySpec, rank: int) -> None:
         self._spec, self._rank, self._step = spec, rank, 0
@@ -64,10 +64,10 @@ class PolicyRank:
         self, trainer: MegatronTrainer, critic: MegatronCritic | None, on_micro_batch: Callable[[int, int], None], *,
         stacked: bool = True,
     ) -> None:  # fmt: skip
-        """Ask these from here on. A collective.
+        """Use this trainer and critic from here on. A collective.
 
         Args:
-            on_micro_batch: called with (done, in all) in a step.
+            on_micro_batch: called with (done, total) in a step.
             stacked: see `MegatronTrainer.weight_sender`.
         """
         from mslime.backends.sglang.port import SGLangPort
@@ -80,14 +80,14 @@ class PolicyRank:
         self._sender = trainer.weight_sender(port, self._report_bucket, stacked=stacked)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
-        """Everything before the first gradient of these shards, which `update` then takes.
+        """Everything before the first gradient of these shards, for the following `update`.
 
         Args:
             step: of the run, from 1 on, for the log.
-            values: of a critic elsewhere, one column a shard.
+            values: of a critic on other GPUs, one column a shard.
 
         Returns:
-            What a critic is to learn, one column a shard; None where there is no critic.
+            Target returns of a critic, one column a shard; None if there is no critic.
         """
         self._step = step
         with phase(_log, f"step {step}: log-probs of {len(shards)} shard(s)"):
@@ -100,11 +100,11 @@ class PolicyRank:
         return [shard.returns for shard in self._prepared]
 
     def update(self, policy: bool, watched: Sequence[int]) -> dict[str, Any]:
-        """One optimizer step per prepared shard; returns metrics of each, the span of time this rank was busy, and the
-        log-probs that it found of `watched` sequences (`Watch`).
+        """One optimizer step per prepared shard. Returns metrics of each, the time span in which this rank was busy,
+        and its log-probs of `watched` sequences (`Watch`).
 
         Args:
-            policy: also of the policy, not only of the critic on the same GPU.
+            policy: also train the policy, not only the critic on the same GPU.
         """
         begin, shards = time.time(), self.begin_update(watched)
         rows: list[dict[str, float]] = [{} for _ in shards]
@@ -116,13 +116,13 @@ class PolicyRank:
         return self.end_update(rows, begin)
 
     def begin_update(self, watched: Sequence[int]) -> list[TrainShard]:
-        """What `prepare` has left; log-probs of `watched` sequences are kept from here on."""
+        """Shards left by `prepare`; log-probs of `watched` sequences are kept from here on."""
         self._trainer.watch.begin(watched)
         shards, self._prepared = self._prepared, []
         return shards
 
     def end_update(self, rows: Sequence[Mapping[str, float]], begin: float) -> dict[str, Any]:
-        """What `update` returns, of the rows of its steps and the time at which it began."""
+        """Result of `update`, from the rows of its steps and its start time."""
         found = [{**self._found, **row} for row in rows]
         return {"metrics": found, "span": (begin, time.time()), "log_probs": self._trainer.watch.found}
 
@@ -139,28 +139,28 @@ class PolicyRank:
         return total, tokens, (begin, time.time())
 
     def buckets(self) -> tuple[int, int]:
-        """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
+        """(weight buckets sent, total) of the sync in progress; answered while it runs."""
         return self._sent, self._buckets
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
-        """Meet the engines."""
+        """Connect to the engines."""
         hide(*(key for engine in engines for key in (engine.keys.api, engine.keys.admin)))
         with phase(_log, f"connecting to {', '.join(engine.url for engine in engines)}"):
             self._sender.connect(engines, group)
 
     def disconnect(self) -> None:
-        """Leave the engines."""
+        """Disconnect from the engines."""
         self._sender.disconnect()
 
     def send_weights(self, version: int, verify: bool) -> tuple[SendReport, Span]:
-        """Send every bucket; returns the report and the span of time this rank was busy."""
+        """Send every bucket; returns the report and the time span in which this rank was busy."""
         begin = time.time()
         with phase(_log, f"sending weights of version {version}"):
             report = self._sender.send(version, verify)
         return report, (begin, time.time())
 
     def write_adapter(self, directory: str, verify: bool) -> tuple[dict[str, str], Span]:
-        """Write the adapters for engines; see `MegatronTrainer.write_adapter`. And the span of time of it."""
+        """Write the adapters for engines; see `MegatronTrainer.write_adapter`. Also returns the time span of it."""
         begin = time.time()
         with phase(_log, f"writing adapters to {directory}"):
             expected = self._trainer.write_adapter(Path(directory), verify)
@@ -169,8 +169,8 @@ class PolicyRank:
     def probe(
         self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None
     ) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
-        """What the current weights say of sequences, see `MegatronTrainer.probe`; of the experts only what one of
-        several copies of the model chose."""
+        """Log-probs and experts of sequences under the current weights, see `MegatronTrainer.probe`; experts are
+        returned by one copy of the model only."""
         begin = time.time()
         with phase(_log, f"log-probs of {len(sequences)} probe(s)"):
             log_probs, chosen = self._trainer.probe(sequences, routes)
@@ -178,15 +178,15 @@ class PolicyRank:
         return log_probs, chosen if first else None, (begin, time.time())
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
-        """Have these parts of the state on the GPU and no others: the policy's, and a critic's beside it, which is not
-        needed where nothing is trained or saved."""
+        """Keep these parts of the state on the GPU and no others. A critic beside the policy is only loaded for
+        training and saves."""
         with phase(_log, f"having {', '.join(parts) or 'nothing'} on the device"):
             self._trainer.hold(parts)
             if self._critic is not None:
                 self._critic.hold(parts if "optimizer" in parts else ())
 
     def export_hf(self, directory: str) -> None:
-        """Write the current weights as a Hugging Face checkpoint, or the adapter that is trained."""
+        """Write the current weights as a Hugging Face checkpoint, or the trained adapter."""
         with phase(_log, f"exporting to {directory}"):
             self._trainer.export(Path(directory))
 
@@ -194,7 +194,7 @@ class PolicyRank:
         """Write a resumable checkpoint, the critic's first.
 
         Args:
-            others: files of other processes that are in it already; None: nobody has begun it.
+            others: files of other processes already in it; None: the checkpoint is not begun yet.
         """
         with phase(_log, f"saving {directory}"):
             if self._critic is not None:
@@ -202,7 +202,7 @@ class PolicyRank:
             self._trainer.save(Path(directory), extra, others)
 
     def load(self, directory: str, new_run: bool) -> None:
-        """Read a checkpoint; of another run when `new_run`. A critic that it lacks stays as it started."""
+        """Read a checkpoint; of another run if `new_run`. A critic missing in it keeps its initial state."""
         with phase(_log, f"loading {directory}"):
             self._trainer.load(Path(directory), new_run)
             if self._critic is not None and critic_directory(Path(directory)).is_dir():
@@ -213,10 +213,10 @@ class PolicyRank:
 
 
 class TrainerActor(RankActor, PolicyRank):
-    """One trainer rank, and its rank of a critic that shares its GPU.
+    """One trainer rank, and the rank of a critic that shares its GPU.
 
     Args:
-        critic: None: none shares it.
+        critic: None without one.
     """
 
     role = "trainer"
@@ -246,7 +246,7 @@ class TrainerActor(RankActor, PolicyRank):
 
 
 class CriticActor(RankActor):
-    """One rank of a critic on GPUs of its own."""
+    """One rank of a critic on separate GPUs."""
 
     role = "critic"
 
@@ -264,14 +264,14 @@ class CriticActor(RankActor):
         self._shards: list[TrainShard] = []
 
     def values(self, shards: Sequence[Any], step: int) -> list[Any]:
-        """The values of these shards, one column each, which `train` then takes."""
+        """The values of these shards, one column each, for the following `train`."""
         self._step = step
         with phase(_log, f"step {step}: values of {len(shards)} shard(s)"):
             self._shards = self._critic.with_values(fetched(shards))
         return [shard.values for shard in self._shards]
 
     def train(self, returns: Sequence[Any]) -> dict[str, Any]:
-        """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
+        """One optimizer step per shard; returns metrics of each and the time span in which this rank was busy."""
         begin = time.time()
         learnt = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
         with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in learnt)} tokens"):
@@ -285,13 +285,13 @@ class CriticActor(RankActor):
             self._critic.save(Path(directory), {})
 
     def load(self, directory: str, new_run: bool) -> None:
-        """Read a checkpoint; of another run when `new_run`."""
+        """Read a checkpoint; of another run if `new_run`."""
         with phase(_log, f"loading {directory}"):
             self._critic.load(Path(directory), new_run)
 
 
 class TrainerGroup:
-    """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
+    """All trainer ranks, and those of a critic on separate GPUs. Every method returns when all ranks are done."""
 
     def __init__(
         self, spec: PolicySpec, trainers: RankGroup, critics: RankGroup | None, check: Callable[[], None]
@@ -299,14 +299,14 @@ class TrainerGroup:
         """
         Args:
             spec: of the policy.
-            check: called while a step or a weight update is waited for; raises when that is to end.
+            check: called while waiting for a step or a weight update; raises to end the wait.
         """
         self._spec, self._limits, self._layout = spec, spec.deadlines, spec.layout
         self._trainers, self._critics, self._check = trainers, critics, check
 
     @classmethod
     def of_run(cls, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> Self:
-        """The ranks of a run that trains one policy, which are yet to be started."""
+        """The ranks of a run that trains one policy, not started yet."""
         spec, process, critics = policy_spec(config), cluster.process, None
         if config.critic_ranks:
             critics = RankGroup(CriticActor, critic_spec(config), process, cluster.critic_options, log_dir)
@@ -328,9 +328,9 @@ class TrainerGroup:
         """One optimizer step for each element of `shards[rank]`.
 
         Args:
-            policy: also of the policy, not only of the critic.
+            policy: also train the policy, not only the critic.
             step: of the run, from 1 on, for the ranks' logs.
-            watched: ids of sequences whose log-probs are wanted.
+            watched: ids of sequences whose log-probs are returned.
         """
         if self._critics is not None:
             return self._train_apart(self._critics, shards, on_progress, policy, step, watched)
@@ -345,7 +345,7 @@ class TrainerGroup:
 
     @staticmethod
     def _trained(results: Sequence[Mapping[str, Any]]) -> Trained:
-        """What `PolicyRank.train` of every rank gave."""
+        """Combine the results of `PolicyRank.train` of all ranks."""
         return Trained(results[0]["metrics"], _spans("trainer", results), _joined(results))
 
     def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
@@ -367,7 +367,7 @@ class TrainerGroup:
         step: int,
         watched: Sequence[int],
     ) -> Trained:
-        """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
+        """Send values from the critic's ranks to the trainer's and returns back, rank by rank; then train both."""
         trainers, deadline = self._trainers, self._limits.train_step_s
         logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
         valued = critics.submit(lambda a, r: a.values.remote(shards[r], step))
@@ -384,15 +384,15 @@ class TrainerGroup:
         return Trained(rows, _spans("trainer", of_policy) | _spans("critic", of_critic), _joined(of_policy))
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
-        """Meet the engines in process groups whose names begin with `group`."""
+        """Connect to the engines in process groups whose names begin with `group`."""
         met = list(engines)
         self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(met, group))
 
     def disconnect(self, deadline_s: float | None = None) -> None:
-        """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time.
+        """Disconnect from the engines. Raises TrainerError if a rank is gone, or does not answer in time.
 
         Args:
-            deadline_s: default: as long as a rank may wait for an engine that is silent, and some more.
+            deadline_s: default: the longest wait of a rank for a silent engine, plus a margin.
         """
         limit = self._sync_deadline if deadline_s is None else deadline_s
         self._trainers.all("weight sync: disconnect", limit, lambda a, _: a.disconnect.remote())
@@ -406,7 +406,7 @@ class TrainerGroup:
         return results[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(results)}
 
     def write_adapter(self, directory: Path, verify: bool) -> tuple[dict[str, str], dict[str, Span]]:
-        """Write the adapters for engines to read; (what they must say of the tensors, every rank's busy span)."""
+        """Write the adapters for engines to read; (expected checksums of the tensors, every rank's busy span)."""
         found = self._trainers.all(
             "weight sync: write", self._sync_deadline, lambda a, _: a.write_adapter.remote(str(directory), verify),
             self._check,
@@ -416,11 +416,11 @@ class TrainerGroup:
     def probe(
         self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None
     ) -> tuple[list[tuple[NDArray[np.float32], NDArray[np.int16] | None]], dict[str, Span]]:
-        """(what the weights say of each sequence: [T] log-probs, [T, MoE layers, top-k] experts; when each rank was
-        busy with it).
+        """(for each sequence under the current weights: [T] log-probs, [T, MoE layers, top-k] experts; every rank's
+        busy span).
 
         Args:
-            routes: of all sequences, which the routers are to follow; nothing is said of experts then.
+            routes: of all sequences, for the routers to follow; experts are then not returned.
         """
         found = self._trainers.all(
             "weight sync: probe", self._sync_deadline, lambda a, _: a.probe.remote(sequences, routes), self._check
@@ -433,7 +433,7 @@ class TrainerGroup:
         return list(zip(log_probs, experts, strict=True)), spans
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
-        """See `TrainerActor.hold`. A critic on GPUs of its own stays there."""
+        """See `TrainerActor.hold`. A critic on separate GPUs stays loaded."""
         deadline, held = self._limits.checkpoint_s, sorted(parts)
         self._trainers.all("memory", deadline, lambda a, _: a.hold.remote(held))
 
@@ -445,11 +445,11 @@ class TrainerGroup:
     def save(
         self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum] | None, deadline_s: float | None = None
     ) -> None:
-        """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved.
+        """Write a resumable checkpoint: the critic's first, then the policy's, whose name marks the save as complete.
 
         Args:
             others: files that other processes have written into `checkpoints.saving_directory(directory)`, which they
-                began; None: nobody has.
+                created; None: it is not created yet.
             deadline_s: default `deadlines.checkpoint_s`.
         """
         deadline, critic = deadline_s or self._limits.checkpoint_s, str(critic_directory(directory))
@@ -458,13 +458,13 @@ class TrainerGroup:
         self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra, others))
 
     def rest(self, deadline_s: float) -> None:
-        """Return when every rank has done what it was given. Raises TrainerError when one is gone or still at work."""
+        """Return when every rank has finished its earlier work. Raises TrainerError if one is gone or still busy."""
         for group in (self._trainers, self._critics):
             if group is not None:
                 group.all("waiting for the trainer", deadline_s, lambda a, _: a.rest.remote())
 
     def load(self, directory: Path, new_run: bool) -> None:
-        """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""
+        """Read a checkpoint; of another run if `new_run`, which restarts the learning-rate schedule."""
         deadline, critic = self._limits.checkpoint_s, critic_directory(directory)
         self._trainers.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
         if self._critics is not None and critic.is_dir():
@@ -478,18 +478,18 @@ class TrainerGroup:
 
     @property
     def _sync_deadline(self) -> float:
-        # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
+        # The sender's own deadlines name bucket and engine; this one is for a rank that is gone.
         return self._limits.weight_sync_s + 60
 
 
 def over_data_parallel_ranks(found: Sequence[tuple[float, int]], layout: ParallelLayout) -> tuple[float, int]:
-    """Sums of (loss, tokens) that every rank told of its data-parallel rank's shards."""
-    own = {layout.dp_rank(rank): each for rank, each in enumerate(found)}  # the ranks of one shard say the same
+    """Sums over data-parallel ranks of the (loss, tokens) that every rank reported for its shards."""
+    own = {layout.dp_rank(rank): each for rank, each in enumerate(found)}  # ranks of one shard report the same
     return math.fsum(total for total, _ in own.values()), sum(tokens for _, tokens in own.values())
 
 
 def _joined(results: Sequence[Mapping[str, Any]]) -> dict[int, NDArray[np.float32]]:
-    """Log-probs by sequence, of the ranks that hold parts of it."""
+    """Log-probs by sequence, joined from the ranks that hold parts of it."""
     whole: dict[int, NDArray[np.float32]] = {}
     for number, part in (each for result in results for each in result["log_probs"].items()):
         whole[number] = np.where(np.isnan(part), whole[number], part) if number in whole else part

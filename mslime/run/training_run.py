@@ -1,4 +1,4 @@
-"""One run's parts, started together, watched, and ended together: what the loop's verbs mean.
+"""One run's parts, started together, watched, and ended together: the implementation of the loop's verbs.
 
 Every method is one verb of the loop. A failure anywhere leaves through `__exit__`, which ends every process of the run.
 """
@@ -53,7 +53,7 @@ Shards = Sequence[Sequence[Any]]
 
 _log = logging.getLogger(__name__)
 REST_S = 30.0
-"""How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
+"""Seconds in which ranks must finish their earlier work in a rescue; after that they count as stuck."""
 
 
 class TrainingRun(Started):
@@ -62,7 +62,7 @@ class TrainingRun(Started):
     Attributes:
         checkpoints: the one that the run begins with, and those it writes.
         first_step: steps done before this session (after a resume).
-        parts: which of its processes are started.
+        parts: processes of the run that are started.
     """
 
     parts: ClassVar[Parts] = WHOLE
@@ -76,10 +76,10 @@ class TrainingRun(Started):
     ) -> None:
         """
         Args:
-            quiet: show no progress, whatever `observe.progress` says.
+            quiet: show no progress, regardless of `observe.progress`.
             resources: see `Started`.
-            stop: handlers of signals that are set already; the session makes them patient once there is something to
-                save. None: the session follows no signal.
+            stop: signal handlers that are already set; the session makes them patient once there is something to save.
+                None: the session handles no signals.
         """
         super().__init__(run, stop or StopSignals(), resources)
         self._quiet = quiet
@@ -88,10 +88,10 @@ class TrainingRun(Started):
         self.first_step = self.checkpoints.first_step
         self._rescue_state = RescueState(self.first_step, self.first_step)
         self._records = StepRecords(config, self.checkpoints)
-        self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
+        self._outlines: dict[int, bytes] = {}  # of the rollout service, by the step a checkpoint continues at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
-        # around what is done with the engines' members
+        # around changes to the engines' members
         self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._memory = Apart(self._update_engines)
 
@@ -122,7 +122,7 @@ class TrainingRun(Started):
         self._timeline, self.progress = self._records.timeline, self._records.progress
 
     def _load(self, checkpoint: Path) -> None:
-        """Give the trainer, and the critic, what a checkpoint holds."""
+        """Load a checkpoint into the trainer and the critic."""
         critic = self.config.critic
         self.progress.note(f"continuing from {checkpoint}")
         self._trainers.load(checkpoint, new_run=not self.checkpoints.own)
@@ -130,8 +130,8 @@ class TrainingRun(Started):
             self.progress.note(f"no critic in {checkpoint}: it starts from {critic.path or self.config.model.path}")
 
     def _start_generation(self, cluster: Cluster) -> None:
-        """Engines and trainers start side by side, or on the same GPUs one after the other; the rollout service
-        connects when both are there."""
+        """Start engines and trainers side by side, or on shared GPUs one after the other; the rollout service connects
+        when both are up."""
         if self._resources.engines is None:
             addresses, taught_by = self._start_engines(cluster)
         else:
@@ -151,7 +151,7 @@ class TrainingRun(Started):
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
 
     def _start_engines(self, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
-        """(engines, teachers) that are launched beside the trainer, or attached."""
+        """Addresses of (engines, teachers), launched beside the trainer or attached."""
         self._engines = self._resources.engines = self._engine_group(cluster)
         teachers = self._resources.teachers = self._engine_group(cluster, "teacher")
         if self.config.colocated:
@@ -162,7 +162,7 @@ class TrainingRun(Started):
         return addresses, taught_by
 
     def _find_engines(self, engines: EngineGroup, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
-        """(engines, teachers) that an earlier session has left, while another trainer starts."""
+        """Addresses of (engines, teachers) left by an earlier session, while another trainer starts."""
         self._engines, teachers = engines, self._resources.teachers
         assert teachers is not None, "they are started together"
         self._resources.clean(engines, self._senders, self.config.deadlines, self.progress.note)
@@ -172,7 +172,7 @@ class TrainingRun(Started):
         return engines.addresses, teachers.addresses
 
     def _make_publisher(self, adapter: str = "") -> Publisher:
-        """What gives the engines the weights, or the adapters; of several adapters the one with this name."""
+        """Publisher of the weights or the adapters; with several adapters, of the one with this name."""
         kind = AdapterPublisher if self.config.syncs_adapters else Publisher
         return kind(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._memory, self._at_rest,
@@ -180,7 +180,7 @@ class TrainingRun(Started):
         )  # fmt: skip
 
     def _start_and_sleep(self) -> None:
-        """Engines measure the memory of their GPUs when they start: so the trainer is there first, and asleep."""
+        """Start and offload the trainer before the engines, which measure the memory of their GPUs when they start."""
         self._start_trainers()
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
@@ -209,19 +209,19 @@ class TrainingRun(Started):
 
     @contextmanager
     def step(self, step: int) -> Iterator[dict[str, float]]:
-        """One step (0-based): times it, and logs what was recorded when it ends well."""
+        """One step (0-based): measures its time, and logs its record if it succeeds."""
         yield self._records.begin(step + 1)
         self._close_row()
         self._at_rest()
 
     def _close_row(self, hook: bool = True) -> None:
-        """Log the row of the step in progress, if that was trained."""
+        """Log the row of the step in progress, if it was trained."""
         if self._rescue_state.trained < self._records.step:
             self._records.drop()
         self._records.close(hook)
 
     def take(self, step: int) -> StepShards:
-        """Finished groups of a step as shards; waits for them."""
+        """Wait for a step's finished groups, and return them as shards."""
         _log.info("step %d: waiting for rollouts", step + 1)
         begin = self._timeline.now()
         while True:
@@ -229,7 +229,7 @@ class TrainingRun(Started):
                 taking = self._rollouts.service.begin(RunRollouts.take, step)
                 batch = self._rollouts.groups(taking, self.progress.rollout)
                 break
-            except EngineError as error:  # what was finished waits for the next call
+            except EngineError as error:  # groups finished before it remain for the next call
                 with self._syncing():
                     self._revive(error)
                     self._publish(step)
@@ -244,14 +244,14 @@ class TrainingRun(Started):
         return batch
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
-        """Optimizer steps on the shards, and one row of metrics of them all.
+        """Optimizer steps on the shards, and one row of metrics for all of them.
 
         Args:
             watched: sequences whose log-probs are written beside their responses.
         """
         self._memory.begin_training()
         _log.info("step %d: training", self._records.step)
-        # While the critic is warmed up, the policy stays what it is.
+        # While the critic is warmed up, the policy stays unchanged.
         policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
         self._rescue_state.training = True
         found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
@@ -265,7 +265,7 @@ class TrainingRun(Started):
         return over_optimizer_steps(found.metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
-        """Give the engines the trainer's weights under a new version; see `Publisher.publish`."""
+        """Publish the trainer's weights to the engines as a new version; see `Publisher.publish`."""
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
         return self._publish(version)
@@ -281,11 +281,11 @@ class TrainingRun(Started):
         return self._records.has_scores(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Scores on the held-out sets after `step` steps.
+        """Evaluate on the held-out sets after `step` steps.
 
-        With `rollout.max_staleness` above 0, on GPUs of their own, the engines draw them while the trainer goes on, and
-        `evaluated` waits for them; after the last step there is nothing to go on with. Otherwise returns what
-        `evaluated` does.
+        With `rollout.max_staleness` above 0, and separate GPUs, the engines generate for it while the trainer
+        continues, and `evaluated` waits for the scores. Otherwise, and after the last step, this returns the result of
+        `evaluated`.
         """
         if not self.config.data.eval_sets:
             return {}
@@ -295,14 +295,14 @@ class TrainingRun(Started):
         return {} if beside and step < self.config.train.num_steps else self.evaluated()
 
     def evaluated(self, again: bool = True) -> dict[str, float]:
-        """Wait for the evaluation that is running, if there is one, and record its scores with the step that they are
-        of. Returns what belongs into the record of the step in progress.
+        """Wait for the running evaluation, if any, and record its scores with its step. Returns metrics for the record
+        of the step in progress.
 
         Args:
-            again: begin it again where all engines died in it; the weights are still the same.
+            again: repeat it if all engines died in it; the weights are still the same.
 
-        `checkpoint.keep_best` needs no more: scores are known before the next checkpoint is saved, and until then
-        theirs is the newest, which is kept.
+        `checkpoint.keep_best` needs no more: scores arrive before the next checkpoint is saved, and until then their
+        checkpoint is the newest, which is kept.
         """
         if (running := self._evaluating) is None:
             return {}
@@ -322,7 +322,7 @@ class TrainingRun(Started):
         return waited
 
     def _scores(self, running: Evaluation) -> Evaluated:
-        """What an evaluation found, the first in which an engine lived to its end."""
+        """Scores of an evaluation; it is repeated until an engine has survived it."""
         while True:
             try:
                 return self._rollouts.service.wait(running.answer)
@@ -339,11 +339,11 @@ class TrainingRun(Started):
         return self._rows.batch()
 
     def rows_metrics(self) -> dict[str, float]:
-        """What became of supervised rows so far."""
+        """Counts of supervised rows so far, by outcome."""
         return self._rows.source.metrics()
 
     def held_out_loss(self, step: int) -> dict[str, float]:
-        """The loss on held-out rows after `step` steps; outside a step it is logged in a row of its own."""
+        """The loss on held-out rows after `step` steps; outside a step it is logged in a separate row."""
         if not self.config.data.eval_sets:
             return {}
         self._at_rest()
@@ -361,7 +361,7 @@ class TrainingRun(Started):
         return metrics
 
     def save(self, next_step: int) -> None:
-        """A checkpoint from which the run continues at `next_step` without losing anything."""
+        """Save a checkpoint from which the run continues at `next_step` without losing anything."""
         try:
             self._save(next_step)
         except CheckpointError:
@@ -394,7 +394,7 @@ class TrainingRun(Started):
         self.progress.note(f"saved {directory}")
 
     def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
-        """The rollout service writes its own file. In a rescue its last outline stands in for one that is gone."""
+        """Make the rollout service write its file. In a rescue its last outline replaces a service that is gone."""
         try:
             service = self._rollouts.service.within(deadline)
             return {ROLLOUTS: service.call(RunRollouts.save, saving / ROLLOUTS, next_step)}
@@ -409,7 +409,8 @@ class TrainingRun(Started):
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """Whatever ends the block early, a signal or an error: save what the trainer has learnt, if it is at rest."""
+        """If a signal or an error ends the block early, save the trained steps, provided that the trainer is at
+        rest."""
         self._stop.describe, self._stop.patient = lambda: self._rescue_state.stopping(self._records.step), True
         try:
             yield
@@ -425,9 +426,10 @@ class TrainingRun(Started):
             self._stop.patient = False
 
     def _rescue(self, error: BaseException) -> str:
-        """Save before the run ends with `error`; what came of it, in words. Raises Stopped at a second signal."""
+        """Try to save before the run ends with `error`; returns the outcome in words. Raises Stopped at a second
+        signal."""
         rescue, stopped = self._rescue_state, isinstance(error, Stopped)
-        ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # which may have another one
+        ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # the run may get another trainer
         reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
@@ -444,16 +446,16 @@ class TrainingRun(Started):
         except KeyboardInterrupt:
             self._lost("a second signal came")
             raise
-        except Exception as second:  # whatever it is: the first error is the one that ends the run
+        except Exception as second:  # of any kind: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
         return f"saved step {rescue.trained} in {self.checkpoints.directory(rescue.trained)}"
 
     def _keep_scores(self) -> None:
-        """Record the scores of an evaluation that has ended, before the run does."""
+        """Record the scores of an evaluation that has finished before the run ends."""
         running = self._evaluating
         if running is None or (self._ray is not None and self._ray.gone):
             return
-        with suppress(Exception):  # whatever it is: the first error is the one that ends the run
+        with suppress(Exception):  # of any kind: the first error is the one that ends the run
             if running.answer.done:
                 found = self.evaluated(again=False)
                 if (record := self._records.record) is not None:
@@ -463,13 +465,13 @@ class TrainingRun(Started):
         self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
 
     def _lost(self, why: str) -> str:
-        """Say that steps are not saved."""
+        """Message that steps are not saved."""
         text = self._rescue_state.lost(why)
         self.progress.note(text)
         return text
 
     def finish(self) -> None:
-        """The run is through: export the final weights when asked to."""
+        """At the end of the run: export the final weights if configured."""
         if self.config.checkpoint.save_hf:
             self.export_hf(self.config.run_dir / "hf")
 

@@ -1,7 +1,7 @@
-"""After a weight sync: do engines and trainer say the same of a fixed text?
+"""Probe after a weight sync: compares the engines' log-probs of a fixed text with the trainer's.
 
-Engines add tokens of their own to it, which the trainer scores with the rest. While they do, it scores what they added
-the last time, and needs no second pass where that is what they add.
+Each engine adds a few tokens to the text, and the trainer scores all of it. While the engines generate, it scores the
+tokens of the previous probe; if the engines add the same ones again, no second pass is needed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WAY_OUT = (
 )
 
 Score: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int16] | None]
-"""What the trainer says of a text: [T] log-probs, [T, MoE layers, top-k] experts."""
+"""The trainer's result for a text: [T] log-probs, [T, MoE layers, top-k] experts."""
 Scores: TypeAlias = dict[bytes, Score]
-"""By the bytes of the text's token ids."""
+"""Keys are the bytes of a text's token ids."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A probe that went well.
+    """Result of a successful probe.
 
     Attributes:
         worst: the largest difference in log-probs, and the smallest share of equal routes, among the engines.
@@ -60,11 +60,11 @@ class Answered:
 
 
 class WeightProbe:
-    """Asks engines, which are paused before and after, and trainer.
+    """Probes trainer and engines; the engines are paused before and after.
 
     Args:
         tolerance: nats, see `data.probe.ProbeDifferences`.
-        memory: whose turn it is on shared GPUs.
+        memory: schedules the use of shared GPUs.
         follows: whether the trainer's routers can be given the engines' routes (`train.replay: r3`).
     """
 
@@ -74,13 +74,13 @@ class WeightProbe:
     ) -> None:  # fmt: skip
         self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
         self._model, self._follows = model, follows
-        self._expected: list[NDArray[np.int32]] = []  # texts with the tokens that engines added the last time
+        self._expected: list[NDArray[np.int32]] = []  # texts with the engines' tokens of the previous probe
 
     def ask(self, version: int) -> Answered | None:
-        """Ask all, after the engines were stamped with this version; None where no engine has an answer.
+        """Probe after the engines were stamped with this version; None if no engine has an answer.
 
         Raises:
-            WeightSyncError: an engine differs by more than rounding does; it names all that do.
+            WeightSyncError: engines differ by more than rounding error; it names all of them.
             EngineError: all engines refuse. EngineDied: none is left. TrainerError: a rank is gone.
         """
         begin = time.monotonic()
@@ -106,13 +106,13 @@ class WeightProbe:
         return Answered(worst, time.monotonic() - begin, spans)
 
     def _answers(self, version: int) -> tuple[Mapping[str, Probed], Scores, Mapping[str, Span]]:
-        """What engines say; and what the trainer says meanwhile, on GPUs of its own, of what they added the last time:
-        weights that have moved a little mostly add the same."""
+        """Results of the engines. On separate GPUs the trainer meanwhile scores their tokens of the previous probe:
+        after a small weight change most are the same."""
         if self._memory.shared or not self._expected:
             return self._rollouts.service.call(RunRollouts.probe, version), {}, {}
         with ThreadPoolExecutor(1) as beside:
-            scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # whose turn it is, too
-            found = self._rollouts.service.call(RunRollouts.probe, version)  # where it raises, the ranks are waited for
+            scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # in the context's turn
+            found = self._rollouts.service.call(RunRollouts.probe, version)  # if it raises, the ranks are waited for
             scored, spans = scoring.result()
         return found, _by_text(self._expected, scored), spans
 
@@ -123,9 +123,9 @@ class WeightProbe:
     def _by_their_routes(
         self, doubtful: Mapping[str, Probed], apart: Mapping[str, ProbeDifferences]
     ) -> dict[str, ProbeDifferences]:
-        """Differences to what the trainer says where its routers follow each engine's own.
+        """Differences to the trainer's results when its routers follow each engine's routes.
 
-        One other expert of an early token reaches all tokens after it, and so the median.
+        One different expert at an early token affects all later tokens, and so the median.
         """
         found = {url: each for url, each in doubtful.items() if each.may_be_followed(self._model.num_experts)}
         if not found:

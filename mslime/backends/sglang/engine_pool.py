@@ -100,7 +100,7 @@ class EnginePool:
 
         Raises:
             EngineError: the engine refused the request.
-            EngineDied: the engine died meanwhile; the others go on.
+            EngineDied: the engine died meanwhile; the others continue.
         """
         return await self._one(request.session_id, lambda client: client.generate(request))
 
@@ -130,11 +130,11 @@ class EnginePool:
         await asyncio.gather(*(client.adapters.take_back(directory) for client in live))
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
-        """Score given tokens on one engine; see `generate` for which, and for the errors."""
+        """Score given tokens on one engine; see `generate` for its choice and the errors."""
         return await self._one(request.session_id, lambda client: client.score(request))
 
     async def abort(self, owner: str = "") -> None:
-        """Make all requests return what they have, or those of one of several adapters."""
+        """Make all requests, or those of one of several adapters, return their tokens so far."""
 
         async def one(client: EngineClient) -> None:
             rids = client.adapters.requests_by(owner) if owner else [None]
@@ -176,7 +176,7 @@ class EnginePool:
 
     # -------------------------------------------------------------------------------------------------- membership
     #
-    # Engines come and go only at weight updates: a new one needs weights before its first request, and a leaving one
+    # Engines join and leave only at weight updates: a new one needs weights before its first request, and a leaving one
     # must have no requests left.
 
     @property
@@ -320,7 +320,7 @@ class EnginePool:
             await self.broadcast(lambda client: client.abort(), spare=True)
 
     async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None, owner: str = "") -> int:
-        """Compare every bit of what the engines hold with what the trainer sent.
+        """Compare every bit of the engines' tensors with those that the trainer sent.
 
         Args:
             expected: of all tensors.

@@ -24,7 +24,7 @@ class Heartbeats:
 
     Args:
         silence_s: seconds after which a silent engine is dead.
-        engines: returns the watched engines, called at each beat.
+        engines: returns the watched engines; called at each beat.
     """
 
     def __init__(self, silence_s: float, engines: Callable[[], Iterable[EngineSlot]]) -> None:
@@ -70,7 +70,7 @@ class Heartbeats:
             engine.kill(what)
 
     def _forget(self, engine: EngineSlot) -> None:
-        """What it was asked needs no answer any more."""
+        """Cancel the unanswered heartbeats of an engine."""
         for task in self._asked.pop(engine, ()):
             task.cancel()
 

@@ -14,17 +14,17 @@ class EngineSlot:
 
     Args:
         concurrency: requests in flight; further ones wait, in order.
-        ready: whether it may have requests at once.
+        ready: whether it may get requests at once.
 
     Attributes:
-        error: what it died of.
+        error: cause of its death.
         answered: time (`time.monotonic`) of its last sign of life.
         missed: heartbeats since then.
-        served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
-            sees in its scheduler's word that a heartbeat was aborted.
-        leaving: it gets no requests any more, and is forgotten at the next weight update.
-        ready: set when it has the adapters that requests ask for; until then they wait.
-        proven: cleared while requests go on under weights that are being probed; their answers wait until it is set.
+        served: time (`time.monotonic`) of its last answer to a request: stronger than a sign of life, because SGLang
+            also counts its scheduler's message about an aborted heartbeat.
+        leaving: it gets no further requests, and is removed at the next weight update.
+        ready: set when it has the adapters of the requests; until then they wait.
+        proven: cleared while requests run under weights that are being probed; their answers wait until it is set.
     """
 
     def __init__(self, client: EngineClient, concurrency: int, ready: bool = True, *, leaving: bool = False) -> None:
@@ -50,7 +50,7 @@ class EngineSlot:
         return self._death
 
     def kill(self, error: EngineError) -> None:
-        """Mark it as dead; the first reason is kept."""
+        """Mark it as dead; the first cause is kept."""
         if self.error is None:
             self.error = error
             self.death.set_result(None)

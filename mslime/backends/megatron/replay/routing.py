@@ -41,7 +41,7 @@ class _LayOut(RouteHooks):
 
 @dataclass(frozen=True)
 class _Keep(RouteHooks):
-    """Keeps what the routers chose for each micro-batch."""
+    """Keeps the routers' choices for each micro-batch."""
 
     replay: RoutingReplay
 
@@ -51,7 +51,7 @@ class _Keep(RouteHooks):
 
 @dataclass(frozen=True)
 class _Observe(RouteHooks):
-    """Keeps what the routers chose for each token."""
+    """Keeps the routers' choices for each token."""
 
     replay: RoutingReplay
     slicers: dict[Hashable, SequenceSlicer] = field(default_factory=dict[Hashable, SequenceSlicer])
@@ -79,7 +79,7 @@ class Routing:
         replay: attached to the routers; None when off.
         model: number of experts and top-k, to check routes against.
         parallel: this rank's parallel state.
-        device: where rows are used.
+        device: device of the rows.
         max_age: in weight versions; r3 does not replay older routes. None: replays all.
     """
 

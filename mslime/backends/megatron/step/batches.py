@@ -112,11 +112,11 @@ class SequenceSlicer:
         return _gather(column, self.rows)
 
     def at_targets(self, column: NDArray[Any]) -> NDArray[Any]:
-        """[N, ...] -> [T, ...]: the entry of the token that each row predicts, 0 where it predicts none."""
+        """[N, ...] -> [T, ...]: the entry of the token that each row predicts, 0 if it predicts none."""
         return _gather(column, self.targets)
 
     def at_layer_rows(self, column: NDArray[Any]) -> NDArray[Any]:
-        """[N, ...] -> [T / sp, ...]: each row's own entry as the layers of this rank see them, 0 for padding."""
+        """[N, ...] -> [T / sp, ...]: own entry of each row of this rank's layers, 0 for padding."""
         return _gather(column, self.layer_rows)
 
     def scatter_targets(self, values: Tensor, out: Tensor) -> None:
@@ -247,8 +247,8 @@ def build_micro_batch(
 
 
 def _with_padding(slicer: SequenceSlicer, tokens: NDArray[np.int32], spans: list[tuple[int, int]]) -> NDArray[np.int32]:
-    """[T] int32: each row's token; rows of padding get tokens from all over `spans`, others on each context-parallel
-    rank. Those of the whole shard where there is no span, 0 where there is nothing at all."""
+    """[T] int32: each row's token. Rows of padding get varied tokens of `spans`, different ones on each
+    context-parallel rank. Without spans they are tokens of the whole shard, in an empty shard 0."""
     held = slicer.at_rows(tokens)
     padding = np.flatnonzero(slicer.rows == PADDING)
     around = np.concatenate([tokens[:0], *(tokens[start:stop] for start, stop in spans)]) if spans else tokens

@@ -40,7 +40,7 @@ OnMicroBatch = Callable[[int, int], None]
 
 
 class RouteHooks:
-    """What routing replay does around each forward pass of a model chunk: here nothing."""
+    """Hooks of routing replay around each forward pass of a model chunk; these do nothing."""
 
     def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
