@@ -158,7 +158,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_what_they_say_and_sent_a
     rows = by_step(run.rows())[:5]
     assert [row["weights/repeats"] for row in rows] == [0, 0, 1, 0, 0]
     assert all(row["weights/probe_log_probs"] < 1e-5 and row["weights/probe_routes"] == 1 for row in rows)
-    told = re.findall("(all weights are sent again: .*|version [0-9]+: [0-9]+ engine parameters)", run.text())
+    told = re.findall("(all weights are sent again: .*|version [0-9]+: [0-9]+ tensors in the engines)", run.text())
     assert [text[:9] for text in told] == ["version 0", "version 1", "all weigh", "version 3"], told
     assert "log-probs off by" in told[2]
     run.process.terminate()
