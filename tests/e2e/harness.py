@@ -145,8 +145,8 @@ def assert_balanced(rows: Sequence[Mapping[str, Any]]) -> None:
 
 LISTENERS = {
     "mslime.backends.sglang": "SGLang over HTTP", "sglang::": "rendezvous of trainer",
-    "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime.cli train": "orders to a training run",
-    "mslime.cli serve": "`mslime serve`",
+    "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime train": "orders to a training run",
+    "mslime serve": "`mslime serve`",
 }  # fmt: skip
 """Part of a command line -> the row of SECURITY.md that says where such a process listens, and for whom."""
 

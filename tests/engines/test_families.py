@@ -271,7 +271,7 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
             with_pool(sender.engines, lambda pool: pool.end_update())
         probes.append(probe(trainer, engine, 3))
         for version, mode in enumerate(KEEPS, 4):
-            change_weights(trainer, 0.1 * (-1) ** version)
+            change_weights(trainer, 0.4 * (-1) ** version)
             publish(sender, version, rank, end=False)
             probes += probes_beside_a_request(trainer, engine, version, mode)
     sender.disconnect()
