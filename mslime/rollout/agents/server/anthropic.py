@@ -69,7 +69,7 @@ class Messages:
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
         """See `Dialect`."""
         said: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
-        if field == "thread":  # upon which Anthropic's client goes on with whole conversations
+        if field == "thread":  # the code upon which Anthropic's client resends whole conversations
             said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": said}
 
@@ -79,7 +79,7 @@ class Messages:
 
 
 def _read_message(value: object, where: str) -> Iterator[Message]:
-    """One message of the API may be several: results of tools stand among a user's texts there."""
+    """Split one message of the API into several: a user's message there may also contain tool results."""
     message = as_object(value, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -122,7 +122,7 @@ def _assistant(blocks: Sequence[object], where: str) -> Message:
 
 
 def _read_tool(value: object, where: str) -> dict[str, Any] | None:
-    """A definition of a tool; None for tools of Anthropic's own, which have no schema."""
+    """A tool definition; None for Anthropic's own tools, which have no schema."""
     given = as_object(value, where)
     if "input_schema" not in given:
         return None
@@ -130,7 +130,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
 
 
 def _blocks(turn: ReplyTurn) -> list[dict[str, Any]]:
-    """The content of a reply. The signature names the turn, so that an echo does."""
+    """Content blocks of a reply. The signature contains the turn's name, so a copy identifies the turn."""
     reply, blocks = turn.reply, list[dict[str, Any]]()
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.echo})
@@ -142,13 +142,14 @@ def _blocks(turn: ReplyTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments as the API has them, an object. Others are below a key of ours: they never match what is recorded."""
+    """Arguments as an object, as the API requires. Other JSON is put below a private key that never matches a recorded
+    call."""
     found = parsed_json(arguments, otherwise=arguments)
     return found if isinstance(found, dict) else {"arguments": found}
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block before anything is in it, and what then comes."""
+    """A block without content, and the deltas that follow."""
     if block["type"] == "thinking":
         return {"type": "thinking", "thinking": "", "signature": ""}, [
             {"type": "thinking_delta", "thinking": block["thinking"]},
