@@ -265,9 +265,9 @@ class HttpGrader:
         return {"prompt": prompt, "response": sample.response, "label": sample.label, "metadata": sample.metadata}
 
 
-# Rewards from a language model that is asked for a number: reward kind `judge`.
+# Rewards from a language model that replies with a number: reward kind `judge`.
 #
-# It is asked at an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
+# Requests go to an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
 
 _PLACES = re.compile(r"\{(prompt|response|label)\}")
 

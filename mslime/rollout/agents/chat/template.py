@@ -199,7 +199,7 @@ class TemplateRenderer:
             return "calls in this template's form are not read"
         if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], said, tools):
             return "the template drops the reasoning of a reply"
-        histories = [history for history in _HISTORIES if self._head(history, said, tools)]  # system messages may be refused
+        histories = [history for history in _HISTORIES if self._head(history, said, tools)]  # some refuse system messages
         suffixes = [self._suffix(history, said, new, tools) for history in histories]
         if None in suffixes:
             return "the template rewrites what comes before them"
