@@ -73,7 +73,7 @@ def load_sample_hook(spec: str | None) -> Hook:
 def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]) -> None:
     """
     Args:
-        own: names that the hook returned before: a group may be told of twice.
+        own: names that the hook returned before: it may be called twice for a group.
     """
     about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
     with calling(spec, SETTING, about):

@@ -1,4 +1,4 @@
-"""Environments: for rollouts of several turns (docs/environments.md).
+"""Environments for rollouts of several turns (docs/environments.md).
 
 from mslime.rollout.environments import EnvironmentTask, Step
 """

@@ -199,7 +199,8 @@ class TemplateRenderer:
             return "calls in this template's form are not read"
         if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], said, tools):
             return "the template drops the reasoning of a reply"
-        histories = [history for history in _HISTORIES if self._head(history, said, tools)]  # some refuse system messages
+        # some templates refuse system messages
+        histories = [history for history in _HISTORIES if self._head(history, said, tools)]
         suffixes = [self._suffix(history, said, new, tools) for history in histories]
         if None in suffixes:
             return "the template rewrites what comes before them"
