@@ -1,4 +1,4 @@
-"""What a user's module may hold beside rewards, for the end-to-end tests."""
+"""User functions besides rewards, for the end-to-end tests."""
 
 from __future__ import annotations
 

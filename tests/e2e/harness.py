@@ -1,4 +1,4 @@
-"""Running `mslime train` as a user does: a process of its own, watched from outside, with everything it starts."""
+"""Runs `mslime train` as a user does: in its own process, observed from outside with all its child processes."""
 
 from __future__ import annotations
 

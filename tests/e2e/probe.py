@@ -1,4 +1,5 @@
-"""Which functions of mslime a run enters: a copy of the package with a probe in each function, and what these wrote."""
+"""Records the functions of mslime that a run enters: a copy of the package with a probe in each function, and their
+output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on an engine that somebody else runs, which outlives it."""
+"""A run on an externally started engine, which outlives the run."""
 
 from __future__ import annotations
 

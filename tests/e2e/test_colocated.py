@@ -1,4 +1,4 @@
-"""Runs whose engines share the trainer's GPUs: they learn what runs with GPUs of their own do, and get over the same
+"""Runs whose engines share the trainer's GPUs: they learn the same as runs on separate GPUs, and survive the same
 accidents."""
 
 from __future__ import annotations

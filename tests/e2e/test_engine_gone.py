@@ -1,4 +1,4 @@
-"""A run whose engines die, come back, are added and let go while it trains: it goes on, and loses nothing."""
+"""A run whose engines die, return, are added and removed during training: it continues, and loses nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two steps of the examples that learn on a CPU, on real engines.
 
-The models are random, and say anything at all. Where an example would end at once with such replies, the test lets
-them be a call of the tool, or a valid proposal.
+The models are random, and so are their replies. If an example would end at once with such replies, the test replaces
+them by a call of the tool, or a valid proposal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole run with adapters on the real engines: trained, served, saved, exported and gone on with."""
+"""A whole run with adapters on the real engines: trained, served, saved, exported and resumed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run whose engine is a real pair: one SGLang server prefills, another decodes, and the cache goes over TCP.
+"""A run with a real engine pair: one SGLang server prefills, another decodes, and the cache is sent over TCP.
 
-Needs what no other test does: `pip install --no-deps mooncake-transfer-engine-non-cuda prometheus_client`, and the
-library libibverbs1 of the operating system, of which nothing is used.
+Additional requirements: `pip install --no-deps mooncake-transfer-engine-non-cuda prometheus_client`, and the operating
+system's library libibverbs1, which is loaded but not used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`mslime serve` with a real trainer of two ranks and a real SGLang server, asked by the real `tinker` SDK.
+"""`mslime serve` with a real trainer of two ranks and a real SGLang server, used by the real `tinker` SDK.
 
-Losses are compared with transformers and peft, log-probs of the engine with the trainer's, and a state that is loaded
-with the adapter that went on.
+Losses are compared with transformers and peft, log-probs of the engine with the trainer's, and a loaded state with the
+adapter that continued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Trainer ranks of `mslime serve` under Ray, without engines: clients in one pass have what they have in turns."""
+"""Trainer ranks of `mslime serve` under Ray, without engines: one shared pass gives clients the same results as
+separate passes."""
 
 from __future__ import annotations
 

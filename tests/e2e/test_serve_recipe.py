@@ -1,7 +1,7 @@
 """Recipes of tinker-cookbook, unmodified, against `mslime serve` on the tiny model.
 
-They name a model and a data set of the Hugging Face Hub. Both are directories of these names here, below the one that
-the recipe is started in: `transformers` and `datasets` take a directory first.
+They name a model and a data set of the Hugging Face Hub. Here, both are directories of these names in the recipe's
+working directory: `transformers` and `datasets` prefer directories.
 """
 
 from __future__ import annotations

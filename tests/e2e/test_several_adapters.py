@@ -1,4 +1,4 @@
-"""Several adapters on one base in one run, on the real engines: each has its own books, steps, files and end."""
+"""Several adapters on one base in one run, on the real engines: each has its own ledger, steps, files and end."""
 
 from __future__ import annotations
 

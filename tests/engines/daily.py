@@ -1,4 +1,4 @@
-"""Which cases of a test with many cases run by default: one, or a few that differ in what they go through.
+"""Default cases of tests with many cases: one, or a few with different code paths.
 
 The others are marked `nightly`; `scripts/test.sh --all` runs them.
 """

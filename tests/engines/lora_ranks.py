@@ -1,4 +1,4 @@
-"""What the tests of adapters run on every rank: a trainer whose factors all have values, compared with one process."""
+"""Code of the adapter tests on every rank: a trainer whose factors are all nonzero, compared with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers as the reference of what engines told: log-probs and routes of whole sequences, ties included."""
+"""transformers as the reference of engines' results: log-probs and routes of whole sequences, including ties."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Adapters alone, from a real trainer to a real engine that goes on generating: bits, log-probs, versions, failures.
+"""Sync of adapters alone, from a real trainer to a real engine that keeps generating: bits, log-probs, versions,
+failures.
 
-Two versions of the adapters of one model, written by four ranks; what the engine says under each is compared with the
+Four ranks write two versions of the adapters of one model. The engine's results under each are compared with the
 trainer, and with transformers on merged weights.
 """
 

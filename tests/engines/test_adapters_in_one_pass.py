@@ -1,4 +1,4 @@
-"""Adapters whose micro-batches share a pass: each computes what a run of it alone computes, bit for bit."""
+"""Adapters whose micro-batches share a pass compute the same as in a separate run, bit for bit."""
 
 from __future__ import annotations
 

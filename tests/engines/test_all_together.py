@@ -1,4 +1,4 @@
-"""Episodes of several turns under everything at once: nucleus sampling, replayed routes, token-level TIS, tool calls,
+"""Episodes of several turns with all features at once: nucleus sampling, replayed routes, token-level TIS, tool calls,
 three weight versions within an episode, and a trainer in parallel layouts.
 
 Every ratio is recomputed with transformers: the denominator by the weights of the version that sampled the token, the

@@ -1,4 +1,4 @@
-"""Environments that speak Atropos' wire protocol, and a real SGLang server: transformers scores each token again."""
+"""Environments with Atropos' wire protocol, and a real SGLang server: transformers scores each token again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer checkpoints on real ranks: a run that is resumed, in any layout, is the run that was not interrupted."""
+"""Trainer checkpoints on real ranks: a resumed run, in any layout, equals the uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Steps that clients of `mslime serve` put together: losses by name and Adam's numbers, against peft on transformers.
+"""Steps composed by clients of `mslime serve`: losses by name and Adam's numbers, against peft on transformers.
 
-Targets are not the tokens that follow, and each step has another loss, learning rate, betas, decay and clipping.
+Targets are not the following tokens, and each step has its own loss, learning rate, betas, decay and clipping.
 """
 
 from __future__ import annotations

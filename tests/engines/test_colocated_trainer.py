@@ -1,5 +1,5 @@
-"""A trainer that sleeps: what it learns is what one learns that does not, to the bit, and its memory is really given
-back, as much as the plan says."""
+"""An offloaded trainer learns bit for bit the same as one that is never offloaded, and really releases as much memory
+as the plan states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion tools against real megatron-core: what they write it loads, what it writes they read."""
+"""The conversion tools against real megatron-core, in both directions: each loads the other's files."""
 
 from __future__ import annotations
 

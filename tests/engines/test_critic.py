@@ -1,4 +1,4 @@
-"""PPO's critic on real ranks: its values and gradients are transformers' with a value head, in every layout."""
+"""PPO's critic on real ranks: values and gradients equal transformers' with a value head, in every layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Every model family on real megatron-core: transformers' logits, the way back to disk, mbridge's export, SGLang.
 
-One run of the ranks for each case and layout answers all of its tests. What a case is, and the cases, are in
-`tests/fixtures/families`.
+Each case and layout needs one run of the ranks for all of its tests. `tests/fixtures/families` defines the cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards of kind judge, asked of a real SGLang server at /v1/chat/completions."""
+"""Rewards of kind judge, from a real SGLang server at /v1/chat/completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters train alike in every parallel layout: log-probs, loss, gradients, metrics and factors after three steps."""
+"""Adapters train equally in every parallel layout: log-probs, loss, gradients, metrics and factors after three
+steps."""
 
 from __future__ import annotations
 

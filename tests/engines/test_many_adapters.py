@@ -1,4 +1,4 @@
-"""Eight adapters take turns on one base, and each computes what a run of it alone computes, bit for bit."""
+"""Eight adapters take turns on one base, and each computes the same as in a separate run, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer does beside training right: it stops on numbers that are not finite, swaps policies back, warms up."""
+"""Other duties of a trainer: it stops on non-finite numbers, swaps policies back, and warms up."""
 
 from __future__ import annotations
 

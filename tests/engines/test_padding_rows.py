@@ -1,4 +1,4 @@
-"""Rows of padding go to many experts, and to nobody's loss, on real megatron-core ranks."""
+"""Rows of padding go to many experts and do not affect the loss, on real megatron-core ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank goes to which machine, on a Ray cluster of fake machines: 4 of 8 GPUs each, all on this one."""
+"""Assignment of ranks to machines, on a Ray cluster of fake machines: 4 of 8 GPUs each, all on this one."""
 
 from __future__ import annotations
 

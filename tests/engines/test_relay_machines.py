@@ -1,8 +1,8 @@
-"""The engine's side of `relay` where senders send to each machine what it keeps, over real process groups: two senders;
-an engine of two machines of two ranks, and one of three machines of one rank.
+"""The engine's side of `relay` if senders send each machine only its share, over real process groups: two senders; an
+engine of two machines of two ranks, and one of three machines of one rank.
 
-The ranks run what SGLang's hooks call (`Relay.obey`), and load by recorded copies; senders pack as the transport does,
-by what the engines say.
+The ranks run the function called by SGLang's hooks (`Relay.obey`), and load by recorded copies. Senders pack as the
+transport does, from the engines' answers.
 """
 
 from __future__ import annotations

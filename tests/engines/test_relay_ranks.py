@@ -1,7 +1,7 @@
 """The engine's side of `relay`, over real process groups: two senders; engines of two ranks, of one, and of four on two
 machines.
 
-The ranks run what SGLang's hooks call (`Relay.obey`); models are dictionaries.
+The ranks run the function called by SGLang's hooks (`Relay.obey`); models are dictionaries.
 """
 
 from __future__ import annotations

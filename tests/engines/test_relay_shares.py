@@ -1,7 +1,7 @@
-"""The engine's side of `relay` where ranks take their shares alone, over real process groups: two senders, an engine of
-three ranks, which hold rows, columns, whole tensors and experts of their own.
+"""The engine's side of `relay` if ranks receive only their shares, over real process groups: two senders, an engine of
+three ranks, which hold rows, columns, whole tensors and their own experts.
 
-The ranks run what SGLang's hooks call (`Relay.obey`), and load by recorded copies; models are small.
+The ranks run the function called by SGLang's hooks (`Relay.obey`), and load by recorded copies; models are small.
 """
 
 from __future__ import annotations

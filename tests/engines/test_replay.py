@@ -1,4 +1,4 @@
-"""Routing replay on real megatron-core ranks: every layout consumes the same routes and computes the same thing."""
+"""Routing replay on real megatron-core ranks: every layout consumes the same routes and computes the same results."""
 
 from __future__ import annotations
 

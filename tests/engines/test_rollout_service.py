@@ -1,4 +1,4 @@
-"""The rollout service on a real SGLang server: every token it hands out is scored again by transformers."""
+"""The rollout service on a real SGLang server: transformers scores every returned token again."""
 
 from __future__ import annotations
 

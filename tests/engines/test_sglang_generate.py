@@ -1,4 +1,4 @@
-"""What a real SGLang server returns, against transformers on the same fp32 weights."""
+"""Results of a real SGLang server, against transformers on the same fp32 weights."""
 
 from __future__ import annotations
 

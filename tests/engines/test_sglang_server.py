@@ -1,4 +1,4 @@
-"""Starting, supervising and updating a real SGLang server; what happens when it dies."""
+"""Starting, supervising and updating a real SGLang server, and handling its death."""
 
 from __future__ import annotations
 

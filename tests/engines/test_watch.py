@@ -1,4 +1,4 @@
-"""Log-probs of watched sequences are those of the policy that a step begins with, put together from real ranks."""
+"""Log-probs of watched sequences equal those of the policy at the start of a step, gathered from real ranks."""
 
 from __future__ import annotations
 

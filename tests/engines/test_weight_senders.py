@@ -1,6 +1,6 @@
-"""Several trainer ranks send, to several engines: every bit arrives, in one order, and a failure is everybody's.
+"""Several trainer ranks send to several engines: every bit arrives, in one order, and a failure reaches every rank.
 
-Real Megatron ranks; the engines are stand-ins, which take one bucket at a time as SGLang does and can refuse one.
+Real Megatron ranks; the engines are stand-ins, which accept one bucket at a time like SGLang and can refuse one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights sent by real Megatron ranks arrive in a real SGLang server, bit for bit, under the version they carry."""
+"""Weights sent by real Megatron ranks arrive in a real SGLang server, bit for bit, with their version."""
 
 from __future__ import annotations
 
