@@ -141,7 +141,7 @@ def sglang_server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def sound_server(request: pytest.FixtureRequest) -> None:
-    """What a failed test left behind does not reach the next one."""
+    """Isolate the next test from the state that a failed test left behind."""
     if "sglang_server" in request.fixturenames:
         request.getfixturevalue("sglang_server").make_sound()
 

@@ -25,7 +25,8 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 120.0) -> list[Any]:
-    """`worker(rank, world_size, init_method, *args)` in `world_size` processes; what each returned, in rank order.
+    """Run `worker(rank, world_size, init_method, *args)` in `world_size` processes; returns their results in rank
+    order.
 
     Args:
         worker: a module-level function; it and its arguments and results are pickled.

@@ -181,7 +181,7 @@ def run_config(model: str, sizes: dict[str, int]) -> RunConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """What real modules of one stage hold: (local name, layers of its chunk, shape) of every tensor."""
+    """Contents of one stage's real modules: (local name, layers of its chunk, shape) of every tensor."""
 
     tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     chunks: tuple[tuple[int, ...], ...]

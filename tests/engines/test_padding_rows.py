@@ -82,7 +82,7 @@ def _dispatched(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def with_loud_embeddings(model: Path) -> Path:
-    """As after training, a token's own embedding says more about where it goes than the noise of random attention."""
+    """As after training, a token's embedding determines its routing more than the noise of random attention."""
     tensors = load_file(model / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 100
     save_file(tensors, model / "model.safetensors", {"format": "pt"})

@@ -46,7 +46,7 @@ def run(address: str | None, cluster: dict[str, Any], **sections: Any) -> RunCon
 
 
 class Asked:
-    """A process of the run that says where it is and what it was given."""
+    """A process of the run that reports its location and its arguments."""
 
     def spot(self) -> tuple[str, str]:
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")

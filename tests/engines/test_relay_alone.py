@@ -49,7 +49,7 @@ class Engine:
         return self.updater.load(received)
 
     def sync(self, version: int, new: bool) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         self.beside, self.rooms, self.updater.loaded = [], [], 0
         buckets = [(sender, [n for n in names if n not in self.without]) for sender, names in BUCKETS]
         names = [name for _, named in buckets for name in named]

@@ -68,7 +68,7 @@ class Engine:
         )
 
     def sync(self, version: int, lanes: list[dict[int, Lanes]], new: bool, cuts: str) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         names = tuple(next(iter(of_sender)) for of_sender in lanes[self.number].values())
         order = RelaySync(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
@@ -108,7 +108,7 @@ def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Ho
 
 
 def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[HostSlices | None]) -> None:
-    """What the first rank of each engine says, which all senders hear; it changes `cuts`."""
+    """Answers of the first rank of each engine, which all senders receive; changes `cuts`."""
     for number, machines in enumerate(ENGINES):
         news = [found[-1]["cuts"] if engine is not None and engine.number == number else None]
         dist.broadcast_object_list(news, src=machines[0][0])

@@ -49,7 +49,7 @@ def value(name: str, version: int) -> torch.Tensor:
 
 
 class FakeModel(torch.nn.Module):
-    """What one rank of `ranks` holds."""
+    """Tensors of one rank of `ranks`."""
 
     def __init__(self, rank: int, ranks: int = RANKS) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Engine:
         )
 
     def sync(self, version: int, plan_is_known: bool) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         names = [name for _, names in BUCKETS for name in names]
         news = ([], [], []) if plan_is_known else (names, ["float32"] * len(names), [shape(name) for name in names])
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)

@@ -20,7 +20,7 @@ WATCHED = (1, 4, 6, 99)
 
 
 def _watch(trainer: MegatronTrainer) -> dict[str, Any]:
-    """One step with the routes of the rollout; what was found, and the same from a forward pass before it."""
+    """One step with the routes of the rollout; returns its log-probs, and those of a forward pass before it."""
     shard = shard_of(trainer)
     before = trainer.log_probs(shard, replay=True).numpy()
     trainer.watch.begin(WATCHED)
