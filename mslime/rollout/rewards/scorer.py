@@ -1,7 +1,7 @@
 """Rewards: choice of grader, combination of several rewards to one number, and the handling of errors.
 
-Fast comparisons with a label run here. Other comparisons and user functions run in killable processes (`pool`); reward
-models and judges are called over HTTP (`http`, `judge`). If a comparison cannot grade an answer in time, the answer
+Fast comparisons with a label run here. Other comparisons and user functions run in killable processes (`reward_pool`);
+reward models and judges are called over HTTP (`servers`). If a comparison cannot grade an answer in time, the answer
 scores 0 and is counted; it never ends a run. All other errors are handled according to `reward.on_error`.
 """
 
