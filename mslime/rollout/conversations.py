@@ -96,11 +96,9 @@ class Conversations:
         self._served: asyncio.Task[tuple[ModelEndpoint, ServedRollout]] | None = None
 
     async def chat(self, messages: Sequence[Any], tools: Tools, max_tokens: int | None, stop: Sequence[str]) -> Reply:
-        """See `workflow.Engine.chat`."""
         return await (await self._session()).chat(messages, tools, max_tokens=max_tokens, stop=stop)
 
     async def endpoint(self) -> ModelEndpoint:
-        """See `workflow.Engine.endpoint`."""
         if self._served is None:
             self._served = asyncio.create_task(self._serve())
         return (await asyncio.shield(self._served))[0]
@@ -144,7 +142,6 @@ class Conversations:
         self._chat = self._served = self._open = None
 
     def reply(self, response: str, choice: int) -> ReplyTurn | None:
-        """See `ChatSession.choice`."""
         return None if (chat := self._begun) is None else chat.choice(response, choice)
 
     @property

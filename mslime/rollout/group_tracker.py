@@ -288,16 +288,13 @@ class GroupTracker(TokenCounter):
         return None
 
     def generated(self, sample: Sample, tokens: int) -> None:
-        """See `TokenCounter`."""
         self.ledger.generate(tokens)
         self.counters.add("aborted", sample.status is SampleStatus.ABORTED)
 
     def dropped(self, tokens: int, reason: str) -> None:
-        """See `TokenCounter`."""
         self.ledger.drop(tokens, reason)
 
     def masked(self, tokens: int, reason: str) -> None:
-        """See `TokenCounter`."""
         self.ledger.mask(tokens, reason)
 
     def begin_again(self, group: Group, number: int) -> None:

@@ -91,5 +91,4 @@ class Local(Generic[T]):
         self.it = it
 
     async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """See `Asked`."""
         return await getattr(self.it, method.__name__)(*args, **options)

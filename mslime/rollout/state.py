@@ -282,7 +282,6 @@ class _Archive:
         return self.cut(name, self._streams[name][2])
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
-        """See `InMemory.cut`."""
         stream, dtype, left = self._streams[name]
         if not 0 <= count <= left:
             raise ValueError(f"{name} is shorter than its header states")

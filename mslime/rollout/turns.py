@@ -94,7 +94,6 @@ class Rollout:
     # ------------------------------------------------------------------------------------ as the function sees it
 
     def new_sample(self, prompt: Sequence[int] | None = None) -> Sample:
-        """See `workflow.Engine`."""
         self._check_alive()
         if prompt is None and not self._given:
             self._given = True
@@ -109,7 +108,6 @@ class Rollout:
         return self._add(GrowingSample(sample, len(sample)))
 
     def branch(self, sample: Sample, at: int | None = None) -> Sample:
-        """See `workflow.Engine`."""
         source = self._checked(sample)
         known = source.turn_start if source.busy else len(sample)
         where = known if at is None else at
@@ -120,7 +118,6 @@ class Rollout:
         return self._add(GrowingSample(new, where, source=source, at=where))
 
     async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        """See `workflow.Engine`."""
         grown = self._checked(sample)
         if grown.busy:
             raise self._error("called generate() while another call was under way for the sequence",
@@ -136,7 +133,6 @@ class Rollout:
             self._generating.discard(task)
 
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         tokens = self.encode(added, int(sample.tokens[-1])) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
@@ -149,7 +145,6 @@ class Rollout:
         grown.note()
 
     def cut(self, sample: Sample, at: int) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, at, len(sample))
         self._tracker.dropped(sample.cut(at), "cut")
@@ -159,30 +154,25 @@ class Rollout:
         grown.note()
 
     def mask(self, sample: Sample, start: int, end: int) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, start, end)
         self._tracker.masked(sample.mask_span(start, end), "rollout")
         grown.note()
 
     def room(self, sample: Sample) -> int:
-        """See `workflow.Engine`."""
         return max(0, self._sampling.room(sample))
 
     def encode(self, text: str, after: int | None = None) -> list[int]:
-        """See `workflow.Engine`."""
         return self._generator.encode(text, after)
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
         max_tokens: int | None = None, stop: Sequence[str] = (),
     ) -> Reply:  # fmt: skip
-        """See `workflow.Engine`."""
         self._check_alive()
         return await self._chats.chat(messages, tools, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
 
     async def endpoint(self) -> ModelEndpoint:
-        """See `workflow.Engine`."""
         self._check_alive()
         return await self._chats.endpoint()
 

@@ -82,7 +82,6 @@ class ChatTurns:
         self._tokenizer, self._options, self._special = tokenizer, options, special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """See `PlainTurns`."""
         return (
             engine.new_sample(engine.encode(self._render(opening(task, self._ordinary(first)))))
             if first
@@ -90,7 +89,6 @@ class ChatTurns:
         )
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
-        """See `PlainTurns`."""
         engine.append(sample, self.user_turn(_messages(self._ordinary(observation)), int(sample.tokens[-1])))
 
     def user_turn(self, messages: Messages, last: int) -> str:
@@ -128,7 +126,6 @@ class ChatTalk:
         self.samples: list[Sample] = []
 
     async def said(self) -> Said | None:
-        """See `OneSequence`."""
         try:
             reply = await self._engine.chat(self._messages)
         except NoRoomError:

@@ -107,7 +107,6 @@ class PackageRenderer:
         self.stop_ids = frozenset(self._inner.get_stop_token_ids())
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """See `Renderer`."""
         try:
             return list(self._inner.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True))
         except MALFORMED as error:
@@ -117,20 +116,17 @@ class PackageRenderer:
     def extend(
         self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> list[int] | None:
-        """See `Renderer`."""
         at = len(before) - sampled
         known = _listed(before)
         bridged = self._inner.bridge_to_next_turn(known[:at], known[at:], list(new), tools=list(tools) or None)
         return None if bridged is None else _listed(bridged.token_ids)
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer`."""
         found = self._inner.parse_response(_listed(sampled), tools=list(tools) or None, prompt_ids=_listed(prompt))
         calls = tuple(_call(call) for call in found.tool_calls)
         return Parsed(found.content or "", found.reasoning_content or "", calls)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(ids)
 
 

@@ -115,7 +115,6 @@ class Rendering:
         self._thread, self._turn = ThreadPoolExecutor(1, "renderer"), Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """See `Renderer.render`."""
         return await self._run(None, self.renderer.render, self._ordinary(messages), tools)
 
     async def extend(
@@ -138,7 +137,6 @@ class Rendering:
         return await self._run(len(sampled) + len(prompt), self._parse, sampled, prompt, tools)
 
     async def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer.spell`."""
         return await self._run(len(ids), self.renderer.spell, ids)
 
     async def spell_each(self, ids: Sequence[int]) -> list[str]:

@@ -83,7 +83,6 @@ class TemplateRenderer:
             raise _refused_messages(messages, error) from error
 
     def extend(self, before: Sequence[int], sampled: int, new: Messages, tools: Tools) -> list[int] | None:
-        """See `Renderer`."""
         at = len(before) - sampled
         reply, prompt = list(before[at:]), list(before[:at])
         if self.refused(_kind(new)):
@@ -102,14 +101,12 @@ class TemplateRenderer:
         return whole if whole[: len(before)] == list(before) else None
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer`."""
         ids = list(sampled)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self._parser.parse(ids, prompt, tools)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     # ------------------------------------------------------------------------------------------------ the difference

@@ -25,12 +25,9 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 class Messages:
-    """See `Dialect`."""
-
     path = "/v1/messages"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
@@ -48,12 +45,10 @@ class Messages:
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`."""
         turn = replies[0].turn
         return {**_base(request, turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         turn = replies[0].turn
         begun = {**_base(request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message={**begun, "usage": {**_usage(turn), "output_tokens": 0}})
@@ -67,14 +62,12 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """See `Dialect`."""
         said: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
         if field == "thread":  # the code upon which Anthropic's client resends whole conversations
             said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": said}
 
     def too_long(self, tokens: int, most: int) -> str:
-        """See `Dialect`."""
         return f"prompt is too long: {tokens} tokens > {most} maximum"
 
 

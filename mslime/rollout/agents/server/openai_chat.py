@@ -44,12 +44,10 @@ class OpenAIErrors:
     """A `Dialect` with OpenAI's form of errors."""
 
     def too_long(self, tokens: int, most: int) -> str:
-        """See `Dialect`."""
         return (f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
                 "tokens.")  # fmt: skip
 
     def error(self, status: int, message: str, field: str, code: str) -> dict[str, Any]:
-        """See `Dialect`."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
@@ -61,12 +59,9 @@ _READ = (
 
 
 class ChatCompletions(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/chat/completions"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         refuse(body, functions="functions became tools")
         tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
@@ -100,7 +95,6 @@ class ChatCompletions(OpenAIErrors):
         return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         base = _base(request, replies, "chat.completion.chunk")
         for i, told in enumerate(replies):
             for delta in _deltas(told.turn):
@@ -161,12 +155,9 @@ _FEWER = "send several requests"
 
 
 class Completions(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/completions"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
@@ -192,7 +183,6 @@ class Completions(OpenAIErrors):
         return {**_completion_base(request, replies), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         base = _completion_base(request, replies)
         for i, told in enumerate(replies):
             yield "", {**base, "choices": [_choice(i, told)]}

@@ -34,8 +34,6 @@ _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model
 
 
 class Responses(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/responses"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
@@ -63,13 +61,11 @@ class Responses(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`."""
         told = replies[0]
         cut = told.turn.finish == "length"
         return _response(request, told, "incomplete" if cut else "completed", _items(told))
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         for number, (kind, data) in enumerate(self._events(request, replies[0])):
             yield kind, {"type": kind, "sequence_number": number, **data}
 
