@@ -1,6 +1,6 @@
-"""How the rollouts of a service chat: one renderer and one server for all, one set of conversations for each.
+"""Chats of a service's rollouts: one renderer and one server for all, one set of conversations per rollout.
 
-Both are made when a rollout first needs them: most runs do not chat.
+Each is created on first use, because most runs do not chat.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Agents:
-    """What the rollouts of a service share.
+    """Renderer and server that the rollouts of a service share.
 
     Args:
         config: `rollout`.
-        make: the renderer; called once.
-        special: the tokenizer's special tokens, written out.
+        make: creates the renderer; called once.
+        special: the tokenizer's special tokens as text.
     """
 
     def __init__(self, config: RolloutConfig, make: Callable[[], Renderer], special: Sequence[str] = ()) -> None:
@@ -44,38 +44,38 @@ class Agents:
     def with_tokenizer(
         cls, config: RolloutConfig, family: Sequence[str], tokenizer: Callable[[], Any], special: Sequence[str] = ()
     ) -> Agents:
-        """With the renderer that the run or the model's family names.
+        """Create it with the renderer that the run or the model's family names.
 
         Args:
             family: see `ModelFacts.renderers`.
-            tokenizer: transformers', for a thread of its own.
+            tokenizer: transformers', for its own thread.
         """
         return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking), special)
 
     async def chat(
         self, engine: Rollout, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
     ) -> ChatSession:
-        """The conversations of a rollout (see `ChatSession`), within `rollout.limits` or other limits. Raises
-        ConfigError when there is no renderer for them."""
+        """Open the conversations of a rollout (see `ChatSession`), within `rollout.limits` or other limits. Raises
+        ConfigError if there is no renderer for them."""
         async with self._making:
             if self._rendering is None:
                 self._rendering = Rendering(await asyncio.to_thread(self._make), self._special)
         return ChatSession(engine, self._rendering, limits or self._config.limits, on_expiry)
 
     async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, ServedRollout]:
-        """Serve the conversations of a rollout. Raises ConfigError when the address cannot be listened on."""
+        """Serve the conversations of a rollout. Raises ConfigError if the server cannot listen on the address."""
         if self._server is None:
             s = self._config.server
             self._server = ModelServer(s.host, s.port, s.secret(), s.max_request_mib << 20)
         return await self._server.open(chat)
 
     async def end(self, session: ServedRollout) -> None:
-        """Serve these conversations no more."""
+        """Stop serving these conversations."""
         if self._server is not None:
             await self._server.end(session)
 
     async def close(self) -> None:
-        """End the server and the renderer."""
+        """Close the server and the renderer."""
         if self._server is not None:
             await self._server.close()
         if self._rendering is not None:
@@ -83,7 +83,7 @@ class Agents:
 
 
 class Conversations:
-    """The conversations of one rollout, none before it asks for one.
+    """The conversations of one rollout, created at its first request.
 
     Args:
         on_expiry: see `ChatSession`.
@@ -96,28 +96,26 @@ class Conversations:
         self._served: asyncio.Task[tuple[ModelEndpoint, ServedRollout]] | None = None
 
     async def chat(self, messages: Sequence[Any], tools: Tools, max_tokens: int | None, stop: Sequence[str]) -> Reply:
-        """See `workflow.Engine.chat`."""
         return await (await self._session()).chat(messages, tools, max_tokens=max_tokens, stop=stop)
 
     async def endpoint(self) -> ModelEndpoint:
-        """See `workflow.Engine.endpoint`."""
         if self._served is None:
             self._served = asyncio.create_task(self._serve())
         return (await asyncio.shield(self._served))[0]
 
     @property
     def failure(self) -> UserError | None:
-        """What the engines said to the last request, where they failed: whatever its agent makes of it."""
+        """The engines' error at the last request, if any, whatever its agent makes of it."""
         return None if (chat := self._begun) is None else chat.failure
 
     @property
     def full(self) -> bool:
-        """Whether the last request was refused for want of room, or by a limit."""
+        """Whether the last request was refused for lack of room, or by a limit."""
         return (chat := self._begun) is not None and chat.full
 
     @property
     def expired(self) -> str:
-        """The limit of time that passed without a request; empty where none did."""
+        """The time limit that passed without a request; empty if none did."""
         return "" if (chat := self._begun) is None else chat.expired
 
     async def stop(self) -> None:
@@ -131,20 +129,19 @@ class Conversations:
             await chat.stop()
 
     def settle(self) -> dict[str, float]:
-        """After `stop`: mask replies that nobody received. Numbers of the rollout, by metric."""
+        """After `stop`: mask undelivered replies. Returns the rollout's metrics by name."""
         if (chat := self._begun) is None:
             return {}
         chat.mask_undelivered()
         return chat.report()
 
     def forget(self) -> None:
-        """The rollout is over: let go of it, for the reason of `ChatSession.forget`."""
+        """Release the conversations of a finished rollout, for the reason given in `ChatSession.forget`."""
         if (chat := self._begun) is not None:
             chat.forget()
         self._chat = self._served = self._open = None
 
     def reply(self, response: str, choice: int) -> ReplyTurn | None:
-        """See `ChatSession.choice`."""
         return None if (chat := self._begun) is None else chat.choice(response, choice)
 
     @property
@@ -163,6 +160,6 @@ class Conversations:
 
 
 def _made(task: asyncio.Task[T] | None) -> T | None:
-    """What a task has made; None where there is none yet."""
+    """Result of a task; None if it has none yet."""
     done = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return task.result() if task is not None and done else None

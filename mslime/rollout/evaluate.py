@@ -1,4 +1,5 @@
-"""A held-out set: its prompts are answered by the rollout function, and scored; accuracy, pass@k and lengths."""
+"""Evaluation on a held-out set: the rollout function plays its prompts, which are scored; accuracy, pass@k and
+lengths."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
-    """The result of `groups`: finished rollouts of each prompt, the same number n for all, of one weight version."""
+    """Result of `groups`: finished rollouts of each prompt, n for every prompt, all of one weight version."""
     rollouts = [group.rollouts() for group in groups]
     n = len(rollouts[0])
     assert all(len(g) == n for g in rollouts)
@@ -93,11 +94,11 @@ async def answer(
     scorer: RewardScorer,
     at_once: int = sys.maxsize,
 ) -> None:
-    """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
+    """Finish and score all rollouts of `groups`. Raises the first error and cancels the others.
 
     Args:
-        roll: brings a rollout of a group to its end.
-        at_once: rollouts that are under way at a time.
+        roll: runs a rollout of a group to its end.
+        at_once: limit of concurrent rollouts.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -111,7 +112,7 @@ async def answer(
     async def score(group: Group) -> None:
         last = [parts[-1] for parts in group.rollouts() if parts[-1].status is not SampleStatus.FAILED]
         if all(s.reward is not None for s in last):
-            return  # the rollout function knew them, as in training
+            return  # the rollout function set them, as in training
         for sample, reward in zip(last, await scorer.score_group(last), strict=True):
             sample.reward = reward
 
@@ -121,7 +122,7 @@ async def answer(
                 begun = [tasks.create_task(each) for each in work]
         except ExceptionGroup as errors:  # the first failure cancelled the others
             raise errors.exceptions[0] from None
-        if any(task.cancelled() for task in begun):  # which a TaskGroup takes for nothing
+        if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
             raise RolloutError("eval", "a rollout", "was cancelled from within",
                                "catch CancelledError in the function that answers or scores it")  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""The gate that several adapters share: who sends the next request to the engines.
+"""The gate that several adapters share: which adapter sends the next request to the engines.
 
-How fresh an adapter's groups must be is said by the gate of its own tracker (`group_tracker.SubmitGate`), which knows
-its version alone. Here is only what adapters have in common: room at the engines. Each has a share of it that nobody
-else is given, so a task whose requests take long, or never end, cannot hold up another's next step. Pure arithmetic.
+The gate of each adapter's tracker (`group_tracker.SubmitGate`) bounds the age of its groups from its version alone.
+This module divides the shared resource, room at the engines. Each adapter has a reserved share, so a task whose
+requests take long, or never end, cannot delay another's next step. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InLine:
-    """Where an adapter stands.
+    """Requests of one adapter.
 
     Attributes:
-        running: its requests at the engines; what is only scored takes no room there.
-        waiting: requests that it would send.
+        running: requests at the engines; responses that are only being scored take no room there.
+        waiting: requests that are ready to be sent.
     """
 
     running: int
@@ -26,10 +26,10 @@ class InLine:
 
 @dataclass(frozen=True)
 class FairGate:
-    """Divides what the engines run at once.
+    """Divides the engines' concurrent requests among adapters.
 
     One request for each adapter, and `guaranteed` of the rest divided by weight, is kept for its owner, used or not.
-    What is left goes to whoever has the fewest running requests for its weight, so that engines have work while some
+    The remainder goes to the adapter with the fewest running requests for its weight, so engines have work while some
     adapters wait for their trainer.
 
     Attributes:
@@ -53,10 +53,10 @@ class FairGate:
         return 1 + int((self.capacity - len(self.weights)) * part)
 
     def next_in_line(self, adapters: Mapping[str, InLine]) -> str | None:
-        """The adapter that sends a request now; None where all must wait.
+        """The adapter that sends a request now; None if all must wait.
 
         Args:
-            adapters: all that there are, by name; the first of equals goes first.
+            adapters: all adapters by name; ties go to the first.
         """
         assert adapters.keys() == self.weights.keys(), "weights are those of the adapters"
         kept = sum(max(self.share(name), one.running) for name, one in adapters.items())

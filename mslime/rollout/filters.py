@@ -1,4 +1,4 @@
-"""The user's functions that see samples of a complete group: dynamic filters, and the hook for every sample."""
+"""User functions that receive the samples of a complete group: dynamic filters, and the hook for every sample."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mslime.extensions import calling, check_parameters, checked_metrics, load_f
 
 GroupFilter = Callable[[Group], bool]
 UNSHAPED = "reward/unshaped/mean"
-"""In the `scores` of a rollout's last sample: its reward before penalties; absent where none were taken off."""
+"""Key in the `scores` of a rollout's last sample: its reward before penalties; absent if there were none."""
 
 
 def rewards_differ(group: Group) -> bool:
-    """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476). Penalties
-    for length and repetition aside: they would keep groups that are all right or all wrong."""
+    """Whether rewards differ within a group: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476).
+    Penalties for length and repetition are ignored: they would keep groups that are all right or all wrong."""
     last = [samples[-1] for samples in group.rollouts()]
     rewards = [s.scores.get(UNSHAPED, s.reward) for s in last if s.reward is not None]
     low, high = min(rewards), max(rewards)
@@ -29,7 +29,7 @@ def load_filter(spec: str) -> tuple[str, GroupFilter | None]:
     """(name for the ledger, filter that is True for groups to keep) of `rollout.dynamic_filter`; None keeps all.
 
     Raises:
-        ConfigError: an unknown name, or a function that cannot be found.
+        ConfigError: an unknown name, or a function that was not found.
     """
     if spec == "none":
         return spec, None
@@ -49,20 +49,20 @@ def load_filter(spec: str) -> tuple[str, GroupFilter | None]:
     return "filter", keep
 
 
-# The user's function that is called for every sample of a scored group, in training: `hooks.sample`.
+# The user function that is called for every sample of a scored group, in training: `hooks.sample`.
 
 SETTING = "hooks.sample"
 Hook = Callable[[Group], None]
 
 
 def load_sample_hook(spec: str | None) -> Hook:
-    """What calls the hook for the samples of a complete group. Raises ConfigError when it cannot be found."""
+    """Function that calls the hook for the samples of a complete group. Raises ConfigError if the hook is not found."""
     if spec is None:
         return lambda group: None
     function, own = load_function(spec, SETTING), set[str]()
 
     def call(group: Group) -> None:
-        """Raises ConfigError when the hook raised, changed a sample, or returned neither metrics nor None."""
+        """Raises ConfigError if the hook raised, changed a sample, or returned neither metrics nor None."""
         for sample in group.samples:
             if sample.status is not SampleStatus.FAILED:
                 _call(spec, function, sample, own)
@@ -73,7 +73,7 @@ def load_sample_hook(spec: str | None) -> Hook:
 def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]) -> None:
     """
     Args:
-        own: names that the hook returned before: a group may be told of twice.
+        own: names that the hook returned before: it may be called twice for a group.
     """
     about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
     with calling(spec, SETTING, about):
@@ -93,7 +93,7 @@ def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]
 
 
 def _print(sample: Sample) -> tuple[Any, ...]:
-    """What a hook may not change."""
+    """Fingerprint of the values that a hook may not change."""
     checksum = 0
     for column in (sample.tokens, sample.loss_mask, sample.log_probs):
         checksum = zlib.crc32(column.data, checksum)

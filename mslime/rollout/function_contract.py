@@ -1,4 +1,4 @@
-"""What a rollout function must hold to, tried without a model: for the tests of whoever writes one.
+"""Test a rollout function against its contract, without a model: for use in user tests.
 
 from mslime.rollout.function_contract import check_workflow
 
@@ -60,7 +60,7 @@ class _Characters:
 
 
 class _Plain:
-    """A renderer for them: a message a line; calls of tools are JSON between `<tool_call>` and `</tool_call>`."""
+    """A renderer for them: one line per message; tool calls are JSON between `<tool_call>` and `</tool_call>`."""
 
     name, stop_ids = "plain", frozenset({0})
 
@@ -81,7 +81,7 @@ class _Plain:
 
 
 class _Script:
-    """An engine that says one reply after the other, and interrupts each in its middle, as a weight update does."""
+    """An engine that returns scripted replies in turn, each interrupted in its middle, as by a weight update."""
 
     def __init__(self, replies: Sequence[str]) -> None:
         self.clients: list[object] = [self]
@@ -116,10 +116,10 @@ def check_workflow(
     metadata: Mapping[str, Any] | None = None,
     tools: Tools | None = None,
 ) -> Sample:
-    """Call a rollout function once on an engine that only pretends; tokens are characters. See `check_rollout`.
+    """Call a rollout function once on a fake engine; tokens are characters. See `check_rollout`.
 
     Returns:
-        The finished sample, not scored; of several sequences the one that a reward of one sample is asked about.
+        The finished sample, not scored; of several sequences the one that a per-sample reward would score.
     """
     return check_rollout(function, replies, prompt=prompt, label=label, metadata=metadata, tools=tools)[-1]
 
@@ -133,20 +133,20 @@ def check_rollout(
     metadata: Mapping[str, Any] | None = None,
     tools: Tools | None = None,
 ) -> list[Sample]:
-    """Call a rollout function once on an engine that only pretends; tokens are characters.
+    """Call a rollout function once on a fake engine; tokens are characters.
 
     Args:
         function: `module:function`.
-        replies: what the engine says, turn by turn, each interrupted once in its middle; empty turns after the last.
-        prompt: a text, or chat messages, which are `task.messages` then.
+        replies: the engine's replies by turn, each interrupted once in its middle; empty turns after the last.
+        prompt: a text, or chat messages, which then become `task.messages`.
         label, metadata, tools: of the task.
 
     Returns:
         The finished samples, not scored.
 
     Raises:
-        ConfigError: the function cannot be found or called.
-        RolloutError: it raised, did to its sample what it may not, holds up other rollouts, or leaves metadata that
+        ConfigError: the function was not found or cannot be called.
+        RolloutError: it raised, changed its sample in a forbidden way, blocked other rollouts, or left metadata that
             cannot be saved.
     """
     messages = None if isinstance(prompt, str) else [dict(m) for m in prompt]
@@ -190,7 +190,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
 
 
 async def _longest_block() -> float:
-    """Until it is cancelled: the longest time in seconds for which nothing else could run."""
+    """Measure, until cancelled, the longest time in seconds for which the event loop was blocked."""
     longest, last = 0.0, time.monotonic()
     try:
         while True:

@@ -1,10 +1,10 @@
-"""One request: a sample's tokens go to an engine, and what comes back is added to the sample.
+"""One request: send a sample's tokens to an engine and add the result to the sample.
 
-A continuation sends all tokens so far and asks for the routes that are still missing. Nothing that a sample holds is
-ever written again: old tokens keep the log-probs, routes and versions of the weights that sampled them.
+A continuation sends all tokens so far and requests the missing routes. Data in a sample is never overwritten: old
+tokens keep the log-probs, routes and versions of the weights that sampled them.
 
-A request names the weights that it is sent to as the key of its prefixes in the engine's cache, so that what older
-weights computed is not found, also where the cache outlives a weight update (`pause_mode: in_place`).
+A request carries its weight version in the key of the engine's prefix cache. Prefixes of older weights are therefore
+not reused, even if the cache outlives a weight update (`pause_mode: in_place`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from mslime.rollout.shared_room import SharedRoom
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn.
+    """Sampling parameters of responses.
 
     Attributes:
-        max_response_tokens: that the model may add to a sample, over all turns and continuations.
+        max_response_tokens: limit for the model's tokens in a sample, over all turns and continuations.
         max_total_tokens: prompt and response together.
-        want_routes: ask for routed experts.
+        want_routes: request routed experts.
         refused_input: see `EngineLimits`.
-        top_p, top_k, min_p: which part of the vocabulary tokens are drawn from (`GenerateRequest`).
+        top_p, top_k, min_p: truncation of the vocabulary (`GenerateRequest`).
     """
 
     temperature: float
@@ -61,7 +61,7 @@ class Sampling:
 
     @classmethod
     def for_training(cls, r: RolloutConfig, replay: ReplayMode, model: ModelFacts, limits: EngineLimits) -> Sampling:
-        """As `rollout` says; with routes when they are replayed."""
+        """Parameters of `rollout`; with routes if they are replayed."""
         total = r.longest(model.max_positions)
         routes = model.sends_routes(replay)
         return cls(
@@ -72,18 +72,18 @@ class Sampling:
     def for_evaluation(
         cls, rollout: RolloutConfig, model: ModelFacts, limits: EngineLimits, eval_set: EvalSetConfig
     ) -> Sampling:
-        """As the held-out set says; unrestricted draws without routes."""
+        """Parameters of the held-out set; draws from the whole vocabulary, without routes."""
         total = rollout.longest(model.max_positions)
         length = eval_set.max_response_tokens or rollout.max_response_tokens
         return cls(eval_set.temperature, 1.0, -1, length, total, False, limits.refused_input)
 
     @property
     def longest_input(self) -> int:
-        """Sequences of so many tokens, or more, cannot be continued."""
+        """Sequences of this many tokens, or more, cannot be continued."""
         return min(self.max_total_tokens, self.refused_input)
 
     def room(self, sample: Sample) -> int:
-        """Tokens that may still be added to `sample`; 0 where no engine would take what there is of it."""
+        """Tokens that may still be added to `sample`; 0 if no engine would accept its present tokens."""
         if len(sample) >= self.longest_input:
             return 0
         return min(self.max_response_tokens - sample.sampled_tokens, self.max_total_tokens - len(sample))
@@ -108,7 +108,7 @@ class Traffic:
         return self._in_flight
 
     async def idle(self, seconds: float) -> bool:
-        """Wait until no request is at an engine, or so long; whether there is none."""
+        """Wait until no request is at an engine, at most `seconds`; returns whether there is none."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # Python 3.11's wait_for can lose a cancellation
                 await self._idle.wait()
@@ -116,7 +116,7 @@ class Traffic:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """One request is at an engine inside."""
+        """Count one request at an engine for the duration of the block."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -129,11 +129,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What one request added to a sample.
+    """Result of one request.
 
     Attributes:
-        tokens: how many.
-        finish: why it ended; None when nothing was sent.
+        tokens: number of tokens added to the sample.
+        finish: why it ended; None if nothing was sent.
     """
 
     tokens: int
@@ -145,13 +145,13 @@ class Generator:
 
     Args:
         config: `rollout`, `seed` and `deadlines` are read.
-        version: the weight version that the engines serve now; an answer names none that is newer, or older than its
+        version: the weight version that the engines serve now; an answer never names a newer one, or one older than its
             request.
-        on_request: told (engine, start, end) of every answered request, seconds since the epoch.
-        adapter: which of several adapters its requests have; empty: the only one, or none. The engines' sessions of two
-            adapters are two.
-        places: a request is sent inside one of these blocks. None: as many as the engines that there are then
-            run at once.
+        on_request: called with (engine, start, end) of every answered request, seconds since the epoch.
+        adapter: adapter of its requests if there are several; otherwise empty. Each adapter has its own engine
+            sessions.
+        places: context managers in which requests are sent. None: limit to the number that the current engines run at
+            once.
 
     Attributes:
         ready: cleared while the engines must not receive requests (a weight update).
@@ -200,13 +200,13 @@ class Generator:
 
         Args:
             session: requests of one session prefer one engine.
-            traffic: whose request this is; a closed one leaves the sample as it is.
+            traffic: the traffic to which the request belongs; if closed, the sample stays unchanged.
             start: first token of the turn that is continued.
-            most: tokens to be added; fewer where the sample has less room.
-            stop: texts that end the turn, beside those of the configuration.
+            most: tokens to add; fewer if the sample has less room.
+            stop: texts that end the turn, in addition to those of the configuration.
 
         Raises:
-            EngineError: no engine is left, or the last one tried refused; the sample keeps what it had.
+            EngineError: no engine is left, or the last one tried refused; the sample keeps its tokens.
         """
         async with self._places:
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
@@ -226,11 +226,11 @@ class Generator:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model: token ids are below it."""
+        """Vocabulary size of the model: token ids are below it."""
         return self._model.vocab_size
 
     def encode(self, text: str, after: int | None = None) -> list[int]:
-        """Token ids of a text, which follows the token `after` if there is one."""
+        """Token ids of a text that follows the token `after`, if given."""
         text = whole_text(text)
         if after is None or not self._blank:
             return self._tokenizer.encode(text, special_tokens=False)
@@ -262,11 +262,11 @@ class Generator:
         )
 
     async def _answer(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult | None:
-        """The answer to a request; when its engine dies, that of another. None when `traffic` closed before it was
-        sent. Raises EngineError when an engine refused or stays too busy, or none is left."""
+        """Send a request and return the answer; if its engine dies, try another. None if `traffic` closed before it was
+        sent. Raises EngineError if an engine refused or stays too busy, or none is left."""
         patience = time.monotonic() + self._config.deadlines.engine_request_s
         pauses = itertools.chain((0.1, 0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0))
-        while True:  # ends: every death leaves one engine less, and patience with busy ones has an end
+        while True:  # ends: every death leaves one engine less, and waiting for busy ones has a deadline
             await self.ready.wait()
             if not traffic.open:
                 return None
@@ -284,7 +284,7 @@ class Generator:
                 await asyncio.sleep(next(pauses))
 
     async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
-        """One exchange with an engine. The engine client keeps the deadline."""
+        """One exchange with an engine. The engine client enforces the deadline."""
         start = time.time()
         with traffic.request():
             result = await self._engines.generate(request)
@@ -292,8 +292,8 @@ class Generator:
         return result
 
     def _reused_older(self, result: GenerateResult, sent: int) -> bool:
-        """Whether an answer to a request of version `sent` is the work of newer weights on a prefix of older ones: it
-        was on its way, or waited at the engine, while the weights changed beneath a cache that was kept."""
+        """Whether the answer to a request of version `sent` was computed by newer weights on a cached prefix of older
+        ones. The request was in transit or queued at the engine while the weights changed and the cache was kept."""
         kept = self._config.rollout.pause_mode == "in_place" and not self._config.syncs_adapters
         return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
 
@@ -317,23 +317,23 @@ class Generator:
 
 
 def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:
-    """What picks these layers: without a copy where one follows the other, as in most models."""
+    """Index that selects these layers: a slice, without a copy, if they are consecutive, as in most models."""
     if not layers:
         return slice(0, 0)
     span = range(layers[0], layers[-1] + 1)
     return slice(span.start, span.stop) if list(layers) == list(span) else np.asarray(layers, np.intp)
 
 
-# A group's rollouts reach the engines through its gate. It is open while the group runs and the traffic flows; whoever
-# finds it closed waits inside `generate` until the group is continued.
+# A group's rollouts reach the engines through its gate, which is open while the group runs and its traffic is open.
+# If it is closed, `generate` blocks until the group is continued.
 
 
 class GroupGate:
-    """Whether the rollouts of a group may ask the engines.
+    """Gate that blocks a group's `generate` calls while the group is interrupted.
 
     Attributes:
-        admitted: the group runs; else it rests.
-        moved: set whenever a rollout of the group begins or ends to do something.
+        admitted: the group runs; otherwise it rests.
+        moved: set whenever a rollout of the group starts or stops waiting or working.
     """
 
     def __init__(self, traffic: Traffic, admitted: bool = False) -> None:
@@ -346,7 +346,7 @@ class GroupGate:
         return self.admitted and self.traffic.open
 
     def admit(self) -> None:
-        """The group runs from now on; those who wait go on."""
+        """Open the gate and wake the waiting rollouts."""
         self.admitted = True
         self._next.set()
         self._next = asyncio.Event()

@@ -1,7 +1,7 @@
-"""Finished groups of training steps on disk, one file a step, so that a step can be trained again without engines.
+"""Finished groups of training steps on disk, one file a step, for training a step again without engines.
 
-`DIRECTORY/step_N.npz` holds all that step N (counted from 1, as in `metrics.jsonl`) trains on, in the lossless format
-of `rollout.state`. Files may come from another run: whether they fit a model is asked before anything is trained.
+`DIRECTORY/step_N.npz` holds all training data of step N (counted from 1, as in `metrics.jsonl`), in the lossless format
+of `rollout.state`. Files may come from another run: `fitted` checks that they fit the model before training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"step_(\d+)\.npz")
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step trains on.
+    """Groups of one training step.
 
     Attributes:
         step: counted from 1.
@@ -34,7 +34,7 @@ class StepGroups:
 
 
 def write_groups(directory: Path, stored: StepGroups) -> Path:
-    """Write a step's groups, whole or not at all; an earlier file of the step is replaced. Returns the file.
+    """Write a step's groups atomically; an earlier file of the step is replaced. Returns the file.
 
     Raises:
         DataError: a label or metadata value is not JSON, or the file cannot be written.
@@ -51,7 +51,7 @@ def write_groups(directory: Path, stored: StepGroups) -> Path:
 
 
 def group_files(directory: Path) -> dict[int, Path]:
-    """The files of a directory by step, in order. Raises DataError when there are none."""
+    """Files of a directory by step, in order. Raises DataError if there are none."""
     found = {int(match[1]): path for path in directory.glob("step_*.npz") if (match := _NAME.fullmatch(path.name))}
     if not found:
         raise DataError(
@@ -62,7 +62,7 @@ def group_files(directory: Path) -> dict[int, Path]:
 
 
 def read_groups(path: Path) -> StepGroups:
-    """What `write_groups` wrote. Raises CheckpointError when the file is damaged, DataError when it is another's."""
+    """Read a file of `write_groups`. Raises CheckpointError if it is damaged, DataError if it is of another kind."""
     with open_state(path) as (header, stored):
         if "accepted" in header or "step" not in header:
             raise DataError(str(path), sorted(header), "is a rollout service's state, not the groups of a step",
@@ -76,15 +76,15 @@ def read_groups(path: Path) -> StepGroups:
 
 
 def fitted(stored: StepGroups, path: Path, train: TrainConfig, has_teacher: bool, model: ModelFacts) -> list[Group]:
-    """The groups as this run trains them: without routes or a teacher's scores that it does not use. Supports are kept:
-    whatever the run draws from, a token is trained under the distribution that it was drawn from.
+    """The groups as this run trains them: without unused routes and unused teacher scores. Supports are kept: a token
+    is trained under the distribution that it was drawn from, whatever the run's own sampling is.
 
     Args:
         has_teacher: a served teacher scores the run's responses.
         model: of the trainer.
 
     Raises:
-        DataError: they are of another model, or lack what the run needs.
+        DataError: they are of another model, or lack data that the run needs.
     """
     with reading(DataError, str(path), "cannot be trained", "write the groups again with this version of mslime"):
         routed, steps = train.replay == "r3", train.optimizer_steps_per_rollout
@@ -136,7 +136,7 @@ def _check_complete(sample: Sample, path: Path, routed: bool, has_teacher: bool)
 
 
 def _used(sample: Sample, routed: bool, has_teacher: bool) -> Sample:
-    """The sample without what the run does not look at."""
+    """The sample without data that the run does not use."""
     return replace(
         sample,
         routes=sample.routes if routed else None,

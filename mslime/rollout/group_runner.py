@@ -1,8 +1,8 @@
-"""Runs groups: calls the rollout function of each sample, scores it, and tells the tracker where a group belongs.
+"""Runs groups: calls the rollout function of each sample, scores it, and reports the outcome to the tracker.
 
-A group runs until all its samples are scored, until it was interrupted, or until something failed. An interrupted group
-rests: its functions wait inside `generate`, or go on with what they do beside the engines, until the group is
-continued. The first failure is kept for whoever waits for groups. All methods belong to one event loop.
+A group runs until all its samples are scored, until it is interrupted, or until something fails. An interrupted group
+rests: its functions block inside `generate`, or continue their work outside the engines, until the group is continued.
+The first failure is kept and raised to the caller that waits for groups. All methods belong to one event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mslime.rollout.workflow import Workflow, single_turn
 
 @dataclass
 class _LiveGroup:
-    """A group with rollouts under way, whether it runs or rests.
+    """A group with unfinished rollouts, running or at rest.
 
     Attributes:
         rollouts: by number, with the task of each.
@@ -42,8 +42,8 @@ class _LiveGroup:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing of the group is at an engine, and nothing will be before it is continued. A response that is
-        scored is not waited for where another one waits to be generated: its reward comes while the group rests."""
+        """Whether no rollout of the group is at an engine, and none will be before the group is continued. If another
+        response waits for generation, scoring is not awaited: rewards may arrive while the group rests."""
         going = [rollout for rollout, task in self.rollouts.values() if not task.done()]
         if any(r.generating for r in going):
             return False
@@ -53,22 +53,22 @@ class _LiveGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether all rollouts have come to their end."""
+        """Whether all rollouts have ended."""
         return all(task.done() for _, task in self.rollouts.values())
 
     def admit(self) -> None:
-        """Let those who wait go on."""
+        """Wake the waiting rollouts."""
         for rollout, _ in self.rollouts.values():
             rollout.admit()
         self.group_gate.admit()
 
     def rest(self) -> None:
-        """Keep the rollouts that can go on."""
+        """Keep only the rollouts that can be continued."""
         self.group_gate.admitted = False
         self.rollouts = {i: (r, task) for i, (r, task) in self.rollouts.items() if not task.done()}
 
     def errors(self) -> list[BaseException]:
-        """Of the rollouts that ended by one."""
+        """Errors of the rollouts that failed."""
         ended = [task for _, task in self.rollouts.values() if task.done()]
         cancelled: list[BaseException] = [asyncio.CancelledError() for task in ended if task.cancelled()]
         return cancelled + [e for task in ended if not task.cancelled() and (e := task.exception()) is not None]
@@ -79,15 +79,15 @@ class GroupRunner:
 
     Args:
         config: `seed`, `rollout` and `deadlines` are read.
-        workflow: the function that `rollout.function` names.
-        agents: with which rollouts chat.
+        workflow: the function of `rollout.function`.
+        agents: chat renderer and server for rollouts.
         on_response: called after each finished response.
-        on_end: called when a group has ended or rests, so that another may be submitted.
+        on_end: called when a group has ended or rests, to submit another.
 
     Attributes:
         traffic: requests of training groups; while it is closed, nothing is generated.
         moved: set when a group has ended, or something failed.
-        failure: the first one, until it is taken off.
+        failure: the first one, until `take_failure`.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.traffic, self.moved = Traffic(), asyncio.Event()
         self.failure: BaseException | None = None
-        self._forgiven: set[int] = set()  # groups in flight when a failure was raised: theirs is the same one
+        self._forgiven: set[int] = set()  # groups in flight at a raised failure: theirs count as the same one
         tracker.on_discard = self._end_rollout
 
     def start(self, group: Group) -> None:
-        """Run a group that the tracker calls running: begin its rollouts, or let them go on."""
+        """Run a group that the tracker lists as running: begin its rollouts, or let them continue."""
         live = self._live.setdefault(group.group_id, _LiveGroup(group, GroupGate(self.traffic)))
         for number in group.numbers:
             if number not in live.rollouts:
@@ -128,41 +128,41 @@ class GroupRunner:
         task.add_done_callback(self._notice_crash)
 
     def stop_traffic(self) -> None:
-        """Send nothing more. Groups that are not at an engine rest at once."""
+        """Stop sending requests. Groups that are not at an engine rest at once."""
         self.traffic.open = False
         for group_id in self._tasks:
             self._live[group_id].group_gate.moved.set()
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first failure, and wake who waits for groups."""
+        """Record the first failure, and wake the waiting caller."""
         self.failure = self.failure or error
         self.moved.set()
 
     def take_failure(self) -> BaseException | None:
-        """The first failure, which is forgotten then. What befalls the groups that run now counts as the same one."""
+        """Return and clear the first failure. Failures of groups that run now count as the same one."""
         failure, self.failure = self.failure, None
         if failure is not None:
             self._forgiven = set(self._tasks)
         return failure
 
     def forget_deaths(self) -> None:
-        """There is an engine again: what failed for want of one is no failure any more."""
+        """An engine is available again: clear failures that came from the lack of one."""
         if isinstance(self.failure, EngineDied):
             self.take_failure()
 
     async def settle(self, seconds: float) -> None:
-        """Wait until interrupted groups rest, but not for those of which only the scoring is left."""
+        """Wait until interrupted groups rest; groups that are only being scored are not awaited."""
         settling = [task for group_id, task in self._tasks.items() if not self._tracker.running[group_id].finished]
         if settling:
             await asyncio.wait(settling, timeout=seconds)
 
     def outside(self) -> int:
-        """Rollouts whose function works on something else than generation now."""
+        """Number of rollouts whose function currently works outside generation."""
         rollouts = [r for live in self._live.values() for r, task in live.rollouts.values() if not task.done()]
         return sum(not r.busy and not r.waiting for r in rollouts)
 
     async def close(self) -> None:
-        """Cancel what runs; its groups rest."""
+        """Cancel running rollouts; their groups rest."""
         self.traffic.open = False
         tasks = [*self._tasks.values(), *(task for live in self._live.values() for _, task in live.rollouts.values())]
         for task in tasks:
@@ -172,14 +172,14 @@ class GroupRunner:
     # ------------------------------------------------------------------------------------------------- one rollout
 
     def _begin_rollout(self, live: _LiveGroup, number: int) -> None:
-        """Begin a rollout, or continue what an earlier process has of it if the function can."""
+        """Begin a rollout, or continue the partial response of an earlier process if the function supports it."""
         group = live.group
         first, *others = group.parts(number)
         if not first.status.finished and self._workflow is not single_turn:
             if others or first.response_length:
                 self._tracker.begin_again(group, number)
             (first,) = group.parts(number)
-            first.metadata = copy.deepcopy(group.metadata)  # an earlier try may have noted something
+            first.metadata = copy.deepcopy(group.metadata)  # an earlier attempt may have added to it
         session = f"g{group.group_id}"
         rollout = Rollout(
             group, number, session, self._spec, self._generator, self._sampling, live.group_gate, self._agents,
@@ -190,7 +190,7 @@ class GroupRunner:
         live.rollouts[number] = rollout, task
 
     async def _roll(self, rollout: Rollout) -> None:
-        """Bring a rollout to its end and score it."""
+        """Run a rollout to its end and score it."""
         if not rollout.samples[0].status.finished:
             counts = await rollout.play(self._workflow, rollout.task(self._seed, evaluation=False), self._on_error)
             self._tracker.counters.add("failed_rollouts", not counts)
@@ -211,7 +211,7 @@ class GroupRunner:
                 rollout.scored()
 
     def _end_rollout(self, group_id: int, number: int) -> None:
-        """A response was thrown away, so the function that made it stops."""
+        """Stop the function of a discarded response."""
         live = self._live.get(group_id)
         if live is not None and number in live.rollouts:
             rollout, task = live.rollouts.pop(number)
@@ -223,7 +223,7 @@ class GroupRunner:
     # --------------------------------------------------------------------------------------------------- one group
 
     async def _run(self, live: _LiveGroup) -> None:
-        """Wait until a group's rollouts have ended or were interrupted, and put it where it then belongs."""
+        """Wait until a group's rollouts have ended or were interrupted, and report the outcome to the tracker."""
         group = live.group
         try:
             while not live.at_rest:
@@ -248,7 +248,7 @@ class GroupRunner:
         return [] if error is None else [error]
 
     def _ended(self, live: _LiveGroup, then: Callable[[Group], None]) -> None:
-        """A group does not run any more."""
+        """Remove a group from the running ones."""
         group_id = live.group.group_id
         del self._tasks[group_id]
         live.rest()
@@ -259,7 +259,7 @@ class GroupRunner:
         self.moved.set()
 
     def _complete(self, group: Group) -> None:
-        """Tell the hook of a scored group, and accept it, or drop it."""
+        """Call the sample hook for a scored group, and accept the group or drop it."""
         try:
             self._hook(group)
             self._tracker.complete(group)
@@ -269,7 +269,7 @@ class GroupRunner:
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
-        """Drop a group that failed for the second time by its own fault; else it rests, and the failure is told."""
+        """Drop a group at its second failure of its own; otherwise put it back and record the failure."""
         if self._is_culprit(group, errors) and self._tracker.count_failure(group, str(errors[0])):
             return
         self._tracker.put_back(group)
@@ -277,11 +277,12 @@ class GroupRunner:
             self.fail(errors[0])
 
     def _is_culprit(self, group: Group, errors: Sequence[BaseException]) -> bool:
-        """Whether these failures are the group's own: not an engine's death, nor what befell every group at once."""
+        """Whether the group itself caused these failures, not an engine's death or a failure of all groups at once."""
         own = not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
         return own and group.group_id not in self._forgiven and (bool(group.failures) or self.failure is None)
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
-        """A group's task ends without an error of its own making; anything else is ours, and must not be silent."""
+        """Report a crash of a group's task: such a task handles its own errors, so any other is a bug and must not be
+        silent."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)

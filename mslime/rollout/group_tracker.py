@@ -1,12 +1,12 @@
-"""Where every group of the rollout service is, and what became of every token: of one manager, of several, in a state.
+"""Location of every group of the rollout service, and the fate of every token: for one manager, for several, and in a
+state.
 
-A group is in exactly one place: `running` (it is generated or scored), `partial` (interrupted, it waits to be
-continued), `accepted` (complete, it waits for the trainer), or taken (the trainer has it until its step is published).
-The submit gate bounds the age of what is begun. Responses that take longer than the bound have tokens that are older
-all the same: those are kept, masked, generated again or dropped, as `rollout.on_stale` says. Every token is in the
-ledger.
+A group is in exactly one place: `running` (generated or scored), `partial` (interrupted, to be continued), `accepted`
+(complete, waiting for the trainer), or taken (with the trainer until its step is published). The submit gate bounds the
+age of groups at their start. Responses that take longer than this bound still contain older tokens: those are kept,
+masked, generated again or dropped, according to `rollout.on_stale`. Every token is in the ledger.
 
-Nothing here waits: there is no asyncio, no engine and no clock, so any order of events can be tried in a test.
+Nothing here waits: there is no asyncio, no engine and no clock, so a test can try any order of events.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from mslime.rollout.returned import TokenCounter
 from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 from mslime.rollout.step_metrics import StepCounters
 
-# What a tracker leaves behind for a later service: the groups and the ledger of a state, and of an outline.
+# State that a tracker saves for a later service: groups and ledger of a full state, and of an outline.
 
 State = tuple[dict[str, Any], Columns]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a state holds of a tracker.
+    """State of a tracker, for checkpoints.
 
     Attributes:
-        accepted, resting: groups; those that were running rest.
+        accepted, resting: groups; running groups are saved as resting.
         counters: totals since the start of the run.
-        untrained: whether the groups that were taken last are among the accepted ones, and the ledger is as before.
+        untrained: whether the groups taken last are among the accepted ones, with the ledger as before they were taken.
     """
 
     accepted: PackedGroups
@@ -56,7 +56,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an outline holds of a tracker.
+    """Outline of a tracker.
 
     Attributes:
         groups: as they were before anything was generated. ledger: without pending tokens.
@@ -84,15 +84,15 @@ def state_of(
 def outline_of(
     parts: Sequence[Begun], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
 ) -> State:
-    """A small state for the case that the groups are lost: those that are not trained begin anew from their prompts,
-    and their tokens are dropped. Holds for a checkpoint after the step taken last."""
+    """A small state for the case that the groups are lost: untrained groups begin again from their prompts, and their
+    tokens are dropped. Valid for a checkpoint after the step taken last."""
     begun, columns = PackedGroups.joined([part.groups for part in parts])
     return {"accepted": 0, "groups": [], "begun": begun, **_numbers(version, next_group_id, ledger, counters)}, columns
 
 
 @dataclass(frozen=True)
 class Continued:
-    """What a file of `state_of` or `outline_of` holds.
+    """Contents of a file of `state_of` or `outline_of`.
 
     Attributes:
         accepted, resting: groups. counters: totals since the start of the run.
@@ -111,8 +111,8 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     """Read a state back.
 
     Args:
-        make: makes a group anew from its id, prompt and size.
-        has_teacher: a served teacher scores responses, so that groups from a run without one are not complete.
+        make: creates a new group from its id, prompt and size.
+        has_teacher: a served teacher scores responses, so groups from a run without one are incomplete.
 
     Raises:
         ValueError: the groups and the ledger do not agree.
@@ -136,7 +136,7 @@ def _untaught(group: Group) -> bool:
 
 
 def _numbers(version: int, next_group_id: int, ledger: Ledger, counters: Mapping[str, int]) -> dict[str, Any]:
-    """What a state holds beside groups."""
+    """Header values of a state besides groups."""
     return {
         "version": version,
         "next_group_id": next_group_id,
@@ -151,8 +151,8 @@ def trainable(groups: Sequence[Group]) -> int:
 
 
 def sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
-    """The groups that may be saved: one that breaks an invariant would be refused at every resume, and what is no JSON
-    cannot be written. It is booked as dropped."""
+    """The groups that can be saved. A group that breaks an invariant would be refused at every resume, and one with
+    values that are not JSON cannot be written. Such groups are recorded as dropped."""
     kept: list[Group] = []
     for group in groups:
         try:
@@ -172,17 +172,17 @@ COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups", "failed_ro
 
 @dataclass(frozen=True)
 class SubmitGate:
-    """How many groups may be in flight. Pure arithmetic.
+    """Limit of groups in flight. Pure arithmetic.
 
-    With `max_staleness` = s, weights of version v may work on groups for the steps v .. v + s and no further, so groups
-    are submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups come on top, for those that a
-    filter will refuse or, with s = 0, that finish late; where nothing is refused and s > 0, the last of them would be
-    of step v + s + 1, too old by construction, so there are none. Counts and versions are those since the gate opened.
+    With `max_staleness` = s, weights of version v may generate groups for the steps v .. v + s, so groups are submitted
+    while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups are added for those that a filter will
+    refuse or, with s = 0, that finish late. If nothing is refused and s > 0 there are no spares: the last of them would
+    belong to step v + s + 1, too old by construction. Counts and versions are those since the gate opened.
 
     Attributes:
         groups_per_step: groups that one training step takes.
         max_staleness: versions that a group may be behind when it is trained.
-        spare: groups in flight beyond what the steps need.
+        spare: groups in flight beyond the steps' demand.
     """
 
     groups_per_step: int
@@ -191,21 +191,21 @@ class SubmitGate:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> SubmitGate:
-        """Of a run."""
+        """The gate of a run."""
         return cls(rollout.groups_per_step, rollout.max_staleness, rollout.spare_groups)
 
     def limit(self, version: int) -> int:
-        """Groups that may be accepted or running, counted since the gate opened, under weights of `version`."""
+        """Groups that may be accepted or running with weights of `version`, counted since the gate opened."""
         return (version + 1 + self.max_staleness) * self.groups_per_step + self.spare
 
 
 @dataclass(frozen=True)
 class _TakenGroups:
-    """The groups of a step that the trainer has, until it has trained on them.
+    """Groups of a step that the trainer holds until it has trained on them.
 
     Attributes:
-        tokens: that were booked as trained.
-        mark: of the ledger, before they were.
+        tokens: number of tokens recorded as trained.
+        mark: state of the ledger before that.
     """
 
     step: int
@@ -227,19 +227,19 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
 
 
 class GroupTracker(TokenCounter):
-    """Every group and every token of a run's rollouts.
+    """Tracks every group and every token of a run's rollouts.
 
     Args:
-        on_stale: `rollout.on_stale`, decided.
-        counted: names of further counters whose step's counts are metrics.
+        on_stale: `rollout.on_stale`, resolved.
+        counted: names of further counters; their counts per step become metrics.
 
     Attributes:
         version: weight version that the engines serve and the trainer holds.
-        running, partial, accepted: see the module. The most urgent one of `partial` is the last.
+        running, partial, accepted: see the module. The last of `partial` is the most urgent.
         ledger: the fate of every generated token.
-        counters: of what happened to groups and responses.
+        counters: counts of events of groups and responses.
         allowance: groups that may be taken, accepted or running since the gate opened (`JoinedTrackers.allow`).
-        on_discard: told (group, number) of every rollout that is thrown away.
+        on_discard: called with (group, number) of every discarded rollout.
     """
 
     def __init__(self, rollout: RolloutConfig, on_stale: OnStale, counted: tuple[str, ...] = ()) -> None:
@@ -251,7 +251,7 @@ class GroupTracker(TokenCounter):
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()
         self.on_discard: Callable[[int, int], None] = lambda group, number: None
-        self._urgency = dict[int, tuple[int, int, int]]()  # of groups when they came to rest
+        self._urgency = dict[int, tuple[int, int, int]]()  # of groups when they were interrupted
         self._taken_count = 0
         self._taken: _TakenGroups | None = None
 
@@ -263,12 +263,12 @@ class GroupTracker(TokenCounter):
 
     @property
     def ready(self) -> int:
-        """Groups that were taken since the gate opened, or are accepted."""
+        """Groups accepted now, or taken since the gate opened."""
         return self._taken_count + len(self.accepted)
 
     def hand(self, group: Group, accepted: bool = False) -> None:
-        """A group of somebody else's prompt and id, with the tokens that it has, rests until there is room for it, or
-        waits for the trainer."""
+        """Add a group with its own prompt, id and tokens. It rests until the gate has room, or waits for the trainer if
+        `accepted`."""
         self.ledger.generate(trainable([group]))
         if accepted:
             self.accepted.append(group)
@@ -276,7 +276,8 @@ class GroupTracker(TokenCounter):
             self._rest(group)
 
     def resume(self) -> Group | None:
-        """The most urgent interrupted group that may still be trained, which is running then; None if there is none."""
+        """Move the most urgent interrupted group that may still be trained to `running` and return it; None if there is
+        none."""
         while self.partial:
             group = self.partial.pop()
             del self._urgency[group.group_id]
@@ -287,28 +288,25 @@ class GroupTracker(TokenCounter):
         return None
 
     def generated(self, sample: Sample, tokens: int) -> None:
-        """See `TokenCounter`."""
         self.ledger.generate(tokens)
         self.counters.add("aborted", sample.status is SampleStatus.ABORTED)
 
     def dropped(self, tokens: int, reason: str) -> None:
-        """See `TokenCounter`."""
         self.ledger.drop(tokens, reason)
 
     def masked(self, tokens: int, reason: str) -> None:
-        """See `TokenCounter`."""
         self.ledger.mask(tokens, reason)
 
     def begin_again(self, group: Group, number: int) -> None:
-        """A rollout loses what it generated: what made it cannot go on in the middle."""
+        """Drop the generated tokens of a rollout, because its function cannot continue from the middle."""
         self._restart(group, [number], "restarted")
 
     def put_back(self, group: Group) -> None:
-        """A running group rests as it is, until it is continued."""
+        """A running group rests unchanged until it is continued."""
         self._rest(self.running.pop(group.group_id))
 
     def interrupted(self, group: Group) -> None:
-        """A running group is interrupted and rests; without partial rollouts it begins again from its prompt."""
+        """A running group is interrupted and rests; without partial rollouts it restarts from its prompt."""
         if not self._rollout.partial:
             self._restart(group, group.numbers, "aborted")
         self.put_back(group)
@@ -317,7 +315,7 @@ class GroupTracker(TokenCounter):
         """A running group is generated and scored: accept it or drop it.
 
         Raises:
-            UserError: the dynamic filter failed; the group is running still.
+            UserError: the dynamic filter failed; the group still counts as running.
         """
         failed = [s for s in group.samples if s.status is SampleStatus.FAILED]
         for sample in failed:
@@ -338,8 +336,8 @@ class GroupTracker(TokenCounter):
             self._drop(group, self._filter_name)
 
     def count_failure(self, group: Group, reason: str) -> bool:
-        """Count a failure of the group's own. Whether it is the second one: the group is dropped then, so that a run
-        and its resumes do not end at one group again and again."""
+        """Count a failure that the group itself caused. At the second one, drop the group and return True, so a run and
+        its resumes do not fail at the same group repeatedly."""
         group.failures += 1
         if group.failures < 2:
             return False
@@ -359,7 +357,7 @@ class GroupTracker(TokenCounter):
         bisect.insort(self.partial, group, key=lambda g: self._urgency[g.group_id])
 
     def _finished_in_time(self, group: Group) -> bool:
-        """Take truncated responses out of the loss, as `rollout.mask_truncated` says; whether anything is left."""
+        """Mask truncated responses if `rollout.mask_truncated` is set; returns whether any tokens are left to train."""
         if self._rollout.mask_truncated:
             cut = [s for s in group.samples if s.status is SampleStatus.TRUNCATED]
             self.ledger.mask(sum(s.mask_all() for s in cut), "truncated")
@@ -381,11 +379,11 @@ class GroupTracker(TokenCounter):
             self.on_discard(group.group_id, number)
 
     def _log_dropped(self, group: Group, reason: str, tokens: int = 0, cause: str = "") -> None:
-        """Write one line of JSON about a group that no step trains on.
+        """Log one line of JSON about a group that no step trains on.
 
         Args:
             reason: as in `ledger/dropped/{reason}_tokens`, or `truncated` or `stale` if all its tokens are masked.
-            tokens: of the group, that are dropped.
+            tokens: number of dropped tokens of the group.
             cause: of its second failure.
         """
         rewards = [sample.reward for sample in group.samples]
@@ -396,16 +394,16 @@ class GroupTracker(TokenCounter):
     # ---------------------------------------------------------------------------------------------- the age test
 
     def published(self, version: int) -> None:
-        """The engines serve weights of `version`: what was taken for an older step is trained, and what is accepted is
-        tested for its age."""
+        """The engines serve weights of `version`: groups taken for an older step count as trained, and accepted groups
+        pass the age test again."""
         self.version = version
         if self._taken is not None and self._taken.step < version:
             self._taken = None
         self.accepted = [g for g in self.accepted if self.passes_age_test(g)]
 
     def passes_age_test(self, group: Group) -> bool:
-        """Mask, restart or drop what is too old in a complete group; whether it is accepted then. A group that is
-        restarted rests."""
+        """Mask, restart or drop tokens of a complete group that are too old; returns whether it is accepted then. A
+        restarted group rests."""
         oldest = group.oldest_version
         if self._on_stale != "keep" and oldest is not None and oldest < self._oldest_allowed():
             if self._on_stale != "mask":
@@ -423,7 +421,8 @@ class GroupTracker(TokenCounter):
         return self.version - self._rollout.max_staleness
 
     def _fresh_again(self, group: Group) -> bool:
-        """Re-roll the stale rollouts of a group, or drop the group; whether it is still to be generated."""
+        """Generate the stale rollouts of a group again, or drop the group; returns whether it must still be
+        generated."""
         limit = self._oldest_allowed()
         stale = {s.number: None for s in group.samples if (v := s.oldest_version) is not None and v < limit}
         if stale and self._on_stale == "drop":
@@ -437,18 +436,18 @@ class GroupTracker(TokenCounter):
 
     @property
     def taken(self) -> list[Group]:
-        """The groups that the trainer has, until it has trained on them."""
+        """Groups that the trainer holds and has not trained on yet."""
         return [] if self._taken is None else self._taken.groups
 
     def held(self) -> list[Group]:
-        """Every group but those that were taken."""
+        """All groups except taken ones."""
         return [*self.accepted, *self.partial, *self.running.values()]
 
     def take(self, step: int, ids: Collection[int] | None = None) -> tuple[list[Group], dict[str, float]]:
         """Hand a step's groups to the trainer, those with the oldest tokens first, and close the step's counts.
 
         Args:
-            ids: which of the accepted groups; None for the first `groups_per_step`.
+            ids: selects accepted groups; None for the first `groups_per_step`.
 
         Returns:
             The groups in order of their ids; `ledger/*` and the step's counts of `rollout/*` and `reward/errors`.
@@ -470,13 +469,13 @@ class GroupTracker(TokenCounter):
         return groups, metrics
 
     def give_back(self, blamed: Sequence[Group] = ()) -> bool:
-        """Undo the last `take`: its groups wait for the next one.
+        """Undo the last `take`: its groups are accepted again and wait for the next one.
 
         Args:
-            blamed: those of its groups that cannot be trained. One that failed before is dropped.
+            blamed: groups that cannot be trained. A blamed group that failed before is dropped.
 
         Returns:
-            Whether all blamed groups were dropped, so that another `take` may go on without them.
+            Whether all blamed groups were dropped, so another `take` can proceed without them.
         """
         taken, self._taken = self._taken, None
         assert taken is not None, "nothing was taken"
@@ -489,10 +488,10 @@ class GroupTracker(TokenCounter):
     # ---------------------------------------------------------------------------------------------------- state
 
     def kept(self, next_step: int | None = None) -> Kept:
-        """What a state holds.
+        """State for a checkpoint.
 
         Args:
-            next_step: step that a resumed run begins with; its groups are included where they are taken already.
+            next_step: first step of a resumed run; its groups are included even if they are taken already.
         """
         taken = self._taken
         untrained = taken if taken is not None and next_step is not None and taken.step >= next_step else None
@@ -505,7 +504,7 @@ class GroupTracker(TokenCounter):
         return Kept(*packed, ledger, dict(self.counters.total), untrained is not None)
 
     def begun(self) -> Begun:
-        """What an outline holds."""
+        """Outline for a checkpoint."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
         groups = PackedGroups.begun(sorted(self.held(), key=lambda g: g.group_id))
@@ -513,33 +512,34 @@ class GroupTracker(TokenCounter):
 
 
 def due(group: Group) -> tuple[int, int]:
-    """In which order accepted groups are trained."""
+    """Sort key of accepted groups: the order in which they are trained."""
     return group.oldest_version or 0, group.group_id
 
 
 def _urgency(group: Group) -> tuple[int, int, int]:
-    """More for interrupted groups with older tokens, which have the least time left; none have the most."""
+    """Sort key of interrupted groups: higher for older tokens, which have the least time left; without tokens
+    lowest."""
     oldest = group.oldest_version
     return (0 if oldest is None else 1, -(oldest or 0), -group.group_id)
 
 
-# The trackers of several managers as one: what is begun, what a step takes, what became of every token.
+# The trackers of several managers as one.
 #
-# Each manager tracks its own groups. Here is what there is one of: the division of the gate, the choice of a
-# step's groups, the ledger since the start of the run. Pure arithmetic over what managers report, as `GroupTracker`
-# is, so that the two can be compared event by event.
+# Each manager tracks its own groups. This part has the state that exists once per run: the division of the gate, the
+# choice of a step's groups, the ledger since the start of the run. It is pure arithmetic over the managers' reports,
+# like `GroupTracker`, so a test can compare the two event by event.
 
 Due = tuple[int, int]
-"""Of an accepted group: when it is trained (`tracker.due`); the second number is its id."""
+"""(training order as in `due`, group id) of an accepted group."""
 
 
 @dataclass(frozen=True)
 class ManagerShare:
-    """Where a manager stands when the gate is divided.
+    """Input of one manager for the division of the gate.
 
     Attributes:
-        ready: its groups that were taken since the gate opened, or are accepted.
-        engines: that are alive.
+        ready: groups accepted now, or taken since the gate opened.
+        engines: number of living engines.
     """
 
     ready: int
@@ -547,12 +547,12 @@ class ManagerShare:
 
 
 def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> list[int]:
-    """How many of `groups` new groups each manager is given: one after the other to the one with the fewest unfinished
-    groups for each living engine. A manager without engines is given none.
+    """Divide `groups` new groups among managers: each next one goes to the manager with the fewest unfinished groups
+    per living engine. A manager without engines gets none.
 
     Args:
-        unfinished: groups that each manager has been given and not finished; below 0 where it holds finished ones that
-            were never given. engines: that live, of each.
+        unfinished: groups given to each manager and not finished; below 0 if it holds finished groups that were never
+            given to it. engines: living engines of each.
     """
     assert any(engines), "no manager has a living engine"
     queue = [
@@ -568,11 +568,11 @@ def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> lis
 
 
 class JoinedTrackers:
-    """Several managers' trackers.
+    """The trackers of several managers as one.
 
     Attributes:
         version: weight version that all engines serve.
-        next_group_id: groups that were begun.
+        next_group_id: number of groups begun so far.
         allowances: groups that each manager may take, accept and run since the gate opened.
     """
 
@@ -580,7 +580,7 @@ class JoinedTrackers:
         self._gate, self._groups_per_step = SubmitGate.of(rollout), rollout.groups_per_step
         self._base_version: int | None = None
         self._settled = Ledger()  # tokens whose fate was known before the managers began
-        self._counted = Counter[str]()  # before they did
+        self._counted = Counter[str]()  # counts from before that
         self._mark, self._mark_before = dict[str, int](), dict[str, int]()  # of the last two steps
         self.version = self.next_group_id = 0
         self.allowances = [0] * managers
@@ -589,17 +589,18 @@ class JoinedTrackers:
 
     @property
     def is_open(self) -> bool:
-        """Whether the gate was opened."""
+        """Whether the gate has been opened."""
         return self._base_version is not None
 
     def allow(self, shares: Sequence[ManagerShare]) -> list[int]:
-        """Divide what the gate allows more than it did; returns `allowances`. It opens at the first time."""
+        """Divide the increase of the gate's limit among managers; returns `allowances`. The first call opens
+        the gate."""
         if self._base_version is None:
             self._base_version = self.version
         more = self._gate.limit(self.version - self._base_version) - sum(self.allowances)
         unfinished = [allowed - share.ready for allowed, share in zip(self.allowances, shares, strict=True)]
         engines = [share.engines for share in shares]
-        if not any(engines):  # whoever asks them for anything is told so
+        if not any(engines):  # without engines, requests fail with that error
             engines = [1] * len(shares)
         given = dealt(more, unfinished, engines)
         self.allowances = [allowed + new for allowed, new in zip(self.allowances, given, strict=True)]
@@ -608,8 +609,8 @@ class JoinedTrackers:
     # -------------------------------------------------------------------------------------------------------- a step
 
     def choose(self, accepted: Iterable[Iterable[Due]]) -> list[set[int]]:
-        """The ids that a step takes from each manager: as `GroupTracker.take`, those with the oldest tokens first,
-        whoever has them."""
+        """Choose the ids that a step takes from each manager: as in `GroupTracker.take`, the oldest tokens first, over
+        all managers."""
         every = sorted((due, manager) for manager, of_one in enumerate(accepted) for due in of_one)
         chosen = [set[int]() for _ in self.allowances]
         for (_, group_id), manager in every[: self._groups_per_step]:
@@ -620,8 +621,8 @@ class JoinedTrackers:
         """Close a step's counts; returns `ledger/*`.
 
         Args:
-            ledgers: of all managers, after they have handed the step's groups over.
-            alive: trainable tokens counted in everything that they still hold.
+            ledgers: of all managers, after they have handed over the step's groups.
+            alive: trainable tokens in all groups that they still hold.
         """
         ledger = self.ledger(ledgers)
         moved = ledger.settle(alive)
@@ -629,30 +630,30 @@ class JoinedTrackers:
         return {f"ledger/{name}": float(value) for name, value in moved.items()}
 
     def given_back(self) -> None:
-        """The managers have undone what they handed over last."""
+        """Undo `taken`, after the managers have taken back their groups."""
         self._mark = self._mark_before
 
     def ledger(self, ledgers: Sequence[Ledger]) -> Ledger:
-        """The fate of every token of the run, from those of all managers."""
+        """The fate of every token of the run, from the ledgers of all managers."""
         return Ledger.joined([self._settled, *ledgers], self._mark)
 
     # -------------------------------------------------------------------------------------------------------- state
 
     def continue_from(self, saved: Continued) -> None:
-        """Begin with what was saved, whose groups the managers are handed."""
+        """Start from a saved state; its groups go to the managers separately."""
         self._settled, self._mark = saved.ledger.without_pending(), saved.ledger.marked()
         self._counted = Counter(saved.counters)
         self.version, self.next_group_id = saved.version, saved.next_group_id
 
     def state(self, parts: Sequence[Kept]) -> State:
-        """What a state file holds, from what all managers keep."""
+        """Contents of a state file, from the state of all managers."""
         ledger = self.ledger([part.ledger for part in parts])
         if any(part.untrained for part in parts):
             ledger = ledger.before_training(0, self._mark_before)
         return state_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
 
     def outline(self, parts: Sequence[Begun]) -> State:
-        """What an outline holds, from what all managers have begun."""
+        """Contents of an outline, from the outlines of all managers."""
         ledger = self.ledger([part.ledger for part in parts])
         return outline_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
 

@@ -1,4 +1,4 @@
-"""Rollouts that begin outside of the run: programs of others ask its model and hand in what became of it."""
+"""Rollouts that begin outside the run: external programs send requests to its model and submit the results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mslime.rollout.workflow import Engine, Episode, Task
 
 
 class HostedRollouts(ABC):
-    """A rollout function of such a run. A package adds one by an entry point of the group `mslime.environments`, whose
-    name is then a value of `rollout.function`.
+    """Rollout function for externally started rollouts. A package adds one through an entry point of the group
+    `mslime.environments`; its name then becomes a value of `rollout.function`.
 
     Args:
         config: of the run.
 
     Attributes:
-        counted: names of what it counts in `guests.tracker.counters`; each is the metric `rollout/NAME` of every step.
+        counted: names of its counters in `guests.tracker.counters`; each is the metric `rollout/NAME` of every step.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -28,12 +28,12 @@ class HostedRollouts(ABC):
 
     @abstractmethod
     def attach(self, guests: Guests) -> None:
-        """Receive the way to the engines. Called once, before the first rollout."""
+        """Receive the access to the engines. Called once, before the first rollout."""
 
     @abstractmethod
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """One rollout that was handed in; see `rollout.workflow`."""
+        """Return one submitted rollout; see `rollout.workflow`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop serving. What was not handed in is dropped."""
+        """Stop serving. Results that were not submitted are dropped."""

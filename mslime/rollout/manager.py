@@ -1,8 +1,8 @@
-"""A rollout manager: it generates and scores the groups that it is handed, over its share of the engines.
+"""A rollout manager: generates and scores its groups on its share of the engines.
 
-The rollout service (`service`) has what there is one of: prompts, ids, the gate, the ledger since the start. It asks
-its managers, and everything that either sends the other is here. Methods are coroutines, because a manager may be in
-another process (`run.ray_calls`). Knows neither Ray nor Megatron. All methods belong to one event loop.
+The rollout service (`service`) holds the state that exists once: prompts, ids, the gate, the ledger since the start. It
+calls its managers; this module defines all records that they exchange. Methods are coroutines, because a manager may
+run in another process (`run.ray_calls`). Independent of Ray and Megatron. All methods belong to one event loop.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.engine_pool import EnginePool
 
 REPORT_EVERY_S = 0.02
-"""Between two answers of `Manager.moved` to another process: a step of thousands of groups must not become as many
-messages."""
+"""Minimum time between two answers of `Manager.moved` to another process: a step of thousands of groups must not cause
+as many messages."""
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25
 Span = tuple[str, str, float, float, int]
@@ -64,12 +64,12 @@ Span = tuple[str, str, float, float, int]
 
 @dataclass(frozen=True)
 class Standing:
-    """What is told of a step that is late.
+    """A manager's numbers for the error of a late step.
 
     Attributes:
-        outside: rollouts whose function works on something else than generation.
-        failed, filtered, truncated: rollouts and groups that do not count, in this step.
-        engines: that are alive.
+        outside: rollouts whose function currently works outside generation.
+        failed, filtered, truncated: rollouts and groups of this step that do not count.
+        engines: number of living engines.
     """
 
     accepted: int
@@ -83,13 +83,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a manager stands.
+    """Progress report of a manager.
 
     Attributes:
         serial: later reports have higher numbers.
         accepted, running: groups. done, aborted: responses of this step.
-        wanted: new groups that it has room for, and nothing to continue.
-        share: what the gate is divided by.
+        wanted: new groups that it has room for, beyond groups to continue.
+        share: input for the division of the gate.
         failed: something failed, and waits to be raised.
     """
 
@@ -109,10 +109,10 @@ class HandedOver:
 
     Attributes:
         ledger: of the manager, afterwards.
-        alive: trainable tokens counted in what it still holds.
+        alive: trainable tokens in all groups that it still holds.
         counts: `rollout/*` and `reward/errors` of the step.
         cached_tokens: prompt tokens that its engines had in their caches.
-        spans: stretches of work since the last step.
+        spans: timeline spans since the last step.
     """
 
     groups: list[Group]
@@ -124,18 +124,18 @@ class HandedOver:
 
 
 class Manager:
-    """Generates and scores the groups that it is handed, over its share of the engines.
+    """Generates and scores its groups on its share of the engines.
 
     Args:
         tokenizer: decodes responses and encodes held-out prompts.
         scorer: the reward.
-        teacher: scores finished responses, when it is served (`teacher`).
-        eval_scorers: by held-out set, of those that are not scored as in training.
+        teacher: scores finished responses, if a teacher is served (`teacher`).
+        eval_scorers: by held-out set, for sets that are not scored as in training.
         adapter, places: see `Generator`.
-        report_every_s: at least, between two answers of `moved`.
+        report_every_s: minimum time between two answers of `moved`.
 
     Attributes:
-        tracker: where every group is, and the fate of every generated token.
+        tracker: location of every group, and the fate of every generated token.
     """
 
     def __init__(
@@ -207,7 +207,8 @@ class Manager:
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
-        otherwise the engines keep them and go on with the new weights. For adapters alone nothing is held."""
+        otherwise the engines keep them and continue with the new weights. If only adapters are synced, nothing is held.
+        """
         if self._config.syncs_adapters:
             return
         mode = self._pause_mode
@@ -218,9 +219,8 @@ class Manager:
         await self._everywhere(lambda: self._engines.pause(mode))
 
     async def resume_after_update(self, version: int) -> None:
-        """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
-        `in_place`, which keeps the caches of running responses by its nature; new requests do not find them
-        (`Generator`)."""
+        """Continue with weights of `version`. Prefixes cached with older weights are flushed. `pause_mode: in_place`
+        has to keep the caches of running responses instead; new requests do not match old prefixes (`Generator`)."""
         self.tracker.published(version)
         if self._config.syncs_adapters:
             await self._switch(version)
@@ -234,9 +234,9 @@ class Manager:
             self._go_on()
 
     async def _switch(self, version: int) -> None:
-        """Go on with the adapters of `version`, which the engines have loaded. Responses that run under older ones are
-        interrupted, and go on at once under these; with `pause_mode: in_place` each request ends under its own.
-        Prefixes are an adapter's own in the engines' caches."""
+        """Continue with the adapters of `version`, which the engines have loaded. Responses of older adapters are
+        interrupted and continue at once with the new ones; with `pause_mode: in_place` each request ends with its own.
+        Prefix caches of engines are per adapter."""
         self._runner.forget_deaths()
         interrupt = self._pause_mode == "abort"
         await self._everywhere(lambda: self._engines.switch(version, interrupt, self._adapter))
@@ -244,12 +244,12 @@ class Manager:
             self._go_on()
 
     async def drain(self) -> None:
-        """Interrupt all generation and wait until no request of ours is at an engine. Tokens generated so far are kept.
-        An engine that answers nothing for `deadlines.engine_control_s` is given up: what it has is sampled anew. One
-        that began to hang just after an answer is found in a second term of the same length.
+        """Interrupt all generation and wait until no request of this manager is at an engine. Generated tokens are
+        kept. An engine without an answer for `deadlines.engine_control_s` is marked dead, and its responses are sampled
+        again. A second period of the same length detects an engine that hung just after an answer.
 
         Raises:
-            EngineError: one that goes on answering holds on to its requests for longer than twice that.
+            EngineError: an engine still answers, but did not stop its requests within twice that time.
         """
         traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
         self._runner.stop_traffic()
@@ -264,8 +264,8 @@ class Manager:
         await self._runner.settle(SETTLE_S)
 
     async def _obeyed(self, deadline: float) -> bool:
-        """Whether engines have stopped all requests by then (`time.monotonic`). They are told again and again: a
-        request can slip past an abort that reaches the engine before it does."""
+        """Whether engines stopped all requests before `deadline` (`time.monotonic`). The abort is repeated, because a
+        request can arrive after an abort that was sent later."""
         traffic = self._runner.traffic
         while traffic.in_flight:
             await self._everywhere(lambda: self._engines.abort(self._adapter))
@@ -275,10 +275,10 @@ class Manager:
         return True
 
     async def answer_rows(self, eval_set: EvalSetConfig, first: int = 0, every: int = 1) -> list[Group]:
-        """Rows `first`, `first + every`, ... of a held-out set, answered and scored with the weights that the engines
-        serve now; each group has the number of its row.
+        """Generate and score rows `first`, `first + every`, ... of a held-out set, with the weights that the engines
+        serve now; a group's id is its row number.
 
-        Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
+        Raises DataError for a bad file, EngineError if no engine is left, RewardError according to `reward.on_error`.
         """
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
         sampling = Sampling.for_evaluation(self._config.rollout, self._model, self._limits, eval_set)
@@ -295,13 +295,13 @@ class Manager:
 
         scorer = self._eval_scorers.get(eval_set.name, self._scorer)
         rollout = self._config.rollout
-        most = SubmitGate.of(rollout).limit(0) * rollout.group_size  # under way before a step is taken
+        most = SubmitGate.of(rollout).limit(0) * rollout.group_size  # limit of groups in flight before a step is taken
         at_once = sys.maxsize if self._workflow is single_turn else most
         await answer(groups, roll, scorer, at_once)
         return groups
 
     async def close(self) -> None:
-        """Stop generating, whatever it loses at the engines. What is held may still be saved."""
+        """Stop generating; data at the engines is lost. The groups held here can still be saved."""
         await self._runner.close()
         if isinstance(self._workflow, EnvironmentRollout | HostedRollouts):
             await self._workflow.close()
@@ -317,7 +317,7 @@ class Manager:
         return await self.report()
 
     async def moved(self) -> Report:
-        """`report`, once a group has ended or something failed since the last answer. One caller at a time."""
+        """`report`, after a group has ended or something failed since the last call. One caller at a time."""
         await self._runner.moved.wait()
         await asyncio.sleep(max(0.0, self._told_at + self._report_every_s - time.monotonic()))
         self._runner.moved.clear()
@@ -325,7 +325,7 @@ class Manager:
         return await self.report()
 
     async def report(self) -> Report:
-        """Where this manager stands now."""
+        """Current progress of this manager."""
         tracker, runner = self.tracker, self._runner
         self._serial += 1
         going = runner.traffic.open and runner.failure is None
@@ -341,16 +341,16 @@ class Manager:
         )
 
     async def hand(self, groups: Sequence[Group]) -> None:
-        """New groups, which rest until there is room for them."""
+        """Add new groups, which rest until there is room for them."""
         self._take_in(groups)
         self._pump()
 
     async def accepted(self) -> list[Due]:
-        """The groups that wait for the trainer."""
+        """Accepted groups, which wait for the trainer."""
         return [due(group) for group in self.tracker.accepted]
 
     async def hand_over(self, step: int, ids: Collection[int]) -> HandedOver:
-        """These accepted groups go to the trainer, for `step`; see `GroupTracker.take`."""
+        """Hand these accepted groups to the trainer for `step`; see `GroupTracker.take`."""
         groups, booked = self.tracker.take(step, ids)
         counts = {name: value for name, value in booked.items() if not name.startswith("ledger/")}
         spans, self._spans = self._spans, []
@@ -358,21 +358,22 @@ class Manager:
         return HandedOver(groups, self.tracker.ledger.copy(), trainable(self.tracker.held()), counts, cached, spans)
 
     async def give_back(self, ids: Collection[int]) -> bool:
-        """Undo the last `hand_over`, as `GroupTracker.give_back`. `ids`: blamed groups, if any are of this manager."""
+        """Undo the last `hand_over`; see `GroupTracker.give_back`. `ids`: blamed groups, if any are of this manager."""
         return self.tracker.give_back([group for group in self.tracker.taken if group.group_id in ids])
 
     async def end_failing(self) -> BaseException | None:
-        """Come to rest, because some manager failed; what failed here, if anything did, which is forgotten then."""
+        """Interrupt everything after a failure of any manager. Returns and clears this manager's own failure,
+        if any."""
         failure = self._runner.take_failure()
         await self._come_to_rest()
         return failure
 
     async def standing(self) -> Standing:
-        """What is told of a step that is late."""
+        """Numbers for the error of a late step."""
         return self._standing()
 
     async def resume_with(self, version: int, allowance: int | None) -> None:
-        """`resume_after_update`, with a new allowance (see `go_on`) where the gate is open."""
+        """`resume_after_update`, with a new allowance (see `go_on`) if the gate is open."""
         if allowance is not None:
             self.tracker.allowance = allowance
         await self.resume_after_update(version)
@@ -381,16 +382,17 @@ class Manager:
     # ---------------------------------------------------------------------------------------------------- state
 
     async def continue_with(self, version: int, accepted: Sequence[Group], resting: Sequence[Group]) -> None:
-        """Hold these groups, before anything was begun."""
+        """Start with these groups of a saved state, before anything is begun."""
         self.version = version
         self._take_in(accepted, accepted=True)
         self._take_in(resting)
 
     async def kept(self, next_step: int | None, interrupt: bool) -> Kept:
-        """What a state holds of this manager. Its groups may go on changing.
+        """State of this manager for a checkpoint. Its groups may continue to change.
 
         Args:
-            interrupt: with the tokens that engines hold at this moment, which go on afterwards. Raises EngineError.
+            interrupt: interrupt requests to include the tokens at the engines; generation continues afterwards. Raises
+                EngineError.
         """
         was_open = self._runner.traffic.open
         if interrupt:
@@ -401,11 +403,11 @@ class Manager:
         return kept
 
     async def begun(self) -> Begun:
-        """What an outline holds of this manager."""
+        """Outline of this manager for a checkpoint."""
         return self.tracker.begun()
 
     def _take_in(self, groups: Sequence[Group], accepted: bool = False) -> None:
-        """Groups that come from another process are copied: they cannot be written to."""
+        """Add groups; copy groups that come from another process, because their arrays are read-only."""
         for group in groups:
             mine = all(sample.loss_mask.flags.writeable for sample in group.samples)
             self.tracker.hand(group if mine else copy.deepcopy(group), accepted)
@@ -413,7 +415,7 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ submission
 
     def _go_on(self) -> None:
-        """Let groups be submitted and continued."""
+        """Allow groups to be submitted and continued."""
         self._runner.traffic.open = True
         if self._guests is not None:
             self._guests.admit()
@@ -427,7 +429,7 @@ class Manager:
             self._runner.start(group)
 
     async def _come_to_rest(self) -> None:
-        """Something failed: interrupt everything, if an engine lives, and begin nothing more."""
+        """After a failure: interrupt everything, if an engine lives, and begin nothing more."""
         if living(self._engines):
             await self.drain()
         self._runner.stop_traffic()
@@ -440,7 +442,7 @@ class Manager:
         )  # fmt: skip
 
     async def _everywhere(self, call: Callable[[], Awaitable[None]]) -> None:
-        """A control call to all engines, again when one dies meanwhile. Raises EngineError when none is left."""
+        """Send a control call to all engines; repeat it if one dies meanwhile. Raises EngineError if none is left."""
         while True:
             try:
                 return await call()
@@ -464,10 +466,10 @@ class Manager:
         self._spans.append((lane, name, start, end, self._step))
 
 
-# What one of several rollout managers has of the run's settings: what there is one of is divided, or counted up.
+# Settings of one of several rollout managers: limits of shared servers are divided, fixed ports counted up.
 #
-# Processes (`reward.workers`, environments) and limits for each engine are each manager's own, since they grow with the
-# engines. Servers that all managers ask, and addresses, are not.
+# Processes (`reward.workers`, environments) and limits for each engine hold per manager, since they grow with the
+# engines.
 
 Servers = TypeVar("Servers", bound=RewardServersConfig)
 Grader = TypeVar("Grader", bound=GraderConfig)
@@ -475,8 +477,8 @@ ScoringSection = TypeVar("ScoringSection", bound=ScoringConfig)
 
 
 def share_of(config: RunConfig, index: int) -> RunConfig:
-    """The settings of manager `index` of `rollout.managers`. A fixed port of the agents' server is that of manager 0,
-    and the others follow; requests to a served teacher and to served rewards are divided."""
+    """Settings of manager `index` of `rollout.managers`. A fixed port of the agents' server is used by manager 0, and
+    the others count up from it. Concurrency limits for served teachers and rewards are divided."""
     teacher, rollout, data, every = config.teacher, config.rollout, config.data, config.rollout.managers
     port = rollout.server.port + index if rollout.server.port else 0
     sets = [

@@ -1,4 +1,4 @@
-"""What the rollout package asks of its neighbours, and the records it hands out."""
+"""Interfaces that the rollout package uses, and the records that it returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mslime.data.sample import Group, Sample
 
 
 class Engines(Protocol):
-    """Engines that requests are balanced over: `backends.sglang.engine_pool.EnginePool`, or a script of replies."""
+    """Engines with load balancing: `backends.sglang.engine_pool.EnginePool`, or scripted replies."""
 
     @property
     def clients(self) -> Sequence[object]:
@@ -26,7 +26,7 @@ class Engines(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Continue a sequence on one engine. Raises EngineDied when it died meanwhile, EngineError when it refused."""
+        """Continue a sequence on one engine. Raises EngineDied if it died meanwhile, EngineError if it refused."""
         ...
 
 
@@ -37,10 +37,10 @@ def living(engines: Engines) -> int:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Where engines end a sequence, beside the model's own length.
+    """Limits at which engines end a sequence, besides the model's own length.
 
     Attributes:
-        refused_input: an engine refuses to continue so many tokens, or more (6 fewer than its context holds).
+        refused_input: an engine refuses to continue this many tokens, or more (6 fewer than its context holds).
         end_ids: tokens that end a response at the engines.
     """
 
@@ -53,7 +53,7 @@ class StepBatch:
     """The groups of one training step.
 
     Attributes:
-        version: weight version of the trainer when they were taken.
+        version: the trainer's weight version when they were taken.
         metrics: `reward/*`, `rollout/*`, `staleness/*` and `ledger/*` of the step.
     """
 
@@ -64,11 +64,11 @@ class StepBatch:
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples, groups one after the other."""
+        """All samples of all groups, in order."""
         return [s for g in self.groups for s in g.samples]
 
 
-# An object that is asked by its methods, wherever it lives: in this process here, in another in `run.ray_calls`.
+# Calls to an object's methods, independent of its process: this one here, another one in `run.ray_calls`.
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -77,10 +77,10 @@ P = ParamSpec("P")
 
 
 class Asked(Protocol[T_co]):
-    """`await manager.ask(Manager.report)`: the types of arguments and answer are those of the method."""
+    """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
 
     async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """Return what the method returns, or raise what it raises."""
+        """Call the method: return its result or raise its error."""
         ...
 
 
@@ -91,5 +91,4 @@ class Local(Generic[T]):
         self.it = it
 
     async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
-        """See `Asked`."""
         return await getattr(self.it, method.__name__)(*args, **options)

@@ -1,4 +1,4 @@
-"""Sequences of a rollout while they grow, and what a rollout function returned: what is trained, or an error."""
+"""Growing sequences of a rollout, and validation of a rollout function's result: sequences to train, or an error."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from mslime.extensions import checked_metrics
 from mslime.rollout.agents.chat.session import ReplyTurn
 from mslime.rollout.workflow import Episode
 
-# The sequences of one rollout: how they grow, that nobody else changed them, and which of them are trained.
+# Sequences of one rollout: growth, protection against changes by user code, and the choice of trained ones.
 
 
 class TokenCounter:
-    """Counts what becomes of the tokens of a rollout under way. This one counts nothing: its rollout is not trained."""
+    """Counts the fate of tokens of an unfinished rollout. This base class counts nothing: its rollout is not
+    trained."""
 
     def generated(self, sample: Sample, tokens: int) -> None:
-        """An engine returned `tokens` more of a sample, which are in it."""
+        """An engine returned `tokens` more tokens of a sample, which are already added."""
 
     def dropped(self, tokens: int, reason: str) -> None:
-        """So many tokens that were to be trained are gone."""
+        """`tokens` trainable tokens were discarded."""
 
     def masked(self, tokens: int, reason: str) -> None:
-        """So many tokens that were to be trained are context from now on."""
+        """`tokens` trainable tokens became context."""
 
 
 @dataclass(frozen=True)
 class TakenTurn:
-    """A turn of a sequence that a rollout takes in.
+    """A turn of a sequence that a rollout takes over.
 
     Attributes:
-        start, end: of its tokens, all of which the model sampled.
+        start, end: of its tokens, all sampled by the model.
         finish: how it ended.
-        masked: (start, end) of tokens within it that are not trained.
+        masked: (start, end) of its untrained tokens.
     """
 
     start: int
@@ -51,15 +52,15 @@ class TakenTurn:
 
 @dataclass(eq=False)
 class GrowingSample:
-    """A sample that grows.
+    """A growing sample.
 
     Attributes:
-        turn_start: where the turn begins that is generated now or comes next.
-        finish: how the newest turn ended; None when there is none, or it was cancelled.
-        newest: number of its newest turn among all turns of the rollout; 0 when it has none.
-        busy: a turn is generated.
-        source, at: the sequence that it was branched off, and how many tokens of that it begins with.
-        trained: tokens that were to be trained when `note` was called.
+        turn_start: start of the current or next turn.
+        finish: how the newest turn ended; None if there is none, or if it was cancelled.
+        newest: number of its newest turn among all turns of the rollout; 0 if it has none.
+        busy: a turn is being generated.
+        source, at: the sequence that it was branched from, and how many of its tokens it begins with.
+        trained: trainable tokens when `note` was called.
     """
 
     sample: Sample
@@ -76,40 +77,41 @@ class GrowingSample:
         self.note()
 
     def note(self) -> None:
-        """What it holds now is right. From now on its columns are read only: whoever changes them otherwise than by
-        another column, which is noticed, is told so where it is tried."""
+        """Record the present columns as valid and make them read-only: user code that writes to them fails at once.
+        `untouched` detects a replaced column."""
         self._known, self.trained = self._columns(), self.sample.trainable_tokens
         for column in self._known:
             column.flags.writeable = False
 
     def end_turn(self, number: int) -> None:
-        """Its turn ends here, as the rollout's turn `number`; the next one begins here."""
+        """End its turn here, as the rollout's turn `number`; the next one begins here."""
         if len(self.sample) > self.turn_start:
             self.sample.turns.append((self.turn_start, number))
         self.turn_start = len(self.sample)
 
     @property
     def untouched(self) -> bool:
-        """Whether it holds what `note` saw."""
+        """Whether its columns are those recorded by `note`."""
         return all(now is known for now, known in zip(self._columns(), self._known, strict=True))
 
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        """What only the engine and the environment may write."""
+        """Columns that only the engine and the environment may write."""
         return self.sample.tokens, self.sample.loss_mask, self.sample.log_probs
 
 
 def settle(
     group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], tracker: TokenCounter
 ) -> None:
-    """Let a rollout consist of the chosen ones of its sequences, in this order.
+    """Make the chosen sequences, in this order, the result of a rollout.
 
-    What only the others train is trained in the first chosen sequence that begins with it; the rest is dropped.
+    Tokens that only other sequences train are trained in the first chosen sequence that begins with them; the rest is
+    dropped.
 
     Args:
         grown: all sequences of the rollout, in the order in which they were begun.
     """
     for other in (g for g in grown if g not in chosen):
-        inherited, reached = 0, other.at  # what is before that is trained elsewhere
+        inherited, reached = 0, other.at  # earlier tokens are trained elsewhere
         for heir in (g for g in grown if g in chosen):
             if (shared := _shared(heir, other)) > reached:
                 inherited += heir.sample.adopt(other.sample, shared, reached)
@@ -119,7 +121,8 @@ def settle(
 
 
 def _shared(heir: GrowingSample, other: GrowingSample) -> int:
-    """With how many tokens of the other it begins, which it or a sequence before it was branched off; 0 else."""
+    """Number of leading tokens that `heir` shares with `other`, if it, or a source of it, was branched from `other`;
+    else 0."""
     shared, source = heir.at, heir.source
     while source is not None and source is not other:
         shared, source = min(shared, source.at), source.source
@@ -130,12 +133,12 @@ OWN = "return samples of engine.new_sample() and engine.branch()"
 Mistake = Callable[[str, str], RolloutError]
 """An error that names the function and its rollout, from a rule and a way out."""
 FindReply = Callable[[str, int], ReplyTurn | None]
-"""The turn of a choice of a response, by the id that the agent was told."""
+"""Finds the turn of a response's choice, by the response id that the agent received."""
 
 
 @dataclass(frozen=True)
 class RolloutOutcome:
-    """What a function told of its rollout.
+    """Validated result of a rollout function.
 
     Attributes:
         chosen: the sequences that are trained, at least one.
@@ -149,7 +152,7 @@ class RolloutOutcome:
 
 
 def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> RolloutOutcome:
-    """What a function told that returned this, from the sequences of its rollout. Raises RolloutError."""
+    """Validate a function's return value against the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
         way_out = "look at the environment; or set rollout.on_error: drop to leave such rollouts out"
@@ -174,7 +177,7 @@ def _episode(returned: object, error: Mistake) -> Episode:
 
 
 def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], error: Mistake) -> list[GrowingSample]:
-    """The sequences of an episode; without it, all that have turns, in the order of the newest ones."""
+    """The sequences named by an episode; otherwise all that have turns, in the order of their newest turns."""
     if samples is None:
         found = sorted((g for g in grown if g.finish is not None), key=lambda g: g.newest)
     else:
@@ -185,7 +188,7 @@ def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], er
             raise error(f"returned {wrong!r:.80}", OWN)
         if len({id(g) for g in found}) < len(found):
             raise error("returned a sample twice", "return each sequence once")
-    if any(g.busy for g in found):  # before the next one: until a turn has ended, there is none
+    if any(g.busy for g in found):  # checked before `finish`, which is None until a turn has ended
         raise error("returned while a turn was generated", "await it, or cancel it")
     if not found or any(g.finish is None for g in found):
         raise error(
@@ -209,7 +212,7 @@ def _check_sample(sample: Sample, error: Mistake) -> None:
 
 
 def _reward(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -> float | None:
-    """The rollout's, from the episode or from a sample of it."""
+    """The rollout's reward, from the episode or from one of its samples."""
     given = [r for r in (episode.reward, *(g.sample.reward for g in chosen)) if r is not None]
     for reward in given:
         if not (isinstance(reward, int | float) and math.isfinite(reward)):
@@ -237,13 +240,13 @@ def _steps(
 
 
 def _of_sample(sample: Sample, at: int, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
-    """Where the token at a position of a chosen sequence was generated."""
+    """(sample in which the token at a position of a chosen sequence was generated, position)."""
     named = next((g for g in chosen if g.sample is sample and 0 <= at < len(sample)), None)
     return None if named is None else (_origin(named, at), at)
 
 
 def _of_reply(turn: ReplyTurn | None, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
-    """Where the last token of a reply was generated, if a chosen sequence has it."""
+    """(sample in which a reply's last token was generated, position), if a chosen sequence contains that token."""
     if turn is None:
         return None
     last = turn.end - 1

@@ -1,11 +1,12 @@
 """The rollout service: one asyncio loop that serves synchronous, one-step-ahead and fully asynchronous training.
 
-With `max_staleness` 0 it generates inside `take` only, and interrupts what is left over when a step has enough; with
-`max_staleness` > 0 generation stops around weight updates only. Managers (`manager`) generate and score, one in this
-process or several in their own. The service draws prompts and hands them out, divides the gate, chooses a step's groups
-over all managers, adds the ledgers up, and writes one state file, from which any number of managers continues.
+With `max_staleness` 0 it generates only inside `take`, and interrupts the remaining groups when a step is complete.
+With `max_staleness` > 0 it stops generation only for weight updates. Managers (`manager`) generate and score, one in
+this process or several in their own. The service draws and distributes prompts, divides the gate, chooses a step's
+groups over all managers, and sums the ledgers. It writes one state file, from which any number of managers can
+continue.
 
-The service knows neither Ray nor Megatron. All its methods belong to one event loop.
+The service is independent of Ray and Megatron. All its methods belong to one event loop.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from mslime.rollout.step_metrics import batch_metrics
 T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
-"""For managers to say where they stand, when a step is late."""
+"""Time limit for the managers' reports when a step is late."""
 _NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, ManagerShare(0, 0), False)
 
 
 class RolloutService:
-    """Hands out groups that its managers generate and score.
+    """Distributes groups to managers that generate and score them.
 
     Args:
-        step_limit_s: within which the groups of a step are complete.
+        step_limit_s: time limit for completing the groups of a step.
         source: training prompts.
-        longest_input: prompts of so many tokens, or more, leave no room for a response.
+        longest_input: prompts of this many tokens, or more, leave no room for a response.
         has_teacher: a served teacher scores responses.
         on_progress: called whenever groups move: (groups that a step needs, accepted, running, responses that ended in
             this step, responses interrupted in it).
-        on_span: called with every stretch of work, for the timeline: (lane, name, start, end, step), in seconds since
-            the epoch.
-        on_evaluated: called with a held-out set's name and its scored groups, of no further use to the service.
+        on_span: called with every timeline span: (lane, name, start, end, step), in seconds since the epoch.
+        on_evaluated: called with a held-out set's name and its scored groups, which the service does not use
+            afterwards.
 
     Attributes:
         joined: the tracker of all managers together.
@@ -100,10 +101,10 @@ class RolloutService:
         """Wait for `groups_per_step` groups and hand them over for training.
 
         With `max_staleness` 0 everything else is interrupted and kept for the next step. A call that fails or is
-        cancelled takes nothing: what was finished waits for the next one.
+        cancelled takes nothing: finished groups wait for the next one.
 
         Raises:
-            UserError: what went wrong in the background (EngineError, RewardError, DataError ...).
+            UserError: a failure in the background (EngineError, RewardError, DataError ...).
             EngineError: not enough groups within `deadlines.rollout_step_s`.
         """
         self._step, started = step, time.time()
@@ -128,10 +129,10 @@ class RolloutService:
         """Undo the last `take`: its groups wait for the next one.
 
         Args:
-            blamed: those of its groups that cannot be trained. One that failed before is dropped.
+            blamed: groups that cannot be trained. A blamed group that failed before is dropped.
 
         Returns:
-            Whether all blamed groups were dropped, so that another `take` may go on without them.
+            Whether all blamed groups were dropped, so another `take` can proceed without them.
         """
         ids = {group.group_id for group in blamed}
         theirs = [ids & chosen for chosen in self._chosen]
@@ -144,7 +145,7 @@ class RolloutService:
         await self._all(lambda manager: manager.ask(Manager.pause_for_update))
 
     async def resume_after_update(self, version: int) -> None:
-        """Go on with weights of `version`; see `Manager.resume_after_update`."""
+        """Continue with weights of `version`; see `Manager.resume_after_update`."""
         self.joined.version = version
         allowances: Sequence[int | None] = [None] * len(self._managers)
         if self._works_ahead or self.joined.is_open:
@@ -153,12 +154,12 @@ class RolloutService:
         await self._each(allowances, lambda manager, allowance: manager.ask(Manager.resume_with, version, allowance))
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
-        """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now. Row i is
-        answered, and scored, by manager i modulo their number.
+        """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now. Manager i modulo
+        their number generates and scores row i.
 
-        May run beside everything else but a weight update, which must wait for it.
+        May run beside everything except a weight update, which must wait for it.
 
-        Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
+        Raises DataError for a bad file, EngineError if no engine is left, RewardError according to `reward.on_error`.
         """
         started, step, every = time.time(), self._step, len(self._managers)
         try:
@@ -176,12 +177,12 @@ class RolloutService:
         return summarise(eval_set.name, groups, time.time() - started)
 
     async def close(self) -> None:
-        """Stop generating, whatever it loses at the engines. What is held may still be saved."""
+        """Stop generating; data at the engines is lost. The groups held here can still be saved."""
         async with self._handing:
             for task in self._watching:
                 task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        with suppress(UserError):  # of one that is gone
+        with suppress(UserError):  # of a manager that has ended
             await self._all(lambda manager: manager.ask(Manager.close))
 
     def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
@@ -197,27 +198,27 @@ class RolloutService:
         metrics["rollout/cached_tokens"] = float(sum(part.cached_tokens for part in parts))
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
-        if generated := booked["ledger/generated_tokens"]:  # else all was ready, which says nothing of the engines
+        if generated := booked["ledger/generated_tokens"]:  # else all was ready: no measure of the engines
             metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
         return StepBatch(step, self.version, groups, metrics)
 
     # ---------------------------------------------------------------------------------------------------- state
 
     async def save(self, path: Path, next_step: int | None = None) -> FileSum:
-        """Write the service's state to `path` (.npz without pickle), whole or not at all; returns the file's sum.
+        """Write the service's state atomically to `path` (.npz without pickle); returns the file's checksum.
 
         Args:
-            next_step: step that a resumed run begins with; its groups are included where they are taken already.
+            next_step: first step of a resumed run; its groups are included even if they are taken already.
         """
         return await self._save(path, next_step, interrupt=False)
 
     async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
-        """`save` with the tokens that engines hold at this moment: interrupts them, and goes on while it writes."""
+        """`save` including tokens at the engines: interrupts generation, and continues it during the write."""
         return await self._save(path, next_step, interrupt=True)
 
     async def outline(self) -> bytes:
-        """A small state file for the case that this service is lost: groups that are not trained begin anew from
-        their prompts. Holds for a checkpoint after the step taken last."""
+        """A small state file for the case that this service is lost: untrained groups begin again from their prompts.
+        Valid for a checkpoint after the step taken last."""
         async with self._handing:
             parts = await self._all(lambda manager: manager.ask(Manager.begun))
             header, columns = self.joined.outline(parts)
@@ -225,12 +226,12 @@ class RolloutService:
 
     async def load(self, path: Path) -> None:
         """Continue from a file of `save` or `outline`, before the first `take`. Groups are dealt to the managers in
-        order of their ids. Raises CheckpointError when it cannot be read, DataError when the prompts are others."""
+        order of their ids. Raises CheckpointError if it cannot be read, DataError if the prompts differ."""
         with open_state(path) as (header, stored):
             await self.continue_from(header, stored)
 
     async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
-        """See `load`: what its file holds."""
+        """`load` from the contents of a file."""
         self._source.load_state_dict(header["source"])
         saved = continued(header, columns, new_group, has_teacher=self._taught)
         self.joined.continue_from(saved)
@@ -258,7 +259,7 @@ class RolloutService:
         self._note_all(reports)
 
     async def _allowances(self) -> list[int]:
-        """The gate, divided for the weights that the engines serve now."""
+        """The divided gate for the weights that the engines serve now."""
         reports = await self._all(lambda manager: manager.ask(Manager.report))
         return self.joined.allow([report.share for report in reports])
 
@@ -270,18 +271,18 @@ class RolloutService:
             ]
 
     async def _follow(self, index: int) -> None:
-        """Remember where a manager stands, and hand it the prompts that it asks for. Ends with the manager."""
+        """Record a manager's reports, and send it the prompts that it requests. Ends with the manager."""
         try:
             while True:
                 report = await self._managers[index].ask(Manager.moved)
                 self._note(index, report)
                 if report.wanted and self._failure is None:
                     await self._hand(index, report.wanted)
-        except Exception as error:  # whatever it is: `take` raises it
+        except Exception as error:  # any error: `take` raises it
             self._fail(error)
 
     async def _hand(self, index: int, count: int) -> None:
-        """New groups for a manager: as many as there are prompts for."""
+        """Send new groups to a manager, as far as prompts are available."""
         async with self._handing:
             groups: list[Group] = []
             try:
@@ -300,7 +301,7 @@ class RolloutService:
             self._note(index, report)
 
     def _note(self, index: int, report: Report) -> None:
-        """Remember a report, if no later one came before it."""
+        """Record a report unless a later one came first."""
         if report.serial < self._reports[index].serial:
             return
         self._reports[index] = report
@@ -322,7 +323,7 @@ class RolloutService:
     # ------------------------------------------------------------------------------------------------- waiting
 
     def _too_late(self, found: Standing) -> EngineError:
-        """The error of a step that has not enough groups in time."""
+        """The error of a step without enough groups in time."""
         return EngineError(
             f"rollout of step {self._step}",
             f"{found.accepted} of {self._groups_per_step} groups",
@@ -334,8 +335,8 @@ class RolloutService:
         )
 
     async def _enough(self) -> None:
-        """Return when a step's groups are accepted, over all managers. Raises what failed meanwhile, once all is at
-        rest."""
+        """Return when a step's groups are accepted, over all managers. Raises a failure after all managers have
+        stopped."""
         while True:
             self._moved.clear()
             if self._failure is not None or any(report.failed for report in self._reports):
@@ -345,7 +346,7 @@ class RolloutService:
             await self._moved.wait()
 
     async def _end_failing(self) -> BaseException:
-        """The first failure, once all managers are at rest. It is forgotten then."""
+        """Stop all managers, then return and clear the first failure."""
         failure, self._failure = self._failure, None
         answers = await asyncio.gather(*(m.ask(Manager.end_failing) for m in self._managers), return_exceptions=True)
         found = next((error for error in (failure, *answers) if error is not None), None)
@@ -353,7 +354,7 @@ class RolloutService:
         return found
 
     async def _standing(self) -> Standing:
-        """Of all managers that answer."""
+        """Sums over all managers that answer in time."""
         asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
         answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
         for task in silent:
@@ -362,11 +363,11 @@ class RolloutService:
         return Standing(*map(sum, zip((0,) * len(fields(Standing)), *found, strict=True)))
 
     async def _all(self, call: Callable[[Asked[Manager]], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to all managers at once. The first failure is raised, after all have answered."""
+        """Call all managers concurrently. Raises the first failure after all have answered."""
         return await self._each(self._managers, lambda manager, _: call(manager))
 
     async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
-        """`_all`, with a value for each."""
+        """`_all`, with one value per manager."""
         pairs = zip(self._managers, values, strict=True)
         answers = await asyncio.gather(*(call(manager, value) for manager, value in pairs), return_exceptions=True)
         return all_or_first_failure(answers)
@@ -381,7 +382,7 @@ def _id(group: Group) -> int:
 
 
 def next_prompt(source: PromptStream, longest_input: int) -> Prompt:
-    """The next prompt, which leaves room for a response. Raises UserError when there is none."""
+    """The next prompt that leaves room for a response. Raises UserError if there is none."""
     prompt = source.next()
     if len(prompt.tokens) >= longest_input:
         raise DataError(prompt.where, f"{len(prompt.tokens)} tokens",

@@ -1,6 +1,6 @@
-"""Places at the engines that several adapters share: each request takes one, as `FairGate` says whose turn it is.
+"""Engine slots shared by several adapters: each request takes one, in the order of `FairGate`.
 
-A request waits for its place before it is composed, so that who waits has nothing at an engine, and nothing to abort.
+A request waits for its slot before it is composed, so waiting requests have nothing at an engine to abort.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mslime.rollout.fair_gate import FairGate, InLine
 
 
 class SharedRoom:
-    """The places of a run. Belongs to one event loop.
+    """All engine slots of a run. Belongs to one event loop.
 
     Args:
-        capacity: requests that all engines run at once; asked anew each time, since engines come and go.
+        capacity: requests that all engines run at once; called each time, since engines come and go.
         weights: of each adapter, by name; above 0.
     """
 
@@ -27,20 +27,20 @@ class SharedRoom:
         self._waiting = {name: deque[asyncio.Event]() for name in weights}
 
     def of(self, name: str) -> Places:
-        """The places of one adapter."""
+        """The slots of one adapter."""
         assert name in self._running, f"no adapter {name}"
         return Places(self, name)
 
     def leave(self, name: str) -> None:
-        """The adapter is trained: its share is the others'."""
+        """The adapter is trained: the other adapters take over its share."""
         if len(self._weights) > 1:
             self._weights.pop(name, None)
             self._admit()
 
     async def enter(self, name: str) -> None:
-        """Return when the adapter has a place for one more request."""
+        """Wait until the adapter has a slot for one more request."""
         if len(self._running) == 1 and not self._waiting[name] and self._running[name] < max(self._capacity(), 1):
-            self._running[name] += 1  # nobody else is there to be asked for
+            self._running[name] += 1  # a single adapter needs no gate
             return
         turn = asyncio.Event()
         self._waiting[name].append(turn)
@@ -69,7 +69,7 @@ class SharedRoom:
             self._waiting[name].popleft().set()
 
     def _next(self, gate: FairGate) -> str | None:
-        """Whose request is next; those of an adapter that is trained, an evaluation's, wait for nobody."""
+        """Adapter of the next request. Those of a trained adapter, from an evaluation, have priority."""
         trained = next((n for n, turns in self._waiting.items() if turns and n not in self._weights), None)
         return trained or gate.next_in_line({n: InLine(self._running[n], len(self._waiting[n])) for n in self._weights})
 
@@ -78,7 +78,7 @@ class SharedRoom:
 
 
 class Places:
-    """A block with one of them inside holds a place; any number of blocks at once."""
+    """Context manager that holds one slot; may be entered concurrently any number of times."""
 
     def __init__(self, room: SharedRoom, name: str) -> None:
         self._room, self._name = room, name

@@ -1,8 +1,8 @@
 """Groups on disk: one .npz file of plain arrays and a JSON header, read back without pickle.
 
-The columns of all samples are laid end to end. They go to the file sample by sample and come back sample by sample, so
-that what a service holds is never in memory twice. Label and metadata go into the header, so they must be JSON values.
-A file that is not what `save_state` wrote is refused with its name, whatever is wrong with it.
+The columns of all samples are concatenated, written and read sample by sample, so a service's data is never in memory
+twice. Label and metadata go into the header, so they must be JSON values. A file that `save_state` did not write is
+refused with its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mslime.data.source import Prompt
 
 FORMAT = 1
 Columns = Mapping[str, Sequence[NDArray[Any]]]
-"""Every column as its parts, in the order of the samples; they are the samples' own arrays, not copies."""
+"""Parts of every column, in the order of the samples; they are the samples' own arrays, not copies."""
 _COLUMNS: dict[str, str] = {"tokens": "int32", "loss_mask": "bool", "log_probs": "float32"}
 _PIECE_BYTES = 1 << 20
 _FOREIGN = (
@@ -40,10 +40,10 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class PackedGroups:
-    """Groups as they are at this moment; they may go on growing (`save_beside`).
+    """A snapshot of groups, which may continue to grow (`save_beside`).
 
     Attributes:
-        headers: a JSON list. columns: as `pack_groups` makes them.
+        headers: a JSON list. columns: as in `pack_groups`.
     """
 
     headers: str
@@ -51,7 +51,7 @@ class PackedGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> PackedGroups:
-        """Raises DataError if a label or metadata value is not JSON."""
+        """Take the snapshot. Raises DataError if a label or metadata value is not JSON."""
         headers, columns = pack_groups(groups)
         return cls(_json(headers), columns)
 
@@ -63,7 +63,7 @@ class PackedGroups:
 
     @staticmethod
     def joined(parts: Sequence[PackedGroups]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
-        """(headers, columns) of all of them, one after the other."""
+        """(headers, columns) of all parts, concatenated."""
         columns: dict[str, list[NDArray[Any]]] = {}
         for part in parts:
             for name, arrays in part.columns.items():
@@ -88,7 +88,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
 
 
 def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Columns | Stored) -> list[Group]:
-    """The groups that `pack_groups` was given."""
+    """Inverse of `pack_groups`."""
     stored = InMemory(columns) if isinstance(columns, Mapping) else columns
     return [_group(h, stored) for h in headers]
 
@@ -110,7 +110,7 @@ def begun_anew(
 
 
 def _begun_header(g: Group) -> dict[str, Any]:
-    """Everything of a group but what its rollouts made of it."""
+    """Header of a group without its rollouts."""
     return {
         "group_id": g.group_id,
         "source": g.source,
@@ -129,20 +129,20 @@ def _group_header(g: Group) -> dict[str, Any]:
 
 def _group(h: Mapping[str, Any], stored: Stored) -> Group:
     samples = [_sample(s, stored) for s in h["samples"]]
-    # Files from before rollout functions say it of the samples only, which nobody could change then.
+    # Files older than rollout functions have metadata per sample only; it could not change then.
     metadata = h.get("metadata", samples[0].metadata if samples else {})
     group = Group(h["group_id"], samples, h["source"], h.get("failures", 0), metadata)
-    if "prompt" in h:  # not in files from before rollouts of several sequences
+    if "prompt" in h:  # missing in files older than rollouts of several sequences
         group.prompt, group.size = stored.cut("prompts", h["prompt"]).astype(np.int32), h["size"]
         group.messages, group.tools = (h["chat"] or {}).get("messages"), (h["chat"] or {}).get("tools")
     return group
 
 
 def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
-    """Write a JSON-able state with its columns; `path` holds the old file or the whole new one at any time.
+    """Write a JSON-able state with its columns atomically: `path` always holds the complete old or new file.
 
     Returns:
-        The file's sum, for the checkpoint that it is a part of.
+        The file's checksum, for the checkpoint that contains it.
 
     Raises:
         DataError: a label or metadata value is not JSON.
@@ -152,9 +152,9 @@ def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSu
 
 
 async def save_beside(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
-    """`save_state` of the state as it is now, written while the caller's event loop goes on with other work.
+    """`save_state` of the present state, written in a thread while the caller's event loop continues.
 
-    Samples that grow meanwhile do so behind the columns, which are as long as the samples were (`Sample.extend`).
+    Samples that grow meanwhile append after the columns, whose lengths are fixed now (`Sample.extend`).
     """
     return await asyncio.to_thread(_save, path, _header_text(state), columns)
 
@@ -172,7 +172,7 @@ def _save(path: Path, header: bytes, columns: Columns) -> FileSum:
 
 
 def state_bytes(state: Mapping[str, Any], columns: Columns) -> bytes:
-    """What `save_state` would write. Raises DataError as it does."""
+    """The bytes that `save_state` would write. Raises the same DataError."""
     buffer = io.BytesIO()
     _write_archive(buffer, _header_text(state), columns)
     return buffer.getvalue()
@@ -202,10 +202,10 @@ Stored: TypeAlias = "InMemory | _Archive"
 
 @contextmanager
 def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
-    """What `save_state` was given; columns are read as they are cut. To be unpacked inside.
+    """Open a file of `save_state`; columns are read as they are cut. Unpack them inside the block.
 
     Raises:
-        CheckpointError: the file is missing, damaged or of another format, or what the block made of it is no state.
+        CheckpointError: the file is missing, damaged or of another format, or the block found no valid state in it.
     """
     way_out = "resume from another checkpoint, or start without rollout state"
     try:
@@ -244,14 +244,14 @@ def _write_column(archive: ZipFile, name: str, parts: Sequence[NDArray[Any]]) ->
 
 
 class InMemory:
-    """Columns that were never written."""
+    """Columns that were never written to a file."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = {name: np.concatenate(parts) if len(parts) else np.empty(0) for name, parts in columns.items()}
         self._at = dict.fromkeys(columns, 0)
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
-        """The next `count` elements of a column, as an array of the caller's own. Raises ValueError at its end."""
+        """The next `count` elements of a column, as a new array. Raises ValueError at its end."""
         start = self._at[name]
         self._at[name] = start + count
         piece = self._columns[name][start : start + count]
@@ -261,7 +261,7 @@ class InMemory:
 
 
 class _Archive:
-    """The columns of a file, each read through a stream of its own. A pickle inside is never opened."""
+    """The columns of a file, each with its own stream. Pickles inside are never opened."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         archive = stack.enter_context(ZipFile(path))
@@ -278,11 +278,10 @@ class _Archive:
             self._streams[member.removesuffix(".npy")] = (stream, dtype, shape[0])
 
     def whole(self, name: str) -> NDArray[Any]:
-        """All that is left of a column."""
+        """The rest of a column."""
         return self.cut(name, self._streams[name][2])
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
-        """See `InMemory.cut`."""
         stream, dtype, left = self._streams[name]
         if not 0 <= count <= left:
             raise ValueError(f"{name} is shorter than its header states")
@@ -298,14 +297,14 @@ class _Archive:
         return piece
 
     def check_read(self) -> None:
-        """Every column was used up. Raises ValueError when one holds more than the samples say."""
+        """Check that every column was fully read. Raises ValueError if one holds more data than its samples."""
         for name, (stream, _, left) in self._streams.items():
             if left or stream.read(1):
                 raise ValueError(f"{name} holds {left} elements more than its header states")
 
 
 def _header(s: Sample) -> dict[str, Any]:
-    """Everything of a sample that is not a column."""
+    """Header of a sample: all fields that are not columns."""
     routes = s.routes
     return {
         "group_id": s.group_id,
@@ -337,7 +336,7 @@ def _routes_header(routes: Routes) -> dict[str, Any]:
 
 def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     h: dict[str, Any] = dict(header)
-    has_teacher = h.pop("taught", False)  # not in files from before teachers were served
+    has_teacher = h.pop("taught", False)  # missing in files older than served teachers
     n, shape, support_ids = h.pop("length"), h.pop("routes"), h.pop("support_ids")
     routes = supports = None
     if shape is not None:
@@ -370,7 +369,7 @@ def _segment(start: int, end: int, version: int | None, engine: str, trainable: 
 
 
 def check_stored(groups: Sequence[Group]) -> None:
-    """Raise AssertionError, TypeError or ValueError when groups from a file are not what a service may hold."""
+    """Validate groups from a file. Raises AssertionError, TypeError or ValueError."""
     for group in groups:
         if type(group.group_id) is not int or type(group.failures) is not int or not isinstance(group.source, str):
             raise TypeError(f"group {group.group_id!r} of {group.source!r}")
@@ -388,7 +387,7 @@ def check_stored(groups: Sequence[Group]) -> None:
 
 
 def _check_values(sample: Sample) -> None:
-    """What `check_invariants` takes for granted of a sample made by this program."""
+    """Check properties that `check_invariants` assumes for samples made by this program."""
     plain = {"group_id": int, "index": int, "prompt_length": int, "aborts": int, "response": str, "error": str}
     for name, kind in plain.items():
         if type(vars(sample)[name]) is not kind:

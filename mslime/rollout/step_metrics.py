@@ -1,4 +1,4 @@
-"""The numbers of one rollout step, under the names of docs/metrics."""
+"""Metrics of one rollout step, named as in docs/metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mslime.data.sample import Group, Sample, SampleStatus
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """`reward/*`, `rollout/*` and `staleness/*` of the groups that are about to be trained by weights of `version`.
+    """`reward/*`, `rollout/*` and `staleness/*` of the groups that weights of `version` are about to train on.
 
-    Rewards have one vote per rollout, lengths one per response: a rollout may have become several of those.
+    Rewards count once per rollout, lengths once per response: a rollout may consist of several responses.
     """
     samples = [s for g in groups for s in g.samples]
     rewards = np.asarray(list({s.rollout: s.reward for s in samples}.values()), np.float64)
@@ -44,7 +44,7 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """From how many ids trained tokens were drawn; nothing where all were drawn from the whole vocabulary."""
+    """Sizes of the supports of trained tokens; empty if all were drawn from the whole vocabulary."""
     recorded = [s.supports.sizes[s.loss_mask] for s in samples if s.supports is not None]
     sizes = np.concatenate([np.empty(0, np.int64), *(r[r > 0] for r in recorded)])
     if not len(sizes):
@@ -58,7 +58,7 @@ def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def score_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of what rewards told beside their number (`Sample.scores`), over the rollouts that have it."""
+    """Means of additional reward metrics (`Sample.scores`), over the rollouts that have them."""
     told: dict[str, dict[tuple[int, int, bool], float]] = {}
     for sample in samples:
         for name, score in sample.scores.items():
@@ -67,7 +67,7 @@ def score_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:
-    """(mean, max) age in versions over the trainable tokens; zeros when there are none."""
+    """(mean, max) age in versions over the trainable tokens; zeros if there are none."""
     ages = [
         (version - seg.version, seg.end - seg.start)
         for g in groups
@@ -82,7 +82,7 @@ def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:
 
 
 class StepCounters:
-    """Counts of events, and how far they moved since the last step."""
+    """Counts of events, in total and since the last step."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         self.total: Counter[str] = Counter(counts or {})

@@ -1,4 +1,4 @@
-"""A served teacher scores finished responses: one prefill each, beside the reward and the generation of others."""
+"""Scoring of finished responses by a served teacher: one prefill each, concurrent with rewards and generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ FIRST_WAIT_S = 0.1  # doubled after each try
 
 
 class ServedTeacher:
-    """Scores samples on the teacher's servers; on GPUs that it shares, while it is awake. Belongs to one event loop."""
+    """Scores samples on the teacher's servers; on shared GPUs only while the servers hold their memory. Belongs to one
+    event loop."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
@@ -35,8 +36,8 @@ class ServedTeacher:
         self._idle.set()
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
-        """Hold these parts on GPUs that are shared. Without all of them nothing is scored: what is being scored is
-        finished first, and what is asked meanwhile waits. Raises EngineError as the servers do."""
+        """Hold these parts on shared GPUs. Without all of them nothing is scored: running requests are finished first,
+        and new ones wait. Raises EngineError as the servers do."""
         self._awake.clear()
         await self._idle.wait()
         await self._engines.hold_memory(tags)
@@ -47,19 +48,19 @@ class ServedTeacher:
         """[T] float32: the teacher's log-prob of each trained token of a finished sample, 0 elsewhere.
 
         Raises:
-            EngineError: the server refused, or its answers did not add up, four times; or no server is left.
+            EngineError: the server refused, or its answers were inconsistent, four times; or no server is left.
         """
         scores = np.zeros(len(sample), np.float32)
         trained = np.flatnonzero(sample.loss_mask)
         if len(trained):
-            # Neither the prompt before the first trained token nor what follows the last one costs log-probs.
+            # Tokens before the first trained one, and after the last one, need no log-probs.
             first, end = int(trained[0]), int(trained[-1]) + 1
             found = await self._in_turn(sample.tokens[:end], first, f"g{sample.group_id}")
             scores[trained] = found[trained]
         return scores
 
     async def _in_turn(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
-        while not self._awake.is_set():  # it may be put to sleep again before this goes on
+        while not self._awake.is_set():  # its memory may be released again before this continues
             await self._awake.wait()
         self._scoring += 1
         self._idle.clear()

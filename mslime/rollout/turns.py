@@ -1,4 +1,4 @@
-"""One rollout under way: the engine as its function sees it, and the function's call."""
+"""One running rollout: the `Engine` of its function, and the function's call."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Rollout:
         number: of the rollout within its group.
         session: its requests prefer one engine.
         spec: name of the function, for messages.
-        agents: with which it chats.
-        limit_s: seconds that the function may take between two requests to the engines; None: as long as it likes.
+        agents: chat renderer and server.
+        limit_s: seconds that the function may take between two requests to the engines; None: no limit.
     """
 
     def __init__(
@@ -68,33 +68,32 @@ class Rollout:
 
     @property
     def samples(self) -> list[Sample]:
-        """Its sequences, the last one with the newest turn once it has ended."""
+        """Its sequences; once the rollout has ended, the last one has the newest turn."""
         return self._group.parts(self.number)
 
     @property
     def longest(self) -> int:
-        """Sequences of so many tokens cannot be continued."""
+        """Sequences of this many tokens cannot be continued."""
         return self._sampling.longest_input
 
     @property
     def busy(self) -> bool:
-        """It is at an engine, or is scored. Neither busy nor waiting: its function works."""
+        """Whether it is at an engine, or being scored. If neither busy nor waiting, its function works."""
         return bool(self._at_work)
 
     @property
     def generating(self) -> bool:
-        """It is at an engine."""
+        """Whether it is at an engine."""
         return bool(self._at_work - {self})
 
     @property
     def waiting(self) -> bool:
-        """It waits for its group to be continued."""
+        """Whether it waits for its group to be continued."""
         return bool(self._waiting)
 
     # ------------------------------------------------------------------------------------ as the function sees it
 
     def new_sample(self, prompt: Sequence[int] | None = None) -> Sample:
-        """See `workflow.Engine`."""
         self._check_alive()
         if prompt is None and not self._given:
             self._given = True
@@ -109,7 +108,6 @@ class Rollout:
         return self._add(GrowingSample(sample, len(sample)))
 
     def branch(self, sample: Sample, at: int | None = None) -> Sample:
-        """See `workflow.Engine`."""
         source = self._checked(sample)
         known = source.turn_start if source.busy else len(sample)
         where = known if at is None else at
@@ -120,7 +118,6 @@ class Rollout:
         return self._add(GrowingSample(new, where, source=source, at=where))
 
     async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        """See `workflow.Engine`."""
         grown = self._checked(sample)
         if grown.busy:
             raise self._error("called generate() while another call was under way for the sequence",
@@ -136,20 +133,18 @@ class Rollout:
             self._generating.discard(task)
 
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         tokens = self.encode(added, int(sample.tokens[-1])) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
-        if len(sample) > grown.turn_start:  # of a turn that was cancelled
+        if len(sample) > grown.turn_start:  # a cancelled turn's tokens
             self._end_turn(grown)
         sample.extend(tokens)
         grown.turn_start = len(sample)
         grown.note()
 
     def cut(self, sample: Sample, at: int) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, at, len(sample))
         self._tracker.dropped(sample.cut(at), "cut")
@@ -159,37 +154,32 @@ class Rollout:
         grown.note()
 
     def mask(self, sample: Sample, start: int, end: int) -> None:
-        """See `workflow.Engine`."""
         grown = self._idle(sample)
         self._check_span(sample, start, end)
         self._tracker.masked(sample.mask_span(start, end), "rollout")
         grown.note()
 
     def room(self, sample: Sample) -> int:
-        """See `workflow.Engine`."""
         return max(0, self._sampling.room(sample))
 
     def encode(self, text: str, after: int | None = None) -> list[int]:
-        """See `workflow.Engine`."""
         return self._generator.encode(text, after)
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
         max_tokens: int | None = None, stop: Sequence[str] = (),
     ) -> Reply:  # fmt: skip
-        """See `workflow.Engine`."""
         self._check_alive()
         return await self._chats.chat(messages, tools, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
 
     async def endpoint(self) -> ModelEndpoint:
-        """See `workflow.Engine`."""
         self._check_alive()
         return await self._chats.endpoint()
 
     # -------------------------------------------------------------------------------------- as the runner sees it
 
     def task(self, seed: int, evaluation: bool) -> Task:
-        """What its function is asked.
+        """The task for its function.
 
         Args:
             seed: of the run.
@@ -199,7 +189,7 @@ class Rollout:
         return Task(
             g.prompt.copy(), copy.deepcopy(first.label), first.metadata, g.group_id, self.number, evaluation, own,
             self._generator.decode, copy.deepcopy(g.messages), copy.deepcopy(g.tools),
-        )  # fmt: skip  # copies: the function may write what it has, which its siblings and a re-roll begin with
+        )  # fmt: skip  # copies: the function may change them, and its siblings and a re-roll start from the originals
 
     @property
     def whole_group(self) -> bool:
@@ -207,11 +197,11 @@ class Rollout:
         return len(self._group.numbers) == self._group.size and not any(s.status.finished for s in self._group.samples)
 
     def take_in(self, source: Sample, end: int, turns: Sequence[TakenTurn]) -> Sample:
-        """Add a sequence that was sampled for nobody's rollout: the first `end` tokens of `source`, with their
-        versions, log-probs, routes and supports. The model's turns among them that are not named are context.
+        """Add an externally sampled sequence: the first `end` tokens of `source`, with their versions, log-probs,
+        routes and supports. The model's turns that are not in `turns` become context.
 
         Args:
-            turns: that are trained here, and nowhere else, in their order; the last one ends the sequence.
+            turns: turns that are trained here, and nowhere else, in order; the last one ends the sequence.
         """
         self._check_alive()
         sample = source.branch(self._group.next_index(self.number), end)
@@ -232,8 +222,8 @@ class Rollout:
         return self._add(grown)
 
     async def play(self, function: Workflow, task: Task, on_error: OnError) -> bool:
-        """`run`; whether the rollout counts. With `drop` one whose function fails is given up: what it generated is
-        dropped, and it does not count in its group."""
+        """`run`; returns whether the rollout counts. With `on_error` `drop` a rollout whose function fails is dropped
+        with its tokens and does not count in its group."""
         try:
             await self.run(function, task)
         except AbsentError:
@@ -247,7 +237,7 @@ class Rollout:
         return True
 
     def _give_up(self) -> None:
-        """The rollout does not count in its group, and what it generated is dropped."""
+        """Drop the rollout's tokens and exclude it from its group."""
         self._over = True
         self._tracker.dropped(self._group.begin_again(self.number), "failed")
         self.samples[0].status = SampleStatus.FAILED
@@ -256,8 +246,8 @@ class Rollout:
         """Call the function and finish its sequences.
 
         Raises:
-            RolloutError: the function raised, took too long, says that its rollout failed, or returned or changed what
-                it may not. Its own UserErrors pass.
+            RolloutError: the function raised, took too long, reported a failed rollout, or returned or changed a
+                forbidden value. Its own UserErrors pass.
         """
         try:
             try:
@@ -270,34 +260,34 @@ class Rollout:
             self._stop_turns()
 
     def end(self) -> None:
-        """The function may add nothing any more: its response was thrown away."""
+        """Forbid the function any further additions: its response was discarded."""
         self._over = True
         self._stop_turns()
 
     def admit(self) -> None:
-        """The group goes on."""
+        """The group continues: the rollout no longer waits."""
         self._waiting.clear()
 
     async def scoring(self) -> None:
-        """Be scored from now on until `scored`, when the group does not rest."""
+        """Count as being scored until `scored`, once the group runs."""
         while not self._group_gate.admitted:
             await self._wait(self)
         self._at_work.add(self)
 
     def scored(self) -> None:
-        """Nothing is left to do."""
+        """Scoring has ended."""
         self._at_work.discard(self)
 
     # --------------------------------------------------------------------------------------------------- inside
 
     def _stop_turns(self) -> None:
-        """Cancel turns in tasks of the function's own, which may outlive it: the sample may begin anew, and is another
-        function's then."""
+        """Cancel turns in the function's own tasks, which may outlive it: the sample may start again with another
+        function call."""
         for task in self._generating - {asyncio.current_task()}:
             task.cancel()
 
     async def _called(self, function: Workflow, task: Task) -> object:
-        """What the function returns; None when a NoRoomError passed it, or its agent failed later for want of room."""
+        """The function's result; None if it raised NoRoomError, or if its agent failed later for lack of room."""
         try:
             async with asyncio.timeout(self._limit_s) as self._watch:
                 returned = await function(task, self)
@@ -321,7 +311,7 @@ class Rollout:
                     raise self._error(f"waited for an agent that asks nothing any more ({expired})", way_out) from error
                 way_out = "give its tools a time limit, or raise deadlines.rollout_function_s"
                 raise self._error(f"did something else than to generate for {self._limit_s:g} s", way_out) from error
-            if self._chats.full:  # its agent was told so, and made an error of its own of it
+            if self._chats.full:  # its agent received this error and raised its own because of it
                 return None
             if self._chats.failure is not None:
                 raise self._chats.failure from error
@@ -351,13 +341,13 @@ class Rollout:
         return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
 
     def _end_turn(self, grown: GrowingSample) -> int:
-        """A turn of the rollout has ended; its number."""
+        """End a turn of the rollout; returns its number."""
         self._turns += 1
         grown.end_turn(self._turns)
         return self._turns
 
     def _conclude(self, returned: object) -> None:
-        """Make of the sequences what the function returned."""
+        """Apply the function's result to the sequences."""
         told_by_chats = self._chats.settle()
         for grown in self._grown:
             self._check_untouched(grown)
@@ -373,7 +363,7 @@ class Rollout:
         self._finish(told, told_by_chats)
 
     def _finish(self, told: RolloutOutcome, told_by_chats: Mapping[str, float]) -> None:
-        """Mark the chosen sequences as finished, with what the function told of them."""
+        """Mark the chosen sequences as finished, with reward and metrics of the function's result."""
         last = told.chosen[-1]
         for grown in told.chosen:
             sample = grown.sample
@@ -384,7 +374,7 @@ class Rollout:
         last.sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()} | dict(told_by_chats)
 
     def _add(self, grown: GrowingSample) -> Sample:
-        """A further sequence of the rollout, which the group holds from now on."""
+        """Add a further sequence to the rollout and its group."""
         self._grown.append(grown)
         self._group.set_parts(self.number, [*self.samples, grown.sample])
         return grown.sample
@@ -412,13 +402,13 @@ class Rollout:
         self._group_gate.moved.set()
 
     def _watch_outside(self) -> None:
-        """Count the time that the function takes outside the engines, from now on."""
+        """Start or stop the timer of the function's time outside the engines."""
         if self._limit_s is not None and self._watch is not None and not self._watch.expired():
             outside = not self._at_work and not self._waiting
             self._watch.reschedule(asyncio.get_running_loop().time() + self._limit_s if outside else None)
 
     def _end_of_silence(self) -> bool:
-        """Its agent has asked nothing for too long: end the function, where that does not generate by itself."""
+        """The agent's time has expired: end the function, unless it generates by itself. Returns whether it ends."""
         if self._watch is None or self._at_work or self._waiting:
             return False
         if not self._watch.expired():
@@ -443,8 +433,8 @@ class Rollout:
         return grown
 
     def _ids(self, given: Sequence[int]) -> NDArray[np.int32]:
-        """Token ids that a function or an agent gave. Raises ChatError: an id that the model does not have would kill
-        an engine."""
+        """Convert and check token ids from a function or an agent. Raises ChatError: an id outside the vocabulary would
+        kill an engine."""
         ids, known = np.asarray(given) if len(given) else np.empty(0, np.int32), self._generator.vocab_size
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < known):
             wrong = next((i for i in given if type(i) is not int or not 0 <= i < known), given)

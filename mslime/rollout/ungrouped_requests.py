@@ -1,7 +1,8 @@
-"""Conversations with the model that belong to no rollout: somebody else begins them, and says later what for.
+"""Conversations with the model outside any rollout: an external client begins them, and assigns them to a rollout
+later.
 
-They use the engines as rollouts do, stop and go on with the traffic of training groups, and are recorded token by
-token. Nothing of them is in the tracker before a rollout takes it in (`Rollout.take_in`) or it is dropped.
+They use the engines as rollouts do, stop and continue with the traffic of training groups, and are recorded token by
+token. The tracker does not count them until a rollout takes them in (`Rollout.take_in`) or they are dropped.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from mslime.rollout.returned import TokenCounter
 from mslime.rollout.turns import Rollout
 
 UNBOUNDED = 10**9
-"""Turns, sequences and tokens of a conversation, and seconds: what bounds it is said where it belongs."""
+"""Limit of turns, sequences, tokens and seconds of a conversation: effectively none, since other code bounds it."""
 
 
 class Guests:
-    """Who talks to the model beside the rollouts of training groups.
+    """Access to the model for clients outside the rollouts of training groups.
 
     Args:
-        spec: who they are, for messages.
+        spec: name of the clients, for messages.
         traffic: of training groups.
     """
 
@@ -41,11 +42,11 @@ class Guests:
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:6]
 
     def admit(self) -> None:
-        """The traffic flows again: those who wait go on."""
+        """The traffic is open again: wake the waiting requests."""
         self._group_gate.admit()
 
     async def converse(self) -> ChatSession:
-        """A new conversation. Raises ConfigError when there is no renderer for it."""
+        """A new conversation. Raises ConfigError if there is no renderer for it."""
         number = next(self._numbers)
         group = new_group(number, Prompt([0], None, {}, ""), 1)
         rollout = Rollout(
@@ -58,7 +59,7 @@ class Guests:
         return await self._agents.chat(rollout, lambda: False, limits)
 
     def drop(self, tokens: int) -> None:
-        """So many sampled tokens are of no use to anybody."""
+        """Record `tokens` sampled tokens as unused."""
         self.tracker.ledger.generate(tokens)
         self.tracker.dropped(tokens, "unused")
 
@@ -68,12 +69,12 @@ class Guests:
 
 
 class _UngroupedTokens(TokenCounter):
-    """Of a conversation: its tokens are booked when it is known what becomes of them."""
+    """Counter of a conversation: its tokens are recorded once their fate is known."""
 
     def __init__(self, tracker: GroupTracker) -> None:
         self._tracker = tracker
 
     def dropped(self, tokens: int, reason: str) -> None:
-        """Tokens of a turn that came to nothing."""
+        """Record the tokens of a failed turn as generated and dropped."""
         self._tracker.ledger.generate(tokens)
         self._tracker.dropped(tokens, reason)

@@ -1,4 +1,4 @@
-"""The tiny checkpoint, as for the engine tests, and the runs that a test starts."""
+"""The tiny checkpoint, as for the engine tests, and fixtures that start runs."""
 
 from __future__ import annotations
 

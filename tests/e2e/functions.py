@@ -1,4 +1,4 @@
-"""What a user's module may hold beside rewards, for the end-to-end tests."""
+"""User functions besides rewards, for the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def no_weights(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def half_way(record: StepRecord) -> dict[str, float]:
-    """How far the run is; fails where a row lacks what it should have."""
+    """Progress of the run; fails if a row lacks a required metric."""
     return {"done": record.step / record.num_steps, "ratio_seen": record.metrics["user/ratio"]}

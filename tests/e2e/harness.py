@@ -1,4 +1,4 @@
-"""Running `mslime train` as a user does: a process of its own, watched from outside, with everything it starts."""
+"""Runs `mslime train` as a user does: in its own process, observed from outside with all its child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Run:
 
     Attributes:
         process: the driver.
-        directory: where the run writes.
+        directory: the run's output directory.
         seen: every process that was found below the driver so far.
     """
 
@@ -47,8 +47,8 @@ class Run:
     def find(self, title: str) -> psutil.Process:
         """The process below the driver that runs `title`, or else the oldest whose command line contains it.
 
-        Ray's helpers name each other in their options, and where process ids start again from the lowest, they come
-        before the process that they name.
+        Ray's helpers name each other in their options. If process ids have wrapped around, they come before the process
+        that they name.
         """
         found = sorted(self.look(), key=lambda p: p.create_time())
         matches = [p for p in found if title in " ".join(_command(p))]
@@ -74,7 +74,7 @@ class Run:
         return self.process.returncode
 
     def left_over(self, grace_s: float = 15.0) -> list[str]:
-        """What still lives of everything this run started, after a moment's grace."""
+        """Processes of this run that still live after a grace period."""
         end = time.monotonic() + grace_s
         while (alive := [p for p in self.seen.values() if _alive(p)]) and time.monotonic() < end:
             time.sleep(0.2)
@@ -118,7 +118,7 @@ def start_run(
 
 
 def start_program(source: str, values: dict[str, Any], directory: Path) -> Run:
-    """A Python program, started where `run.yaml` holds these settings."""
+    """Start a Python program in a directory whose `run.yaml` holds these settings."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "run.yaml").write_text(yaml.safe_dump({"name": "run", "output_dir": str(directory), **values}))
     return _start(["-c", source], directory, directory)
@@ -148,7 +148,7 @@ LISTENERS = {
     "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime train": "orders to a training run",
     "mslime serve": "`mslime serve`",
 }  # fmt: skip
-"""Part of a command line -> the row of SECURITY.md that says where such a process listens, and for whom."""
+"""Part of a command line -> the row of SECURITY.md that documents the addresses and clients of such a process."""
 
 
 def assert_listeners_are_documented(run: Run) -> None:
@@ -175,7 +175,7 @@ def assert_listeners_are_documented(run: Run) -> None:
 
 
 def interrupt(run: Run) -> None:
-    """What Ctrl-C does on a terminal: SIGINT to the driver's whole process group."""
+    """Interrupt like Ctrl-C on a terminal: SIGINT to the driver's whole process group."""
     os.killpg(run.process.pid, signal.SIGINT)
 
 

@@ -1,4 +1,5 @@
-"""Which functions of mslime a run enters: a copy of the package with a probe in each function, and what these wrote."""
+"""Records the functions of mslime that a run enters: a copy of the package with a probe in each function, and their
+output."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "MSLIME_PROBE"
-"""Names the directory into which every process writes what it enters."""
+"""Names the directory into which every process writes the functions that it enters."""
 VERBS = "run/training_run.py:TrainingRun."
 _PROBE = '''
 import os, sys, time
@@ -71,7 +72,7 @@ def probed_copy(package: Path, out: Path) -> None:
 
 
 def _first_statements(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
-    """(line, column, name) of what each function does first. Kernels have no Python of their own, protocols no code."""
+    """(line, column, name) of each function's first statement. Kernels have no Python code, protocols no code."""
     for child in ast.iter_child_nodes(node):
         inner = within
         if isinstance(child, ast.ClassDef):
@@ -90,7 +91,7 @@ def _first_statements(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[
 
 
 def read(directory: Path) -> list[Entered]:
-    """What all processes entered, in order of time."""
+    """All entries of all processes, in order of time."""
     rows: list[Entered] = []
     for path in directory.glob("*.txt"):
         for line in path.read_text().splitlines():
@@ -130,9 +131,9 @@ def _words(node: ast.AST) -> set[str]:
 RELAYS = ("run/ray_calls.py:Host.ask", "rollout/protocols.py:Local.ask")
 """They call the method that they are given as `Class.method`."""
 RECORDS = ("config/", "logs.py", "observe/", "data/sample_log.py")
-"""Settings, logs and records: no part of a way, also where a verb calls them."""
+"""Settings, logs and records: not part of a way, even if a verb calls them."""
 THREADS = ("", "threads.py:in_thread")
-"""What is entered from these, another function has handed to a process, a thread or the event loop."""
+"""Functions entered from these were passed by another function to a process, a thread or the event loop."""
 
 
 def reached(root: str, rows: list[Entered], mentioned: dict[str, set[str]]) -> frozenset[str]:
@@ -166,7 +167,7 @@ def reached(root: str, rows: list[Entered], mentioned: dict[str, set[str]]) -> f
 
 @dataclass(frozen=True)
 class Way:
-    """A stretch of a run, and what its verbs reached in it outside settings, logs and records."""
+    """A stretch of a run, and the functions that its verbs reached outside settings, logs and records."""
 
     name: str
     functions: frozenset[str]

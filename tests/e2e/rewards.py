@@ -1,4 +1,4 @@
-"""Rewards for the end-to-end tests: they score random models, so that groups differ."""
+"""Rewards for the end-to-end tests: they score random models, with differing rewards within groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several adapters on real ranks under Ray: threads of the driver train them at once, each as its own run would."""
+"""Several adapters on real ranks under Ray: driver threads train them concurrently, each as in a separate run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on an engine that somebody else runs, which outlives it."""
+"""A run on an externally started engine, which outlives the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paused(engine: EngineAddress) -> bool:
 
 
 def kill_in_a_sync(run: Run, engine: EngineAddress) -> None:
-    """Stop everything when the engine is seen paused; kill it if it is paused then, too, else let it go on."""
+    """Stop all processes when the engine is paused; kill it if it is still paused then, else let it continue."""
     pids = [run.process.pid, *(process.pid for process in run.look())]
 
     def signal_all(number: int) -> None:

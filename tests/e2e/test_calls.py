@@ -1,4 +1,4 @@
-"""What a failed remote call says, on real Ray."""
+"""Errors of failed remote calls, on real Ray."""
 
 from __future__ import annotations
 

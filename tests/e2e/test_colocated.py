@@ -1,4 +1,4 @@
-"""Runs whose engines share the trainer's GPUs: they learn what runs with GPUs of their own do, and get over the same
+"""Runs whose engines share the trainer's GPUs: they learn the same as runs on separate GPUs, and survive the same
 accidents."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ONE_BY_ONE = {"concurrency": 1}
 """Requests that are computed alone, and whole, give the same bits in every run; those of a batch, or after a cached
 prefix, need not."""
 APART = {"time", "rest", "weights/changed", "perf", "idle", "rollout/tokens_per_s"}
-"""Names, and beginnings of names, of what two equal runs may differ in."""
+"""Names, and beginnings of names, of metrics in which two equal runs may differ."""
 
 
 def learnt(row: dict[str, Any]) -> dict[str, Any]:
-    """What of a row is of learning."""
+    """The metrics of a row that reflect learning."""
     times = ("_seconds", "/seconds", "gb_per_s")
     return {k: v for k, v in row.items() if k not in APART and k.split("/")[0] not in APART and not k.endswith(times)}
 
@@ -90,7 +90,7 @@ def test_a_colocated_run_learns_step_by_step_what_a_separate_one_does_also_when_
 
 
 def check_turns(log: str) -> None:
-    """A sync, its probe, and what engines hold meanwhile; then nothing, for a step."""
+    """Check the log: a sync, its probe, and the engines' memory meanwhile; then nothing, for a step."""
     order = re.findall(r"INFO (engines hold [\w, ]+|probing|comparing|going on under)[^:\n]*$", log, re.MULTILINE)
     turns = ["engines hold weights", "comparing", "engines hold cuda_graph, kv_cache, weights", "probing",
              "engines hold weights", "engines hold cuda_graph, kv_cache, weights", "going on under"]  # fmt: skip
@@ -174,8 +174,9 @@ def test_one_step_ahead_responses_go_on_across_the_trainers_turns(
 def test_a_teacher_on_the_trainers_gpus_sleeps_and_scores_the_same_when_it_is_awake(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    """It is the model itself: what it says of step 1, after it has slept through the first sync, is the policy's, so
-    there is nothing to distil; later there is. Responses are interrupted with it at the end of each turn."""
+    """The teacher is the model itself. Its scores of step 1, after it was offloaded during the first sync, equal the
+    policy's, so there is nothing to distil; later there is. Responses are interrupted with it at the end of each turn.
+    """
     values = settings(
         tiny_qwen3_moe, prompts, **SHARED, megatron=TP2_EP2, train={"num_steps": 3}, checkpoint={"save_every": 2},
         rollout={"max_staleness": 1, "max_response_tokens": 96},

@@ -45,7 +45,7 @@ def replayed(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]) -> None:
-    """Two at a time: what each waits for most is its own start."""
+    """Two at a time, since each mostly waits for its own start."""
     values, groups = settings(tiny_qwen3_moe, tmp_path), tmp_path / "groups"
 
     def started(command: str, *flags: str) -> Run:

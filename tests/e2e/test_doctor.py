@@ -1,4 +1,4 @@
-"""`mslime doctor --full`: the trainer and the engine that it starts are the real ones, and nothing of them is left."""
+"""`mslime doctor --full` starts a real trainer and a real engine, and leaves no process behind."""
 
 from __future__ import annotations
 

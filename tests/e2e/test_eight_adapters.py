@@ -56,7 +56,7 @@ def trained(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 def test_each_of_eight_has_books_metrics_and_files_of_its_own(trained: Run) -> None:
-    """Their steps shared passes; every token of each is accounted for, and was sampled by the version in its books."""
+    """Their steps shared passes; every token of each is accounted for, and was sampled by the version in its ledger."""
     together = list[float]()
     for name, entry in EIGHT.items():
         own, steps = of(trained, name), entry.get("train", {}).get("num_steps", 2)

@@ -1,4 +1,4 @@
-"""The quickstart as on a colleague's machine: a checkout in a directory with a blank, and a user who is not root."""
+"""The quickstart under unusual conditions: a checkout in a directory with a blank, and a user who is not root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose engines die, come back, are added and let go while it trains: it goes on, and loses nothing."""
+"""A run whose engines die, return, are added and removed during training: it continues, and loses nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def kill_engine(run: Run, index: int) -> None:
 
 
 def kill_engines_that_generate(run: Run, first: int, *others: int) -> None:
-    """One that is far from the end of its responses, as its log says; with others, whatever these do."""
+    """Kill an engine that its log shows far from the end of its responses, and the others in any state."""
     families = [run.find(f"--served-model-name engine{index}-") for index in (first, *others)]
     doomed = [each for process in families for each in (*process.children(recursive=True), process)]
     decoding = re.compile(r"Decode batch, #running-req: ([0-9]+), #token: ([0-9]+)")
@@ -98,7 +98,8 @@ def kill_engines_that_generate(run: Run, first: int, *others: int) -> None:
 
 
 def check_books(run: Run) -> None:
-    """The run has ended and lost nothing. What an engine's death made too old was masked, not trained."""
+    """Check that the run ended and lost nothing. Tokens that an engine's death made too old were masked, not
+    trained."""
     rows = by_step(run.rows())
     assert all(row["staleness/max"] <= 1 for row in rows)
     assert saved_step(run) == len(rows)
@@ -150,7 +151,7 @@ def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
 def test_weights_that_are_not_the_trainers_are_found_by_what_they_say_and_sent_again(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first two syncs nobody compares bits."""
+    """Bits are compared in the first two syncs only."""
     monkeypatch.setenv(VARIABLE, f"scale@3 {uuid.uuid4()}")
     run = start(tiny_qwen3_moe, prompts, tmp_path, transport=ACCIDENTS, bucket_mib=0.25, verify="probe")
     runs.append(run)
@@ -260,7 +261,7 @@ def test_an_evaluation_of_two_managers_begins_again_when_the_engine_of_one_dies_
 def test_engines_are_added_attached_and_let_go_while_the_run_trains(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    """1 -> 3 -> 2 -> 3 with one of somebody else's -> 2 without it, which it leaves as it was."""
+    """1 -> 3 -> 2 -> 3 with an external one -> 2 without it; the run leaves that engine unchanged."""
     run = start(tiny_qwen3_moe, prompts, tmp_path, engines=1)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)

@@ -1,7 +1,7 @@
 """Two steps of the examples that learn on a CPU, on real engines.
 
-The models are random, and say anything at all. Where an example would end at once with such replies, the test lets
-them be a call of the tool, or a valid proposal.
+The models are random, and so are their replies. If an example would end at once with such replies, the test replaces
+them by a call of the tool, or a valid proposal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Example:
-    """An example, and what its test adds.
+    """An example, and the additions of its test.
 
     Attributes:
         rows: of its training file. words: of its tokenizer; None: it does not chat.
-        rollout: settings of the test. holds: what is true of each step.
+        rollout: settings of the test. holds: condition that each step meets.
     """
 
     rows: list[dict[str, Any]]
@@ -45,7 +45,8 @@ def walked(row: Row) -> bool:
 
 
 def calculated(row: Row) -> bool:
-    """Whoever ended the first reply was told a result; a stop token within a reply begins a sequence, which is rare."""
+    """Whether a result followed every first reply that ended; a stop token within a reply begins a sequence, which is
+    rare."""
     return row["user/called"] == 1 and row["rollout/turns"] > 2 and row["rollout/new_sequence/first"] == 1
 
 

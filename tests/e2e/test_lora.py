@@ -1,4 +1,4 @@
-"""A whole run with adapters on the real engines: trained, served, saved, exported and gone on with."""
+"""A whole run with adapters on the real engines: trained, served, saved, exported and resumed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ ALONE: dict[str, Any] = {
 
 
 def newest_agree(row: dict[str, Any]) -> bool:
-    """Whether engine and trainer say the same of all tokens of the newest version, of which a step may have none."""
+    """Whether engine and trainer agree on all tokens of the newest version; a step may have none of them."""
     return row.get("mismatch/kl_age_0", 0.0) < 1e-6
 
 
@@ -107,7 +107,7 @@ def adapter_of(directory: Path) -> dict[str, Any]:
 def test_engines_that_are_given_adapters_alone_go_on_while_they_load(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, mode: str
 ) -> None:
-    """Responses over several versions, with TIS; then the run is killed, and goes on: books and bits are exact."""
+    """Responses over several versions, with TIS; then the run is killed and resumed: ledger and bits are exact."""
     values = settings(tiny_qwen3_moe, prompts, **ALONE)
     values["rollout"]["pause_mode"] = mode
     run = start_run({**values, "train": {**values["train"], "num_steps": 100}}, tmp_path)

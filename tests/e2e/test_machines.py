@@ -1,4 +1,4 @@
-"""A run over several machines: Ray nodes on this one, each with cores and an address of its own."""
+"""A run over several machines: Ray nodes on this one, each with its own cores and address."""
 
 from __future__ import annotations
 

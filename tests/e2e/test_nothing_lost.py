@@ -1,4 +1,4 @@
-"""Whole supervised runs that are ended by signals, damaged, started twice and resumed: no step and no word is lost."""
+"""Whole supervised runs that are ended by signals, damaged, started twice and resumed: no step and no token is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run whose engine is a real pair: one SGLang server prefills, another decodes, and the cache goes over TCP.
+"""A run with a real engine pair: one SGLang server prefills, another decodes, and the cache is sent over TCP.
 
-Needs what no other test does: `pip install --no-deps mooncake-transfer-engine-non-cuda prometheus_client`, and the
-library libibverbs1 of the operating system, of which nothing is used.
+Additional requirements: `pip install --no-deps mooncake-transfer-engine-non-cuda prometheus_client`, and the operating
+system's library libibverbs1, which is loaded but not used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["prompts"]
 def test_a_pair_generates_what_is_replayed_takes_weights_and_comes_back_when_one_half_dies(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    """Routes are those of the prompt from one half and of the response from the other: all of them are replayed, and
-    the trainer's log-probs are the engine's. Bits of both halves are compared, and both say the same of a text, at
-    each sync."""
+    """Routes of the prompt come from one half and those of the response from the other: all are replayed, and the
+    trainer's log-probs equal the engine's. At each sync the bits of both halves are compared, and both give the same
+    results for a text."""
     rollout = {"max_staleness": 1, "on_stale": "mask", "max_response_tokens": 96, "groups_per_step": GROUPS}
     sections = {
         "rollout": rollout, "train": {"num_steps": 500}, "checkpoint": {"save_every": 0},

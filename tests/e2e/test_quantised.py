@@ -1,4 +1,4 @@
-"""Runs from FP8 and INT4 checkpoints: the engine holds what the checkpoint does, the trainer plain weights."""
+"""Runs from FP8 and INT4 checkpoints: the engine holds quantised weights, the trainer plain ones."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def settings(model_path: Path, prompts: Path, **sections: dict[str, Any]) -> dic
 
 
 def message(number: int, role: str, content: str) -> dict[str, Any]:
-    """One of a conversation; every other one says its content in parts."""
+    """One message of a conversation; every other one has its content in parts."""
     return {"role": role, "content": [{"type": "text", "text": content}] if number % 2 else content}
 
 
@@ -91,7 +91,7 @@ TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 
 
 def check_logs(logs: Path, console: str) -> None:
-    """Each process says what it begins and ends, with time and name, in few lines a step; the driver's log has the
+    """Each process logs its begin and end, with time and name, in few lines a step; the driver's log contains the
     console's."""
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d{4}"
 
@@ -131,7 +131,8 @@ def check_logs(logs: Path, console: str) -> None:
 
 
 def check_senders(spans: Sequence[Span], row: dict[str, Any]) -> None:
-    """Each sender's buckets lie within the time in which its rank sent weights, and last as long as the metrics say."""
+    """Each sender's buckets lie within the time in which its rank sent weights, and their durations match the
+    metrics."""
     lasted = []
     for rank in (0, 1):
         mine = [s for s in spans if s.step == row["step"] and s.lane.endswith(f" {rank}")]
@@ -354,7 +355,7 @@ def with_a_killed_sender(values: dict[str, Any], notes: Path, monkeypatch: pytes
 def test_engines_outlive_a_trainer_rank_that_is_killed_between_two_buckets(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the sync after the second step: another trainer goes on from the first, and the same server generates."""
+    """In the sync after the second step: another trainer continues from the first, and the same server generates."""
     run = start_run(with_a_killed_sender(settings(tiny_qwen3_moe, prompts), tmp_path, monkeypatch), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + 2 * STEP_S)
@@ -544,7 +545,7 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
 def test_a_trainer_rank_and_an_engine_that_are_lost_at_once_are_both_replaced(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    """The run goes on with the engine that is left, before the other is back; so it does when the service is lost."""
+    """The run continues with the remaining engine before the other is back, and also after the loss of the service."""
     sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 1, "keep": 1, "save_hf": False}}
     run = start_run(settings(tiny_qwen3_moe, prompts, sglang={"num_engines": 2}, **sections), tmp_path)
     runs.append(run)

@@ -1,7 +1,7 @@
-"""`mslime serve` with a real trainer of two ranks and a real SGLang server, asked by the real `tinker` SDK.
+"""`mslime serve` with a real trainer of two ranks and a real SGLang server, used by the real `tinker` SDK.
 
-Losses are compared with transformers and peft, log-probs of the engine with the trainer's, and a state that is loaded
-with the adapter that went on.
+Losses are compared with transformers and peft, log-probs of the engine with the trainer's, and a loaded state with the
+adapter that continued.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def batch(step: int) -> list[Any]:
-    """Data whose targets can be learnt: each token follows from the one before."""
+    """Data with learnable targets: each token follows from the one before."""
     rng = np.random.default_rng(step)
     found = []
     for length in (9, 14, 5):
@@ -245,7 +245,7 @@ def test_clients_whose_passes_wait_share_one_and_fail_alone(server: Server) -> N
 
 
 def infinite() -> Any:
-    """Finite inputs whose loss is not."""
+    """Finite inputs with an infinite loss."""
     inputs = {"target_tokens": [51, 52], "logprobs": [-50.0, -50.0], "advantages": [3e38, 3e38]}
     return types.Datum(model_input=types.ModelInput.from_ints([50, 51]), loss_fn_inputs=inputs)
 
@@ -362,8 +362,8 @@ def test_requests_wait_for_an_engine_that_is_started_again(tiny_qwen3_moe: Path,
 def test_a_trainer_rank_that_dies_is_told_to_the_client_and_ends_the_server(
     tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
-    """A client is in the middle of its steps. The request in progress is answered with what died and where its log is;
-    the server says the same, ends with an error's status and leaves nothing."""
+    """A client is in the middle of its steps. The request in progress fails with the dead process and its log file; the
+    server reports the same, exits with an error status and leaves no process."""
     own = started(settings(tiny_qwen3_moe), tmp_path)
     client = own.client()
     try:

@@ -1,4 +1,5 @@
-"""Trainer ranks of `mslime serve` under Ray, without engines: clients in one pass have what they have in turns."""
+"""Trainer ranks of `mslime serve` under Ray, without engines: one shared pass gives clients the same results as
+separate passes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CLIENTS, LOSS = range(3), LossChoice("importance_sampling")
 
 
 def data_of(seed: int, broken: bool) -> list[Datum]:
-    """With advantages that are no numbers where it is broken."""
+    """Data; if `broken`, with advantages that are not finite."""
     rng, found = np.random.default_rng(seed), []
     for length in (9, 14, 5):
         ids = rng.integers(0, 320, (2, length)).astype(np.int32)
@@ -38,7 +39,7 @@ def named(way: str) -> list[str]:
 
 @pytest.mark.nightly
 def test_clients_in_one_pass_have_what_they_have_in_turns(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
-    """The second time one of them fails, and it alone: no part of the server is given up."""
+    """In the second pass one of them fails alone; the server keeps all its parts."""
     from tests.e2e.test_serve import settings
 
     config = served_config({**settings(tiny_qwen3_moe), "output_dir": str(tmp_path)})

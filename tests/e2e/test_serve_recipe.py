@@ -1,7 +1,7 @@
 """Recipes of tinker-cookbook, unmodified, against `mslime serve` on the tiny model.
 
-They name a model and a data set of the Hugging Face Hub. Both are directories of these names here, below the one that
-the recipe is started in: `transformers` and `datasets` take a directory first.
+They name a model and a data set of the Hugging Face Hub. Here, both are directories of these names in the recipe's
+working directory: `transformers` and `datasets` prefer directories.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MODEL = "Qwen/Qwen3-8B-Base"
 
 
 def recipe(name: str, directory: Path, key: str, *options: str) -> str:
-    """What a recipe printed, which must end well."""
+    """Output of a recipe, which must succeed."""
     return beside_cookbook(directory, key, "-m", f"tinker_cookbook.recipes.{name}", *options)
 
 
 def beside_cookbook(directory: Path, key: str, *command: str) -> str:
-    """What Python printed, with the cookbook in its path; it must end well."""
+    """Output of Python with the cookbook in its path; it must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(BESIDE), "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1",
                    "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(directory / "hub")}  # fmt: skip
     found = subprocess.run(
@@ -83,8 +83,8 @@ def test_the_supervised_loop_learns_and_goes_on_from_its_state(tiny_qwen3_moe: P
 
 
 def test_the_reinforcement_loop_goes_on_from_a_warm_adapter_and_learns(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
-    """Answers are right or wrong in halves at first: an adapter was taught so, and the recipe resumes from its state.
-    What is right is the same for all questions, so it can be learnt in a few steps."""
+    """Half of the answers are right at first: an adapter was trained so, and the recipe resumes from its state. The
+    right answer is the same for all questions, so a few steps suffice to learn it."""
     need("tinker_cookbook")
     need("pylatexenc")
     (tmp_path / "Qwen").mkdir()

@@ -1,4 +1,4 @@
-"""Several adapters on one base in one run, on the real engines: each has its own books, steps, files and end."""
+"""Several adapters on one base in one run, on the real engines: each has its own ledger, steps, files and end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def several(model: Path, data: Path, **sections: Any) -> dict[str, Any]:
 
 
 def of(run: Run, name: str) -> Run:
-    """What a run has of one adapter."""
+    """The part of a run that belongs to one adapter."""
     return Run(run.process, run.directory / "adapters" / name, run.output)
 
 
@@ -69,7 +69,7 @@ def trained(tiny_qwen3_moe: Path, data: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.nightly
 def test_a_task_with_a_slow_reward_does_not_hold_the_other_up(trained: Run) -> None:
-    """Every token of each is accounted for, and was sampled by the version that its books name."""
+    """Every token of each is accounted for, and was sampled by the version in its ledger."""
     lines = trained.text().splitlines()
     (last,), (first,) = ([i for i, line in enumerate(lines) if line.startswith(each)] for each in (
         "quick: step 3/3", "slow: step 1/1"

@@ -1,4 +1,4 @@
-"""docs/walk.md, against what a run really enters; and how much that is."""
+"""Compares docs/walk.md with the functions that a run really enters, and measures the page's coverage."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Session fixtures of the engine tests: one tiny checkpoint and one real SGLang server on it.
 
 The server is shared by every test of the session. A test that pauses it resumes it, and a test that changes its weights
-puts them back with `SharedServer.restore`. One that fails may have left anything behind: the next test that uses the
-server gets a new one, so that a failure stays alone.
+restores them with `SharedServer.restore`. After a failed test the server's state is unknown: the next test gets a new
+server, so failures stay isolated.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def sglang_server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def sound_server(request: pytest.FixtureRequest) -> None:
-    """What a failed test left behind does not reach the next one."""
+    """Isolate the next test from the state that a failed test left behind."""
     if "sglang_server" in request.fixturenames:
         request.getfixturevalue("sglang_server").make_sound()
 

@@ -1,4 +1,4 @@
-"""Which cases of a test with many cases run by default: one, or a few that differ in what they go through.
+"""Default cases of tests with many cases: one, or a few with different code paths.
 
 The others are marked `nightly`; `scripts/test.sh --all` runs them.
 """
@@ -99,7 +99,7 @@ DAILY: dict[str, list[str]] = {
 
 
 def mark_nightly(items: Iterable[pytest.Item]) -> None:
-    """Mark what does not run by default of the tests in `DAILY`."""
+    """Mark the cases in `DAILY`'s tests that do not run by default."""
     for item in items:
         chosen = DAILY.get(item.originalname) if isinstance(item, pytest.Function) else None
         if chosen is not None and item.callspec.id not in chosen:

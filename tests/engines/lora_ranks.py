@@ -1,4 +1,4 @@
-"""What the tests of adapters run on every rank: a trainer whose factors all have values, compared with one process."""
+"""Code of the adapter tests on every rank: a trainer whose factors are all nonzero, compared with one process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gradients(trainer: MegatronTrainer, shard: Any) -> float:
 
 
 def record(rank: int, world: int, init: str, checkpoint: Path, case: Case, lora: dict[str, Any], path: Path) -> None:
-    """Run `case` in one process and keep what it computes in `path`."""
+    """Run `case` in one process and write its results to `path`."""
     trainer = trainer_of(lora_config(checkpoint, case, lora), rank, world, init)
     log_probs = [trainer.log_probs(shard) for shard in make_shards(case, 1, 0, None)]
     noise = np.random.default_rng(99)

@@ -1,7 +1,7 @@
-"""What the parity tests run on every rank: a trainer under some layout, compared with the single process's record.
+"""Code of the parity tests on every rank: a trainer under some layout, compared with the single process's record.
 
-The record is kept in Hugging Face names and whole tensors; each rank cuts its own part out of it with the conversion
-rules and compares that with what it holds.
+The record has Hugging Face names and whole tensors. Each rank cuts its own part out of it with the conversion rules,
+and compares that with its parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real trainer ranks for tests: processes forked from a server that has already imported megatron-core.
 
-Importing costs three seconds, so it is paid once a session. Every run has a deadline; what is killed when it passes, or
-when a rank fails, are the processes of that run and nothing else.
+Importing costs three seconds, so it is done once a session. Every run has a deadline. If it passes, or if a rank fails,
+only the processes of that run are killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 120.0) -> list[Any]:
-    """`worker(rank, world_size, init_method, *args)` in `world_size` processes; what each returned, in rank order.
+    """Run `worker(rank, world_size, init_method, *args)` in `world_size` processes; returns their results in rank
+    order.
 
     Args:
         worker: a module-level function; it and its arguments and results are pickled.

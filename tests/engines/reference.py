@@ -1,4 +1,4 @@
-"""transformers as the reference of what engines told: log-probs and routes of whole sequences, ties included."""
+"""transformers as the reference of engines' results: log-probs and routes of whole sequences, including ties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mslime.data.sample import Sample
 
 TIE = 1e-5
-"""Router probabilities closer than this are equal in float32: which expert is the k-th is then nobody's error."""
+"""Router probabilities closer than this are equal in float32: either expert may be the k-th."""
 
 
 class Reference:
@@ -38,7 +38,7 @@ class Reference:
         """Token ids [T] -> float64 logits [T, vocabulary], routes [T, layers, top-k].
 
         Args:
-            ties: [at most T, layers, top-k] an engine's routes, which decide where the router's own choice is a tie.
+            ties: [at most T, layers, top-k] an engine's routes, which decide ties of the router's own choice.
         """
         self.routes.clear()
         self.near.clear()
@@ -76,7 +76,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def versions_of(sample: Sample) -> NDArray[np.int64]:
-    """[T] version of the weights that sampled each token; -1 where none did."""
+    """[T] version of the weights that sampled each token; -1 for tokens that were not sampled."""
     versions = np.full(len(sample), -1)
     for segment in sample.segments:
         versions[segment.start : segment.end] = -1 if segment.version is None else segment.version
@@ -86,10 +86,10 @@ def versions_of(sample: Sample) -> NDArray[np.int64]:
 def makers_of(sample: Sample, routes_before: int | None = None) -> NDArray[np.int64]:
     """[T - 1] version of the weights that made each row of the routes.
 
-    Row t is made when token t is read, by the weights that sampled the next token that was sampled.
+    Row t is made when token t is read, by the weights that sampled the next sampled token.
 
     Args:
-        routes_before: version whose weights made the rows of older tokens anew.
+        routes_before: version whose weights recomputed the rows of older tokens.
     """
     makers = versions_of(sample)[1:]
     for t in reversed(range(len(makers) - 1)):
@@ -112,8 +112,8 @@ def as_told(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Log-probs [T] and routes [T, layers, top-k] of a sample, with ties decided as the engine decided them.
 
-    Its routes say how, where these weights made them. What it read again after an update leaves no routes: there the
-    way is taken that gives the log-probs nearest to those told.
+    The sample's routes decide ties in rows made by these weights. Tokens that the engine read again after an update
+    have no recorded routes: there, the choice with the nearest log-probs is taken.
 
     Args:
         made: [T - 1] rows of the sample's routes that these weights made.
@@ -127,7 +127,7 @@ def as_told(
 def _readings(
     reference: Reference, sample: Sample, made: NDArray[np.bool_], last: int
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """One for every way to decide the ties in what these weights read before token `last` and left no row of."""
+    """One reading for every way to decide the ties in unrecorded rows that these weights read before token `last`."""
     assert sample.routes is not None
     ids = sample.tokens.tolist()
     _, own = reference(ids)

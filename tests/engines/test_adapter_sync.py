@@ -1,6 +1,7 @@
-"""Adapters alone, from a real trainer to a real engine that goes on generating: bits, log-probs, versions, failures.
+"""Sync of adapters alone, from a real trainer to a real engine that keeps generating: bits, log-probs, versions,
+failures.
 
-Two versions of the adapters of one model, written by four ranks; what the engine says under each is compared with the
+Four ranks write two versions of the adapters of one model. The engine's results under each are compared with the
 trainer, and with transformers on merged weights.
 """
 
@@ -50,7 +51,7 @@ PROMPT = list(range(40, 88))
 
 @dataclass(frozen=True)
 class Written:
-    """What the trainer wrote: directories and expected sums of both versions, and checkpoints with them merged."""
+    """Output of the trainer: directories and expected sums of both versions, and checkpoints with them merged."""
 
     root: Path
     sums: dict[int, dict[str, str]]
@@ -208,7 +209,7 @@ def test_experts_that_share_factors_are_served(tiny_qwen3_moe: Path, tmp_path: P
 
 
 def held_and_said(server: SharedServer, written: Written) -> dict[int, Any]:
-    """What an engine says with each version, of which it holds every bit, and none of the other's."""
+    """An engine's results with each version, of which it holds every bit, and none of the other's."""
     found: dict[int, Any] = {}
 
     async def work(client: EngineClient, pool: EnginePool) -> None:
@@ -332,7 +333,7 @@ def test_an_adapter_that_cannot_be_read_leaves_the_engine_on_its_own(
 def test_a_response_across_versions_holds_what_each_made(
     written: Written, server: SharedServer, tmp_path: Path, mode: str
 ) -> None:
-    """Every token and route equals a pass of merged weights of its version, also where one response has both."""
+    """Every token and route equals a pass of merged weights of its version, even if one response has both."""
     references = {version: Reference(path) for version, path in written.merged.items()}
     crossed: list[Sample] = []
 

@@ -1,4 +1,4 @@
-"""Adapters whose micro-batches share a pass: each computes what a run of it alone computes, bit for bit."""
+"""Adapters whose micro-batches share a pass compute the same as in a separate run, bit for bit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case, 
 # ------------------------------------------------------------------------------------------------- when one fails
 
 BROKEN: dict[str, dict[str, float]] = {"other_rank": {"advantages": np.nan}, "attention": {"advantages": 1e30}}
-"""What is wrong with the second batch of these: a loss that is not finite, and a gradient whose norm is not."""
+"""Defects of the second batch: a loss that is not finite, and a gradient whose norm is not."""
 
 
 def broken_batches(name: str, case: Case, spec: PolicySpec, rank: int) -> list[list[TrainShard]]:
@@ -100,7 +100,7 @@ def broken_batches(name: str, case: Case, spec: PolicySpec, rank: int) -> list[l
 
 
 def outcome(work: Callable[[], list[dict[str, float]]]) -> dict[str, float] | str:
-    """Numbers of a step, or what it failed with."""
+    """Metrics of a step, or its error."""
     try:
         return numbers(work()[0])
     except TrainerError as error:
@@ -110,7 +110,7 @@ def outcome(work: Callable[[], list[dict[str, float]]]) -> dict[str, float] | st
 def failing_in_one_pass(
     rank: int, world: int, init: str, checkpoint: Path, case: Case, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Three passes of all adapters, some of which fail in the second; and the same steps in runs of their own."""
+    """Three passes of all adapters, some of which fail in the second; and the same steps in separate runs."""
     every = specs(checkpoint, case)
     own: dict[str, tuple[list[Any], dict[str, Tensor]]] = {}
     for name in names:
@@ -153,7 +153,7 @@ def failing_in_one_pass(
     "name", ["pp2_vpp2_recompute_r3", "one_process", "pp2", "dp2_distributed_optimizer_overlapped"]
 )
 def test_an_adapter_that_fails_in_a_pass_changes_nothing_for_the_others(name: str, tiny_qwen3_moe: Path) -> None:
-    """And is itself what it is after the same failure in a run of its own."""
+    """The failed adapter itself equals one after the same failure in a separate run."""
     case = CASES[name]
     for found in run_ranks(failing_in_one_pass, case.world, tiny_qwen3_moe, case, FEW, deadline_s=300):
         assert found["left"] == 0 and not any(found["factors"].values()), found["factors"]

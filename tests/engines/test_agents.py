@@ -1,4 +1,4 @@
-"""An agent that knows OpenAI's client only, on a real SGLang server: each token is scored again by transformers."""
+"""An agent that uses only OpenAI's client, on a real SGLang server: transformers scores each token again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes of several turns under everything at once: nucleus sampling, replayed routes, token-level TIS, tool calls,
+"""Episodes of several turns with all features at once: nucleus sampling, replayed routes, token-level TIS, tool calls,
 three weight versions within an episode, and a trainer in parallel layouts.
 
 Every ratio is recomputed with transformers: the denominator by the weights of the version that sampled the token, the
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, int]] = {"tp2_ep2": {"tp": 2, "ep": 2}, "pp2": {"pp
 
 
 class Replayed(Reference):
-    """Follows the routes that it is given, where there are some."""
+    """Follows the given routes, if there are any."""
 
     def _route(self, module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         logits, weights, chosen = output
@@ -139,7 +139,7 @@ def test_an_episode_holds_what_each_version_sampled(episodes: Episodes) -> None:
 
 
 def stepped(trainer: MegatronTrainer, shards: list[TrainShard]) -> tuple[TrainShard, dict[str, float]]:
-    """A rank's shard with the old policy's log-probs, and what the loss reports."""
+    """A rank's shard with the old policy's log-probs, and the metrics of the loss."""
     layout, rank = trainer.spec.layout, trainer.parallel.rank
     last = layout.pp_rank(rank) == layout.pp - 1
     mine = shards[layout.dp_rank(rank)].stage_slice(trainer.moe_layer_ids, has_logits=last)

@@ -1,4 +1,4 @@
-"""Environments that speak Atropos' wire protocol, and a real SGLang server: transformers scores each token again."""
+"""Environments with Atropos' wire protocol, and a real SGLang server: transformers scores each token again."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_an_environment_of_the_package_itself_is_trained_exactly(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path,
     atropos_python: Path,
 ) -> None:  # fmt: skip
-    """Its own loop, clients, managed server and schedule, in a process and a Python of its own."""
+    """Its own loop, clients, managed server and schedule, in a separate process and Python."""
 
     config = of_atropos(config_for(fresh, tmp_path, max_staleness=1))
     by_version = {0: reference, 1: Reference(other_weights)}

@@ -1,4 +1,4 @@
-"""Losses of the routers are of tokens: however many rows of padding a layout adds, on real megatron-core ranks."""
+"""Router losses do not depend on a layout's rows of padding, on real megatron-core ranks."""
 
 from __future__ import annotations
 

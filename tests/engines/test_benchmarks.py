@@ -1,4 +1,4 @@
-"""Every script under benchmarks/ runs: at sizes so small that its figures say nothing."""
+"""Every script under benchmarks/ runs, at sizes too small for meaningful figures."""
 
 from __future__ import annotations
 

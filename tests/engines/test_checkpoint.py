@@ -1,4 +1,4 @@
-"""Trainer checkpoints on real ranks: a run that is resumed, in any layout, is the run that was not interrupted."""
+"""Trainer checkpoints on real ranks: a resumed run, in any layout, equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _load_and_train(trainer: MegatronTrainer, directory: Path, uninterrupted: Pa
 
 @pytest.fixture(scope="module")
 def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any]]]:
-    """A checkpoint saved after two steps under a layout, and what its ranks saw; made once a layout."""
+    """A checkpoint saved after two steps under a layout, and its ranks' observations; made once a layout."""
     made: dict[str, tuple[Path, list[Any]]] = {}
 
     def make(layout: str) -> tuple[Path, list[Any]]:
@@ -245,7 +245,7 @@ def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
 
 
 def test_each_rank_writes_one_file(saved: Any) -> None:
-    """With a second writer thread torch loses what that thread raises, and with it a part of the checkpoint."""
+    """With a second writer thread torch loses that thread's errors, and with them a part of the checkpoint."""
     assert len(list(saved("tp2_ep2")[0].glob("*.distcp"))) == 2
 
 
@@ -480,7 +480,7 @@ def _load_and_begin(trainer: MegatronTrainer, directory: Path) -> Any:
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one", "dp2_ep2_distopt"])
 def test_a_model_that_was_never_updated_is_saved_and_resumed(layout: str, model: Path, tmp_path: Path) -> None:
-    """As a policy is whose critic is still warmed up."""
+    """Like a policy whose critic is still warmed up."""
     config = config_of(layout, model, tmp_path)
     saved = run_trainers(_save_at_once, config, tmp_path / "step_0")
     assert run_trainers(_load_and_begin, config, tmp_path / "step_0") == saved

@@ -1,5 +1,5 @@
-"""The transport checkpoint_engine with the package's own code and a real SGLang server, on CPUs: only the device is a
-stand-in, and handles are torch's of shared memory in the place of CUDA's."""
+"""The transport checkpoint_engine with the package's own code and a real SGLang server, on CPUs: the device is a
+stand-in, and torch's shared-memory handles replace CUDA's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Steps that clients of `mslime serve` put together: losses by name and Adam's numbers, against peft on transformers.
+"""Steps composed by clients of `mslime serve`: losses by name and Adam's numbers, against peft on transformers.
 
-Targets are not the tokens that follow, and each step has another loss, learning rate, betas, decay and clipping.
+Targets are not the following tokens, and each step has its own loss, learning rate, betas, decay and clipping.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def data_of(step: int) -> list[Datum]:
 
 
 def run_steps(rank: int, world: int, init: str, checkpoint: Path, case: Case, path: Path) -> dict[str, Any]:
-    """All steps, the data of each in two passes; what they found, and how far factors are from those in `path`."""
+    """All steps, the data of each in two passes; returns their results, and the distance of factors from those in
+    `path`."""
     config = lora_config(checkpoint, case, {})
     spec, layout = policy_spec(config), config.layout
     trainers = AdapterTrainers(Base.start(spec, rank, world, init))
@@ -183,11 +184,11 @@ CLIENTS: dict[str, tuple[tuple[LossChoice, AdamParams], dict[str, Any]]] = {
     "b": (STEPS[2], {"rank": 3}),
     "c": (STEPS[4], {"targets": ["attention"]}),
 }
-"""Loss and step of three clients, and what differs in their adapters."""
+"""Loss and step of three clients, and the differences of their adapters."""
 
 
 def told(work: Callable[[], Any]) -> Any:
-    """What a call gives, in values that are compared bit for bit; or what it fails with."""
+    """Result of a call, in values that are compared bit for bit; or its error."""
     try:
         found = work()
     except TrainerError as error:
@@ -198,13 +199,13 @@ def told(work: Callable[[], Any]) -> Any:
 
 
 def placed(trainers: AdapterTrainers, name: str, work: Callable[[Any, Any], Any], given: Any) -> Any:
-    """What a call gives with the adapter in the model."""
+    """Result of a call with the adapter in the model."""
     with trainers.placed(name) as trainer:
         return work(trainer, given)
 
 
 def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
-    """The same requests of three clients, one after the other and in shared passes: what each gave both ways."""
+    """The same requests of three clients, one after the other and in shared passes: results of both ways."""
     spec, layout = policy_spec(lora_config(checkpoint, case, {})), lora_config(checkpoint, case, {}).layout
     trainers = AdapterTrainers(Base.start(spec, rank, world, init))
     for name, (_, lora) in CLIENTS.items():
@@ -246,7 +247,7 @@ def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path,
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXED)
 def test_clients_that_share_a_pass_have_the_numbers_of_their_own(name: str, tiny_qwen3_moe: Path) -> None:
-    """Also where one of them fails in it."""
+    """Even if one of them fails in it."""
     case = MIXED[name]
     for each in run_ranks(in_turns_and_in_one_pass, case.world, tiny_qwen3_moe, case, deadline_s=300):
         assert not any(each["differ"].values()) and min(each["many"].values()) > 0, each["differ"]

@@ -1,5 +1,5 @@
-"""A real engine gives its memory back and takes it again: pages really go, wrong calls do nothing, and what is sampled
-across a sleep is of the weights that it says."""
+"""A real engine releases its memory and takes it back: pages are really freed, wrong calls do nothing, and samples
+across an offload carry the right weight version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A trainer that sleeps: what it learns is what one learns that does not, to the bit, and its memory is really given
-back, as much as the plan says."""
+"""An offloaded trainer learns bit for bit the same as one that is never offloaded, and really releases as much memory
+as the plan states."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def config_of(model: Path, layout: str, asleep_in: str, directory: Path) -> RunC
 
 
 def digest(model: TrainedModel) -> str:
-    """Of every bit that is learnt."""
+    """Digest of every trained bit."""
     total = hashlib.sha256()
     for tensor in [t for _, t in named_local_params(model.chunks)] + [*optimizer_tensors(model.optimizer)]:
         total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -71,7 +71,7 @@ def digest(model: TrainedModel) -> str:
 def learn(
     rank: int, world_size: int, init_method: str, config: RunConfig, sleeps: bool
 ) -> tuple[list[dict[str, float]], str]:
-    """(metrics of three steps, what is learnt by them)."""
+    """(metrics of three steps, digest of the trained state)."""
     trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
     rows: list[dict[str, float]] = []
     for step in range(3):
@@ -101,7 +101,7 @@ def test_a_trainer_that_sleeps_learns_the_same_bits(model: Path, layout: str, as
 
 
 def memory(rank: int, world_size: int, init_method: str, config: RunConfig) -> dict[str, Any]:
-    """Bytes of this process before and while it sleeps and after that, and what it says of its parts."""
+    """Bytes of this process before, during and after the offload, and its report of the parts."""
     trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
     trainer.train([shard_of(trainer)])
     trainer.hold(("weights", "optimizer", "gradients"))
@@ -114,7 +114,7 @@ def memory(rank: int, world_size: int, init_method: str, config: RunConfig) -> d
 
 
 def test_memory_of_a_trainer_that_sleeps_falls_and_comes_back(model: Path, tmp_path: Path) -> None:
-    """A model that is large enough to be told from what a process does beside."""
+    """The model is large enough to stand out from the process's other memory."""
     large = make_tiny_qwen3_moe(tmp_path / "large", hidden_size=256, moe_intermediate_size=192, num_experts=16)
     config = config_of(large, "one rank, float32", "disk", tmp_path)
     (found,) = run_ranks(memory, 1, config)
@@ -163,7 +163,7 @@ def test_a_critic_that_sleeps_learns_the_same_bits(model: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_a_store_gives_back_what_it_was_given(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over borders of its blocks, and what was written last."""
+    """Across borders of its blocks, including the last write."""
     monkeypatch.setattr("mslime.backends.megatron.step.offload.CHUNK", 1000)
     made = MemoryStore(pinned=False) if store == "memory" else FileStore(tmp_path / "new")
     first, second, third = (

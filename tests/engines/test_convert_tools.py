@@ -1,4 +1,4 @@
-"""The conversion tools against real megatron-core: what they write it loads, what it writes they read."""
+"""The conversion tools against real megatron-core, in both directions: each loads the other's files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _place(rank: int, world_size: int, init_method: str, model: Path) -> ModelPl
 
 
 def place(model: Path) -> ModelPlacement:
-    """The placement, asked for in a process of its own."""
+    """The placement, computed in a separate process."""
     return run_ranks(_place, 1, model)[0]
 
 
@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def different_after_loading(trainer: MegatronTrainer, directory: Path) -> list[str]:
-    """Wipe the weights, load them with megatron-core's own loader, and name what is not what HF gave before."""
+    """Wipe the weights, load them with megatron-core's own loader, and name tensors that differ from HF's before."""
     from megatron.core import dist_checkpointing, parallel_state
 
     from mslime.backends.megatron.checkpoint_files import SHARDING
@@ -128,7 +128,7 @@ def test_a_training_checkpoint_becomes_the_trainers_own_export_without_a_trainer
 
 
 def round_trips(rank: int, world_size: int, init_method: str, root: Path) -> dict[str, list[str]]:
-    """Every family's tiny model to Megatron and back; what differs, by case."""
+    """Every family's tiny model to Megatron and back; returns the differences by case."""
     from mslime.backends.megatron.checkpoint_files import model_placement
 
     different: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Corrections by segment, sequence and age on real trainer ranks: the numbers of one process, which are NumPy's."""
+"""Corrections by segment, sequence and age on real trainer ranks: equal to one process, which equals NumPy."""
 
 from __future__ import annotations
 

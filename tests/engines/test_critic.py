@@ -1,4 +1,4 @@
-"""PPO's critic on real ranks: its values and gradients are transformers' with a value head, in every layout."""
+"""PPO's critic on real ranks: values and gradients equal transformers' with a value head, in every layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config_of(layout: str, model: Path, critic: dict[str, Any] = CRITIC, **field
 
 
 def head(seed: int = 5) -> tuple[Tensor, Tensor]:
-    """Weight [1, hidden] and bias [1] that a critic may have learnt."""
+    """Weight [1, hidden] and bias [1] of a trained critic."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, 64, generator=generator) * 0.3, torch.randn(1, generator=generator)
 

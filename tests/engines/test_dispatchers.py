@@ -1,4 +1,4 @@
-"""What megatron-core's token dispatchers keep of a micro-batch, on a real rank."""
+"""Memory that megatron-core's token dispatchers keep of a micro-batch, on a real rank."""
 
 from __future__ import annotations
 

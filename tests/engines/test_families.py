@@ -1,7 +1,6 @@
 """Every model family on real megatron-core: transformers' logits, the way back to disk, mbridge's export, SGLang.
 
-One run of the ranks for each case and layout answers all of its tests. What a case is, and the cases, are in
-`tests/fixtures/families`.
+Each case and layout needs one run of the ranks for all of its tests. `tests/fixtures/families` defines the cases.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def cases(chosen: Iterable[tuple[str, int]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks of one layout found.
+    """Results of the ranks of one layout.
 
     Attributes:
         rows: logit rows compared with transformers'.
         logits: largest difference in them.
         exported: directory with the export of the untouched weights.
-        different_from_mbridge: tensors that differ in a bit after a change to every parameter; None: not asked.
+        different_from_mbridge: tensors that differ in a bit after a change to every parameter; None: not compared.
     """
 
     rows: int
@@ -69,7 +68,7 @@ class Outcome:
 
 
 class Ran:
-    """Checkpoints, references and outcomes of this session, each made when first asked for."""
+    """Checkpoints, references and outcomes of this session, each created on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -118,7 +117,7 @@ def examine(trainer: MegatronTrainer, reference: Path, exported: Path, ask_mbrid
 
 
 class TransformerEngineNames:
-    """Shows a local-spec model under the parameter names that mbridge knows (test oracle's adapter)."""
+    """Presents a local-spec model under mbridge's parameter names (test oracle's adapter)."""
 
     def __init__(self, model: Any) -> None:
         self._model, self.decoder, self.config = model, model.decoder, model.config
@@ -153,7 +152,7 @@ def mbridge_export(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     from transformers import AutoConfig
 
     def latent_config(max_position_embeddings: int, **others: Any) -> MLATransformerConfig:
-        """megatron-core 0.16.1's, where mbridge 0.15.1 knows a field by an older name."""
+        """megatron-core 0.16.1's config, with the older field names of mbridge 0.15.1."""
         return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **others)
 
     DeepseekV3Bridge.TransformerConfigClass = staticmethod(latent_config)
@@ -168,7 +167,7 @@ def mbridge_export(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 
 
 def change_every_parameter(trainer: MegatronTrainer) -> None:
-    """Add to every parameter an amount of its own, the same on every rank that holds a part of it."""
+    """Add to every parameter a specific amount, the same on every rank that holds a part of it."""
     rules = get_family(trainer.hf_config).rules(trainer.hf_config)
     with torch.no_grad():
         for name, parameter in named_local_params(trainer.chunks):  # the copy of a tied embedding included
@@ -216,7 +215,7 @@ def test_the_export_equals_mbridges_bit_for_bit(ran: Ran, name: str, index: int)
 
 
 def in_bfloat16(source: Path, target: Path) -> Path:
-    """The checkpoint rounded to bfloat16, but for tensors that the family keeps in a dtype of their own."""
+    """The checkpoint rounded to bfloat16, except tensors for which the family requires another dtype."""
     from safetensors.torch import save_file
 
     hf_config = json.loads((source / "config.json").read_text())
@@ -280,7 +279,7 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
 
 
 def probe(trainer: MegatronTrainer, engine: Endpoint, version: int) -> tuple[Probed, Any]:
-    """The engine's answer under a version, and what this rank says of it."""
+    """The engine's answer under a version, and this rank's results for it."""
 
     async def ask() -> Probed:
         request = ProbeRequest(f"probe-{version}", PROMPT, version, want_routes=bool(trainer.model.num_experts))
@@ -347,7 +346,7 @@ async def under_way(pool: EnginePool, rid: str) -> asyncio.Task[GenerateResult]:
 
 
 def differences(probed: Sequence[tuple[Probed, Any]]) -> ProbeDifferences:
-    """Between an engine's answer and what all ranks say of it."""
+    """Differences between an engine's answer and all ranks' results for it."""
     answer, length = probed[0][0], len(PROMPT) + NEW_TOKENS
     routes = joined_routes([part for _, (_, part) in probed if part is not None], length)
     found = [ProbeDifferences.between(answer, Probed(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed]

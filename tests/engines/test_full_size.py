@@ -1,8 +1,8 @@
 """Every published config.json at full size, without its memory: the parameters that real megatron-core modules have on
 the meta device, in layouts of up to 1,024 ranks, against the rules; and the rules against transformers' own model.
 
-A stage's modules are the same on all of its ranks, up to the ids of the experts, which are arithmetic. So one rank of
-every stage is built, and the names of all others follow.
+A stage's modules are equal on all of its ranks, except the ids of the experts, which are arithmetic. So the test builds
+one rank of every stage, and derives the names of all others.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def run_config(model: str, sizes: dict[str, int]) -> RunConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """What real modules of one stage hold: (local name, layers of its chunk, shape) of every tensor."""
+    """Contents of one stage's real modules: (local name, layers of its chunk, shape) of every tensor."""
 
     tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     chunks: tuple[tuple[int, ...], ...]

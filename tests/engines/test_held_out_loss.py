@@ -1,4 +1,4 @@
-"""The loss on held-out rows: that of transformers, the same in every layout, and without a trace in what is trained."""
+"""The loss on held-out rows equals transformers', is the same in every layout, and does not affect training."""
 
 from __future__ import annotations
 

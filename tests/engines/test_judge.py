@@ -1,4 +1,4 @@
-"""Rewards of kind judge, asked of a real SGLang server at /v1/chat/completions."""
+"""Rewards of kind judge, from a real SGLang server at /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_real_server_is_a_judge(sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch):
-    """Its random weights say nothing of use, so its digits are made likely; the number is read from what it says."""
+    """The random weights give no useful reply, so its digits are made likely; the number is read from its reply."""
     tokenizer = load_tokenizer(sglang_server.checkpoint)
     (seven,) = tokenizer.encode("7", special_tokens=False)
     monkeypatch.setenv("JUDGE_TOKEN", sglang_server.endpoint.keys.api)

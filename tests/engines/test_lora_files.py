@@ -1,4 +1,4 @@
-"""What a run with adapters writes: checkpoints that another layout resumes, and adapters that peft loads."""
+"""Files of a run with adapters: checkpoints that another layout resumes, and adapters that peft loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters train alike in every parallel layout: log-probs, loss, gradients, metrics and factors after three steps."""
+"""Adapters train equally in every parallel layout: log-probs, loss, gradients, metrics and factors after three
+steps."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_adapters_beside_a_tied_embedding_train_like_one_process(tmp_path: Path)
 
 
 def policies(rank: int, world: int, init: str, checkpoint: Path, other: Path) -> dict[str, Any]:
-    """Log-probs of a shard by the adapted model, its reference, and by a reference that is a model of its own."""
+    """Log-probs of a shard by the adapted model, its reference, and a reference that is a separate model."""
     config = lora_config(checkpoint, Case(world, {TP: world} if world > 1 else {}), {})
     trainer = trainer_of(config, rank, world, init)
     shard = make_shards(Case(), 1, 0, None)[0]

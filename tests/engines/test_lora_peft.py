@@ -52,7 +52,7 @@ def negative_log_likelihood(model: Any, shard: Any) -> tuple[torch.Tensor, torch
 
 
 def of_each(factors: dict[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Every expert's factors by peft's names, where some are of all experts of a layer."""
+    """Every expert's factors by peft's names, if some are shared by all experts of a layer."""
     return {name: factors[name] if name in factors else factors[of_all(name)][0] for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Eight adapters take turns on one base, and each computes what a run of it alone computes, bit for bit."""
+"""Eight adapters take turns on one base, and each computes the same as in a separate run, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # l
     "quick": ({"alpha": 32, "experts": "shared_outer"}, {"lr": 1e-2, "min_lr": 1e-2}, {}),
     "middle_layers": ({"targets": ["model.layers.[12].*_proj"]}, {"adam_beta2": 0.9}, {"kl_coef": 0.3}),
 }
-"""Rank, scale, layers, what experts share, learning rate, schedule, clipping and loss differ."""
+"""Rank, scale, layers, the factors shared by experts, learning rate, schedule, clipping and loss differ."""
 
 
 def configs(checkpoint: Path, case: Case) -> dict[str, RunConfig]:
@@ -99,7 +99,7 @@ def differing(found: tuple[list[dict[str, float]], dict[str, Tensor]], own: Any)
 
 
 def together(rank: int, world: int, init: str, checkpoint: Path, case: Case, path: Path) -> dict[str, Any]:
-    """The same adapters on one base, in a mixed order; one comes late, two are saved, freed, and go on elsewhere."""
+    """The same adapters on one base, in a mixed order; one comes late, two are saved, freed, and resumed elsewhere."""
     own, every = alone(rank, world, init, checkpoint, case), specs(checkpoint, case)
     base = Base.start(every["plain"], rank, world, init)
     before = {name: tensor.clone() for name, tensor in named_local_params(base.chunks)}

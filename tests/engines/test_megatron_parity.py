@@ -81,7 +81,7 @@ def forced(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 @pytest.fixture(scope="module")
 def recorded(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """With routes of its own old-log-prob pass."""
+    """With routes of a separate old-log-prob pass."""
     return recorded_by_one(tiny_qwen3_moe, tmp_path_factory.mktemp("recorded"), Case(train={"replay": "r2"}))
 
 

@@ -1,4 +1,4 @@
-"""What a trainer does beside training right: it stops on numbers that are not finite, swaps policies back, warms up."""
+"""Other duties of a trainer: it stops on non-finite numbers, swaps policies back, and warms up."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_normalised_correction_has_mean_one_over_all_ranks(tiny_qwen3_moe: Pat
 def refused(
     rank: int, world_size: int, init_method: str, checkpoint: Path, case: Case
 ) -> TrainerError | CheckpointError:
-    """What a start ends with."""
+    """The error of a start."""
     with pytest.raises((TrainerError, CheckpointError)) as caught:
         MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     return caught.value

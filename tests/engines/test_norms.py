@@ -1,7 +1,7 @@
 """Norms that megatron-core does not build: trained under tensor parallelism as in one process, and saved whole.
 
-Logits are compared with transformers' in `test_families`; here gradients, the gradient norm, the optimizer's step and
-checkpoints are.
+`test_families` compares logits with transformers'; this file compares gradients, the gradient norm, the optimizer's
+step and checkpoints.
 """
 
 from __future__ import annotations

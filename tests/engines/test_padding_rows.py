@@ -1,4 +1,4 @@
-"""Rows of padding go to many experts, and to nobody's loss, on real megatron-core ranks."""
+"""Rows of padding go to many experts and do not affect the loss, on real megatron-core ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _dispatched(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def with_loud_embeddings(model: Path) -> Path:
-    """As after training, a token's own embedding says more about where it goes than the noise of random attention."""
+    """As after training, a token's embedding determines its routing more than the noise of random attention."""
     tensors = load_file(model / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 100
     save_file(tensors, model / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Which rank goes to which machine, on a Ray cluster of fake machines: 4 of 8 GPUs each, all on this one."""
+"""Assignment of ranks to machines, on a Ray cluster of fake machines: 4 of 8 GPUs each, all on this one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(address: str | None, cluster: dict[str, Any], **sections: Any) -> RunCon
 
 
 class Asked:
-    """A process of the run that says where it is and what it was given."""
+    """A process of the run that reports its location and its arguments."""
 
     def spot(self) -> tuple[str, str]:
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,5 @@
-"""What `mslime plan` and the layer arithmetic say, against megatron-core's functions and what real ranks allocate."""
+"""Figures of `mslime plan` and the layer arithmetic, against megatron-core's functions and allocations of real
+ranks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def prompt_log_probs(engine: Endpoint) -> list[float]:
 
 
 def computed(checkpoint: Path, weights: dict[str, torch.Tensor], scratch: Path) -> list[float]:
-    """What transformers computes with the weights that a quantised model stands for, in float32."""
+    """Results of transformers with the dequantised weights of a model, in float32."""
     from transformers import Qwen3MoeForCausalLM
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -111,7 +111,7 @@ class Synced:
 
 
 def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: int) -> Synced:
-    """Compared syncs, of which the second uses what was recorded in the first, and in the third little has changed; and
+    """Compared syncs, of which the second uses recorded copies of the first, and in the third little has changed; and
     an export."""
     engine_port = SGLangPort(trainer.spec.deadlines)
     sender = trainer.weight_sender(engine_port)
@@ -133,7 +133,7 @@ def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: 
 
 
 def assert_file_by_file(version: Path, scratch: Path) -> None:
-    """The version that `disk` leaves is what the converter writes of the export."""
+    """The version left by `disk` equals the converter's output for the export."""
     run_job(ToFp8(scratch / "hf", power_of_two=False), scratch / "written")
     written, found = (
         {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -201,7 +201,7 @@ def test_an_adapter_is_merged_into_weights_that_are_quantised_again(
 
 @pytest.mark.nightly
 def test_int4_experts_are_served_and_sent_as_they_are(int4: Path, tmp_path: Path) -> None:
-    """With a server of its own: it starts with other weights than one of FP8."""
+    """With a separate server, which starts with other weights than one of FP8."""
     server = serve(int4, tmp_path / "sglang")
     try:
         before = prompt_log_probs(server.endpoint)

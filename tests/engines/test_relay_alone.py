@@ -1,7 +1,7 @@
-"""The engine's side of `relay` where an engine has one rank, over real process groups: two senders.
+"""The engine's side of `relay` for engines of one rank, over real process groups: two senders.
 
-Once loading is recorded, buckets are loaded from where they arrive, and the next one arrives meanwhile. A bucket may
-come in parts, of which each sender sends one.
+Once loading is recorded, buckets are loaded directly from their receive buffers while the next one arrives. A bucket
+may come in parts, one from each sender.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Engine:
         return self.updater.load(received)
 
     def sync(self, version: int, new: bool) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         self.beside, self.rooms, self.updater.loaded = [], [], 0
         buckets = [(sender, [n for n in names if n not in self.without]) for sender, names in BUCKETS]
         names = [name for _, named in buckets for name in named]

@@ -1,8 +1,8 @@
-"""The engine's side of `relay` where senders send to each machine what it keeps, over real process groups: two senders;
-an engine of two machines of two ranks, and one of three machines of one rank.
+"""The engine's side of `relay` if senders send each machine only its share, over real process groups: two senders; an
+engine of two machines of two ranks, and one of three machines of one rank.
 
-The ranks run what SGLang's hooks call (`Relay.obey`), and load by recorded copies; senders pack as the transport does,
-by what the engines say.
+The ranks run the function called by SGLang's hooks (`Relay.obey`), and load by recorded copies. Senders pack as the
+transport does, from the engines' answers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Engine:
         )
 
     def sync(self, version: int, lanes: list[dict[int, Lanes]], new: bool, cuts: str) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         names = tuple(next(iter(of_sender)) for of_sender in lanes[self.number].values())
         order = RelaySync(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
@@ -108,7 +108,7 @@ def send(sender: int, version: int, lanes: list[dict[int, Lanes]], cuts: list[Ho
 
 
 def heard(engine: Engine | None, found: list[dict[str, Any]], cuts: list[HostSlices | None]) -> None:
-    """What the first rank of each engine says, which all senders hear; it changes `cuts`."""
+    """Answers of the first rank of each engine, which all senders receive; changes `cuts`."""
     for number, machines in enumerate(ENGINES):
         news = [found[-1]["cuts"] if engine is not None and engine.number == number else None]
         dist.broadcast_object_list(news, src=machines[0][0])

@@ -1,7 +1,7 @@
 """The engine's side of `relay`, over real process groups: two senders; engines of two ranks, of one, and of four on two
 machines.
 
-The ranks run what SGLang's hooks call (`Relay.obey`); models are dictionaries.
+The ranks run the function called by SGLang's hooks (`Relay.obey`); models are dictionaries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.engines.megatron_ranks import run_ranks
 pytestmark = pytest.mark.timeout(120)
 
 SENDERS = (0, 1, 0, 0, 1, 1, 0, 1, 0)
-"""Who sends each bucket: not in turns, so that lanes have to wait for each other."""
+"""Sender of each bucket: not in turns, so lanes have to wait for each other."""
 SIZES = (5, 17, 1, 300_000, 9, 2, 120_001, 3, 40)
 ENGINES = (((2, 3),), ((4,),), ((5, 6), (7, 8)))
 """Global ranks of each machine of each engine."""
@@ -73,7 +73,7 @@ class Engine:
         return True, "loaded"
 
     def sync(self, version: int, plan_is_known: bool) -> str:
-        """What became of it."""
+        """Result of a sync."""
         known = ((), ()) if plan_is_known else (tuple((s,) for s in SENDERS), (1,) * len(SENDERS))
         order = RelaySync(f"sync {version}", "plan", ("lane0", "lane1"), *known)
         news = ([], [], []) if plan_is_known else (NAMES, DTYPES, SHAPES)

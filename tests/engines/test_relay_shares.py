@@ -1,7 +1,7 @@
-"""The engine's side of `relay` where ranks take their shares alone, over real process groups: two senders, an engine of
-three ranks, which hold rows, columns, whole tensors and experts of their own.
+"""The engine's side of `relay` if ranks receive only their shares, over real process groups: two senders, an engine of
+three ranks, which hold rows, columns, whole tensors and their own experts.
 
-The ranks run what SGLang's hooks call (`Relay.obey`), and load by recorded copies; models are small.
+The ranks run the function called by SGLang's hooks (`Relay.obey`), and load by recorded copies; models are small.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def value(name: str, version: int) -> torch.Tensor:
 
 
 class FakeModel(torch.nn.Module):
-    """What one rank of `ranks` holds."""
+    """Tensors of one rank of `ranks`."""
 
     def __init__(self, rank: int, ranks: int = RANKS) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Engine:
         )
 
     def sync(self, version: int, plan_is_known: bool) -> dict[str, Any]:
-        """What became of it."""
+        """Result of a sync."""
         names = [name for _, names in BUCKETS for name in names]
         news = ([], [], []) if plan_is_known else (names, ["float32"] * len(names), [shape(name) for name in names])
         senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)

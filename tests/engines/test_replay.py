@@ -1,4 +1,4 @@
-"""Routing replay on real megatron-core ranks: every layout consumes the same routes and computes the same thing."""
+"""Routing replay on real megatron-core ranks: every layout consumes the same routes and computes the same results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _reference(trainer: MegatronTrainer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process computes, as a file."""
+    """Results of one process, as a file."""
     path = tmp_path_factory.mktemp("reference") / "reference.pt"
     torch.save(run_trainers(_reference, make_config(checkpoint, path.parent))[0], path)
     return path
@@ -164,7 +164,7 @@ def _aged(trainer: MegatronTrainer, path: Path | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def aged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process computes when rows are replayed by age, as a file."""
+    """Results of one process when rows are replayed by age, as a file."""
     path = tmp_path_factory.mktemp("aged") / "aged.pt"
     torch.save(run_trainers(_aged, make_config(checkpoint, path.parent), None)[0], path)
     return path

@@ -31,7 +31,7 @@ PROMPTS = [[7], list(range(3, 36)), [(i * 37) % 250 for i in range(90)], [5, 5, 
 
 @pytest.fixture(scope="module")
 def samples(sglang_server: SharedServer) -> list[Sample]:
-    """Responses in two parts, as after an abort: the second request asks for the rows that are not held yet."""
+    """Responses in two parts, as after an abort: the second request fetches the missing rows."""
 
     async def generate() -> list[Sample]:
         made = [Sample.from_prompt(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
@@ -157,7 +157,7 @@ def _with_other_experts(trainer: MegatronTrainer, shard: TrainShard) -> dict[str
 def test_other_routes_are_seen_in_log_probs_and_agreement(
     samples: list[Sample], sglang_server: SharedServer, tmp_path: Path
 ) -> None:
-    """Otherwise the test above would pass with routes that nobody uses."""
+    """Otherwise the test above would pass even if the routes were not used."""
     shard = build_shards(samples, [1.0] * len(samples), ParallelLayout(), token_budget=128)[0][0]
     config = make_config(sglang_server.checkpoint, tmp_path, rollout={"temperature": TEMPERATURE})
     result = run_trainers(_with_other_experts, config, shard)[0]

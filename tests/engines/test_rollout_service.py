@@ -1,4 +1,4 @@
-"""The rollout service on a real SGLang server: every token it hands out is scored again by transformers."""
+"""The rollout service on a real SGLang server: transformers scores every returned token again."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def assert_scored(
     """Each segment's log-probs and routes are those of the weights of its version, read over the whole sequence.
 
     Args:
-        routes_before: version whose weights made the routes of older segments, where that is not the segment's own.
+        routes_before: version whose weights made the routes of older segments, if it is not the segment's own.
         atol: nats by which log-probs may differ.
     """
     check_invariants(sample)
@@ -161,7 +161,7 @@ async def test_interrupted_responses_are_those_of_one_uninterrupted_pass(
 async def test_a_response_that_ends_in_the_step_of_an_abort_is_not_continued(
     fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
 ):
-    """Every fifth token ends a response, so of those that an abort meets many have just ended."""
+    """Every fifth token ends a response, so many responses have just ended at an abort."""
     config = config_for(fresh, tmp_path, stop_ids=64, over_sampling=4.0, group_size=4)
     ends = {*config.rollout.stop_token_ids, *end_ids(fresh.checkpoint, tokenizer)}
     async with service_for(config, tokenizer, fresh) as (service, pool):
@@ -304,7 +304,8 @@ def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
 async def test_two_turns_with_an_environment_between_them_are_those_of_one_pass(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
-    """Log-probs and routes of both turns, with second turns that an abort met; the function notices nothing of that."""
+    """Log-probs and routes of both turns, including second turns interrupted by an abort, which the function does not
+    notice."""
     user_rollouts.forget()
     config = config_for(
         fresh, tmp_path, stop_ids=6, max_response_tokens=600, over_sampling=3.0, groups_per_step=2, group_size=2,

@@ -1,4 +1,4 @@
-"""What a real SGLang server returns, against transformers on the same fp32 weights."""
+"""Results of a real SGLang server, against transformers on the same fp32 weights."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def test_a_pause_holds_requests_back_and_spans_show_the_version_change(
 def test_what_a_request_leaves_in_the_cache_is_found_under_its_own_key_only(
     sglang_server: SharedServer, reference: Reference, tmp_path: Path
 ) -> None:
-    """A request lives across an update of the weights beneath its cache. What it leaves there is made by both."""
+    """A request lives across an update of the weights beneath its cache. Both versions contribute to its cache
+    entry."""
     other = make_tiny_qwen3_moe(tmp_path / "other", seed=1)
     long = GenerateRequest("across", [5, 6, 7], 300, ignore_eos=True, cache_key="0")
 

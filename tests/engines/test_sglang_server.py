@@ -1,4 +1,4 @@
-"""Starting, supervising and updating a real SGLang server; what happens when it dies."""
+"""Starting, supervising and updating a real SGLang server, and handling its death."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_request_without_the_key_is_refused(sglang_server: SharedServer) -> No
 
 
 def test_a_server_that_we_start_sends_experts_in_one_byte_each(sglang_server: SharedServer) -> None:
-    """The plug-in is at work; that the experts are right is what every comparison with replayed routes shows."""
+    """The plug-in is active; all comparisons with replayed routes check that the experts are right."""
     ask = {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True}
     keys = {"Authorization": f"Bearer {sglang_server.process.keys.api}"}
     answer = httpx.post(f"{sglang_server.url}/generate", json=ask, headers=keys, timeout=60).json()

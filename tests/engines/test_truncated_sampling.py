@@ -116,7 +116,7 @@ def kept_ids(
     """The definition, on one row: the top-k ids, those before which at most top-p lies, those near the likeliest.
 
     Args:
-        slack: by how much probabilities may be misjudged to an id's advantage, or disadvantage where it is negative.
+        slack: error of probabilities to allow in favour of an id, or against it if negative.
     """
     order = np.argsort(-log_p, kind="stable")
     p = np.exp(log_p[order])
@@ -226,7 +226,7 @@ async def test_a_top_k_beyond_the_server_s_limit_is_refused_in_its_own_words(sgl
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank says of its shard: log-probs [N] with and without supports, prepared columns, loss and gradients."""
+    """A rank's results for its shard: log-probs [N] with and without supports, prepared columns, loss and gradients."""
 
     sequence_ids: list[int]
     with_supports: NDArray[np.float32]
@@ -320,7 +320,7 @@ def exact_loss(policy: Any, reference: Any, samples: list[Sample], shard: TrainS
     """sum w (c L + kl_coef KL - entropy_coef H), each over the support of its token, from the definitions in float64.
 
     Args:
-        supports: False takes the whole vocabulary for every token, as if nothing were known of the draws.
+        supports: False takes the whole vocabulary for every token, as for unrecorded draws.
     """
     total = torch.zeros((), dtype=torch.float64)
     for sequence, (start, stop) in zip(shard.sequence_ids.tolist(), shard.spans(), strict=True):
@@ -345,7 +345,7 @@ def exact_loss(policy: Any, reference: Any, samples: list[Sample], shard: TrainS
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
-    """Of every parameter under its name in checkpoints, where experts are tensors of their own."""
+    """Gradients of every parameter by its name in checkpoints, in which experts are separate tensors."""
     found: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         block, stacked, kind = name.rpartition("experts.")

@@ -1,4 +1,4 @@
-"""Log-probs of watched sequences are those of the policy that a step begins with, put together from real ranks."""
+"""Log-probs of watched sequences equal those of the policy at the start of a step, gathered from real ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WATCHED = (1, 4, 6, 99)
 
 
 def _watch(trainer: MegatronTrainer) -> dict[str, Any]:
-    """One step with the routes of the rollout; what was found, and the same from a forward pass before it."""
+    """One step with the routes of the rollout; returns its log-probs, and those of a forward pass before it."""
     shard = shard_of(trainer)
     before = trainer.log_probs(shard, replay=True).numpy()
     trainer.watch.begin(WATCHED)

@@ -1,6 +1,6 @@
-"""Several trainer ranks send, to several engines: every bit arrives, in one order, and a failure is everybody's.
+"""Several trainer ranks send to several engines: every bit arrives, in one order, and a failure reaches every rank.
 
-Real Megatron ranks; the engines are stand-ins, which take one bucket at a time as SGLang does and can refuse one.
+Real Megatron ranks; the engines are stand-ins, which accept one bucket at a time like SGLang and can refuse one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SYNCS = 3
 def sync_often(
     trainer: MegatronTrainer, urls: list[str], export: Path
 ) -> tuple[list[str], list[int], dict[int, Any], int]:
-    """The first tensors of the plan's buckets, its senders, where the time of the last sync went, and how many buckets
-    came in parts."""
+    """The first tensors of the plan's buckets, its senders, the timings of the last sync, and the number of buckets in
+    parts."""
     sender = sender_of(trainer)
     if trainer.spec.weights.transport not in ("broadcast", "auto"):
         weight_sync.SendOrder = None  # its senders take none
@@ -93,10 +93,10 @@ def test_two_engines_hold_what_all_senders_sent_and_each_senders_buckets_came_in
 
 
 def meet_and_send(trainer: MegatronTrainer, urls: list[str], modes: list[str], found: list[str]) -> str:
-    """One sync to engines in these modes; by which transport it went.
+    """One sync to engines in these modes; returns its transport.
 
     Args:
-        found: by rank, what it says `auto` comes to; empty: what it finds.
+        found: by rank, the result of `auto`; empty: the rank's own.
     """
     rank = trainer.parallel.rank
     if rank == 0:
@@ -134,7 +134,7 @@ def test_all_senders_use_the_same_transport_where_settings_leave_it_to_the_engin
 
 
 def lose_a_parameter(trainer: MegatronTrainer, urls: list[str], part: str) -> list[str]:
-    """A sync in which one of two senders cannot fill a bucket, and one after it; what they came to."""
+    """A sync in which one of two senders cannot fill a bucket, and one after it; returns their results."""
     sender, found = sender_of(trainer), list[str]()
     sender.connect([Endpoint(url) for url in urls])
     whole = sender._params
@@ -193,7 +193,7 @@ def test_what_one_engine_refuses_is_raised_on_every_rank_and_no_sender_goes_on(
 
 
 def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str]:
-    """One of two senders has no room in shared memory; what is raised, and its way out."""
+    """One of two senders lacks space in shared memory; returns the error and its way out."""
     sender = sender_of(trainer)
     sender.connect([Endpoint(url) for url in urls])
     assert isinstance(sender._transport, MemoryTransport)
@@ -219,7 +219,7 @@ def test_what_a_transport_refuses_before_a_sync_is_raised_on_every_rank_with_its
 
 
 def complete_once(trainer: MegatronTrainer, urls: list[str]) -> tuple[list[str], str]:
-    """What rank 0's transport is told of a whole sync, and what all are told of one that it cannot complete."""
+    """The calls of rank 0's transport in a whole sync, and every rank's error in one that it cannot complete."""
     sender = sender_of(trainer)
     sender.connect([Endpoint(url) for url in urls])
     transport: Any = sender._transport

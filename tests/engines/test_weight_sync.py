@@ -1,4 +1,4 @@
-"""Weights sent by real Megatron ranks arrive in a real SGLang server, bit for bit, under the version they carry."""
+"""Weights sent by real Megatron ranks arrive in a real SGLang server, bit for bit, with their version."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", over
 
 
 def change_weights(trainer: MegatronTrainer, amount: float) -> None:
-    """Scale every tensor by a factor of its own, the same on every rank that holds a part of it."""
+    """Scale every tensor by a specific factor, the same on every rank that holds a part of it."""
     with torch.no_grad():
         for name, parameter in trainer.named_local_params():
             parameter.mul_(1 + amount * (1 + zlib.crc32(name.encode()) % 5))
@@ -104,7 +104,7 @@ def sender_of(trainer: MegatronTrainer) -> WeightSender:
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
     """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets).
 
-    What the engine records in the first it uses in the second.
+    The second sync uses the engine's records of the first.
     """
     rank, engine_port = trainer.parallel.rank, SGLangPort(trainer.spec.deadlines)
     sender = trainer.weight_sender(engine_port)
@@ -136,8 +136,8 @@ def parameters_of(engine: Endpoint) -> list[dict[str, str]]:
 
 
 def are_those_of(engine: Endpoint, exported: Path) -> bool:
-    """Whether an engine's parameters are, bit for bit, what its model's own loader makes of a checkpoint on disk. It
-    has that loaded afterwards."""
+    """Whether an engine's parameters equal, bit for bit, those that its model's own loader reads from a checkpoint on
+    disk. The engine loads that checkpoint for the comparison."""
     held = parameters_of(engine)
     post(engine, "/update_weights_from_disk", {"model_path": str(exported)})
     return held == parameters_of(engine)

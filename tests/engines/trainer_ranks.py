@@ -1,8 +1,8 @@
 """Real trainer ranks for tests of replay and checkpoints.
 
-`run_trainers` builds a `MegatronTrainer` on every rank of a layout and hands it to a function of the test. Gradients of
-any layout are compared with those of one process through the conversion rules, which say which part of a whole tensor
-each rank holds.
+`run_trainers` builds a `MegatronTrainer` on every rank of a layout and passes it to a function of the test. Gradients
+of any layout are compared with those of one process through the conversion rules, which define each rank's part of a
+whole tensor.
 """
 
 from __future__ import annotations

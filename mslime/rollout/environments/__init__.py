@@ -1,4 +1,4 @@
-"""Environments: what a rollout of several turns plays in (docs/environments.md).
+"""Environments for rollouts of several turns (docs/environments.md).
 
 from mslime.rollout.environments import EnvironmentTask, Step
 """

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: each holds many, and is replaced when one of them hangs or ends it."""
+"""Environments in worker processes: each process holds many, and is replaced if one of them hangs or ends it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MODULE = "mslime.rollout.environments.environment_worker"
 
 
 class EnvironmentFailedError(Exception):
-    """An environment broke, by its own fault; the message names its class."""
+    """An environment failed by its own fault; the message names its class."""
 
 
 class EnvironmentLostError(Exception):
-    """An environment broke, and another one that shared its process may be to blame.
+    """An environment failed, possibly because of another one in its process.
 
     Attributes:
         suspect: it was in a call when its process ended.
@@ -35,7 +35,7 @@ class _Home(WorkerProcess):
 
     Attributes:
         residents: environments in it.
-        retired: one of them hangs, so it takes no further ones.
+        retired: one of them hangs, so it accepts no more.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
@@ -44,13 +44,13 @@ class _Home(WorkerProcess):
 
 
 class OpenEnvironment:
-    """One environment; close it.
+    """Handle of one environment; must be closed.
 
     Args:
-        alone: nothing else is in its process, which has one of these places until it is closed.
+        alone: it is alone in its process, and holds one of the limited slots for that until it is closed.
 
     Attributes:
-        seconds: that its calls took.
+        seconds: total time of its calls.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class OpenEnvironment:
         return await self._ask("step", action)
 
     async def close(self) -> None:
-        """End it, and its process when nothing else is in it and it hangs. What goes wrong with that is only told: the
-        episode is over. It goes on when it is cancelled; the pool waits for it."""
+        """End it, and its process if it hangs and no other environment is in it. Errors are only logged, because the
+        episode is over. If cancelled, it continues in the background; the pool waits for it."""
         closing = asyncio.create_task(self._close())
         self._closings.add(closing)
         closing.add_done_callback(self._closings.discard)
@@ -126,15 +126,15 @@ class EnvironmentPool:
         self._alone, self._works = asyncio.Semaphore(workers), False
 
     async def open(self, alone: bool = False) -> OpenEnvironment:
-        """A place for an environment in the process that holds the fewest; it is made when it is reset.
+        """Reserve a place for an environment in the process with the fewest; `reset` creates the environment.
 
         Args:
-            alone: in a process of its own, so that nothing else can be to blame if it breaks. There are as many of
-                these at a time as of the shared ones.
+            alone: in its own process, so no other environment can break it. Their number at a time is limited to that
+                of the shared processes.
 
         Raises:
             ConfigError: the class cannot be imported.
-            EnvironmentFailedError: a process did not start, and others did before.
+            EnvironmentFailedError: a process did not start, although others did before.
         """
         if not alone:
             return OpenEnvironment(await self._shared(), next(self._numbers), self._job, None, self._closings)
@@ -151,7 +151,7 @@ class EnvironmentPool:
         return EnvironmentFailedError(f"{self._job.function}: {why}")
 
     async def close(self) -> None:
-        """End all processes, when the environments that are being closed are."""
+        """End all processes, after the environments that are being closed."""
         await asyncio.gather(*self._closings, return_exceptions=True)
         for home in self._all:
             await home.kill()
@@ -167,7 +167,7 @@ class EnvironmentPool:
         return min(self._homes, key=lambda home: home.residents)
 
     async def _refill(self, missing: int) -> None:
-        """Start processes. One that does not start is missing while there are others."""
+        """Start processes. A failed start is tolerated while other processes live."""
         started = await asyncio.gather(*(self._start() for _ in range(missing)), return_exceptions=True)
         self._homes += [home for home in started if isinstance(home, _Home)]
         errors = [error for error in started if isinstance(error, BaseException)]
@@ -178,7 +178,7 @@ class EnvironmentPool:
         try:
             home = await _Home.start(MODULE, self._job)
         except ConfigError as error:
-            if self._works:  # the class can be imported: the machine is too slow now, or too full
+            if self._works:  # the class can be imported: the machine is overloaded
                 raise self.failed(error.rule) from error
             raise
         self._works = True

@@ -25,11 +25,11 @@ from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow
 
 @dataclass
 class Played:
-    """What has happened in an episode.
+    """Course of an episode.
 
     Attributes:
         samples: its sequences, the one with the newest turn last.
-        steps: (what the model said, what it led to).
+        steps: (the model's turn, result of the step).
     """
 
     samples: list[Sample]
@@ -37,12 +37,13 @@ class Played:
 
     @property
     def rewards(self) -> list[tuple[Said, float]]:
-        """(what earned it, reward) of the steps that have one."""
+        """(the model's turn, reward) of the steps that have one."""
         return [(said, step.reward) for said, step in self.steps if step.reward is not None]
 
     @property
     def reward(self) -> float | None:
-        """Of the episode: what its last step says, else the sum over its steps; None where none has one."""
+        """Reward of the episode: the final reward of its last step, else the sum over its steps; None if no step has
+        one."""
         last = self.steps[-1][1] if self.steps else Step()
         if last.final_reward is not None:
             return last.final_reward
@@ -50,11 +51,11 @@ class Played:
 
 
 class EnvironmentRollout:
-    """The rollout function of a run whose rollouts are episodes in an environment.
+    """Rollout function of runs whose rollouts are episodes in an environment.
 
     Args:
         turns: of episodes that are one sequence; None: episodes are chats.
-        credit: what becomes of the rewards of steps: `none`, `steps` (beside the episode's), or `moved` (in its place).
+        credit: use of step rewards: `none`, `steps` (in addition to the episode's), or `moved` (in its place).
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class EnvironmentRollout:
         self._pool, self._limits, self._turns, self._credit = pool, limits, turns, credit
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """An episode; once more where another environment may have broken the first one. One that may be to blame
-        itself, or was lost twice, has a process of its own then."""
+        """Run an episode, and repeat it if another environment may have broken the first one. An environment that may
+        itself be at fault, or was lost twice, then gets its own process."""
         alone = lost = False
-        while True:  # ends: one that is alone is not lost
+        while True:  # ends: an environment with its own process is not lost
             try:
                 return self._told(await self._play(task, engine, alone))
             except EnvironmentLostError as error:
@@ -75,7 +76,7 @@ class EnvironmentRollout:
                 return Episode(failed=str(error))
 
     async def close(self) -> None:
-        """End the environments' processes."""
+        """End the environment processes."""
         await self._pool.close()
 
     async def _play(self, task: Task, engine: Engine, alone: bool) -> Played:
@@ -109,7 +110,7 @@ class EnvironmentRollout:
 
     @asynccontextmanager
     async def _opened(self, alone: bool) -> AsyncIterator[OpenEnvironment]:
-        """An environment that is closed in every case."""
+        """Open an environment that is always closed afterwards."""
         environment = await self._pool.open(alone)
         try:
             yield environment
@@ -128,24 +129,24 @@ class EnvironmentRollout:
         return Episode(played.samples, played.reward, credit, metrics)
 
     def _credited(self, played: Played) -> list[tuple[Said, float]]:
-        """(what was said, process reward), so that what a step brought counts there."""
+        """(the model's turn, process reward), which credit the reward of a step to that turn."""
         steps = played.rewards
         if self._credit == "none" or not steps:
             return []
         if self._credit == "steps":
             return steps
-        last = played.steps[-1][0]  # there the reward of the whole episode is added
+        last = played.steps[-1][0]  # the reward of the whole episode is added here
         moved = [*steps, (last, -sum(reward for _, reward in steps))]
         found = [(said, sum(reward for other, reward in moved if other is said)) for said, _ in played.steps]
         return [(said, reward) for said, reward in found if reward]
 
 
 def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
-    """The function of `rollout.function`. Those of environments and hosted ones have to be closed: their processes and
+    """Load the function of `rollout.function`. Environments and hosted rollouts must be closed: their processes and
     servers start with the first episode.
 
     Raises:
-        ConfigError: it cannot be found, takes other arguments, or is not async.
+        ConfigError: it was not found, takes other arguments, or is not async.
     """
     rollout, limits = config.rollout, config.rollout.environment_limits
     if rollout.function in found("mslime.environments"):

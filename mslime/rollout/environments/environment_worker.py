@@ -1,7 +1,7 @@
-"""A process that environments of one class live in: `python -m mslime.rollout.environments.environment_worker`.
+"""A process that holds environments of one class: `python -m mslime.rollout.environments.environment_worker`.
 
-It is asked (method, number of the environment, argument) and answers (None, what came back) or (Failure, why). `reset`
-makes the environment, `close` ends it. The parent kills a process that does not answer.
+Requests are (method, number of the environment, argument), answers (None, result) or (Failure, reason). `reset` creates
+the environment, `close` ends it. The parent kills a process that does not answer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mslime.rollout.environments.protocol import (
 )
 from mslime.rollout.workers.frames import DataLimit, run
 
-STACK_BYTES = 8 * 2**20  # of a thread, where nobody said otherwise
+STACK_BYTES = 8 * 2**20  # of a thread, unless configured otherwise
 
 
 class _Episode:
-    """One environment, and the thread on which what is not async in it runs, one call after the other.
+    """One environment, and the thread that runs its synchronous methods, one call at a time.
 
     Attributes:
-        running: the call under way.
+        running: the current call.
     """
 
     def __init__(self, kind: type) -> None:
@@ -41,7 +41,7 @@ class _Episode:
         self.running: asyncio.Task[Any] | None = None
 
     async def make(self, options: dict[str, Any]) -> None:
-        """Construct it where its methods will run."""
+        """Construct it on the thread of its methods."""
 
         def construct() -> None:
             self._environment = self._kind(**options)
@@ -52,7 +52,7 @@ class _Episode:
             await self._on_thread(construct)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """What a method returns; None where there is no such method, or no environment."""
+        """Result of a method; None if there is no such method, or no environment."""
 
         def work() -> Any:
             function = getattr(self._environment, method, None)
@@ -62,12 +62,12 @@ class _Episode:
         return await value if inspect.isawaitable(value) else value
 
     def leave_thread(self) -> None:
-        """What runs on it may run on; further calls get another one."""
+        """Abandon the thread to its running call; further calls get a new one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = ThreadPoolExecutor(1)
 
     def end(self) -> None:
-        """Let the thread go; one that hangs goes with the process."""
+        """Release the thread; one that hangs ends with the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _is_async(self, method: str) -> bool:
@@ -92,7 +92,7 @@ class _Episodes:
         self._methods = {"reset": self._reset, "step": self._step, "close": self._close}
 
     async def answer(self, asked: tuple[str, int, Any]) -> tuple[Failure | None, object]:
-        """(None, result), or (Failure, why)."""
+        """(None, result), or (Failure, reason)."""
         method, number, argument = asked
         limit = asyncio.timeout(self._job.limit_of(method))
         try:
@@ -106,7 +106,7 @@ class _Episodes:
             return self._failure(method, error)
 
     async def _reset(self, number: int, task: object) -> object:
-        """Make the environment and begin."""
+        """Create the environment and begin the episode."""
         episode = self._open[number] = _Episode(self._kind)
         self._make_room()
 
@@ -121,7 +121,7 @@ class _Episodes:
         return checked_step(await self._run(episode, episode.call("step", action)))
 
     async def _close(self, number: int, argument: None) -> None:
-        """End the environment, if it was made, also in the middle of a call that nobody waits for any more."""
+        """End the environment, if it was created, even during an abandoned call."""
         episode = self._open.pop(number, None)
         if episode is None:
             return
@@ -148,14 +148,14 @@ class _Episodes:
         return Failure.RAISED, f"{method} {raised(error)}"
 
     def _make_room(self) -> None:
-        """The memory of this process, and a stack for the thread of each environment."""
+        """Set the process's memory limit, and the stack size for the thread of each environment."""
         if self._job.memory_mib is not None:
             stacks = len(self._open) * (threading.stack_size() or STACK_BYTES)
             self._limit.set(int(self._job.memory_mib * 2**20) + stacks)
 
 
 def open_job(job: EnvironmentJob) -> tuple[None, Callable[[Any], Awaitable[Any]]]:
-    """(Nothing to tell, what answers.) Raises ConfigError when the class cannot be used."""
+    """(No details, handler of requests.) Raises ConfigError if the class cannot be used."""
     episodes = _Episodes(job, load_environment(job.function, job.options))
     return None, episodes.answer
 

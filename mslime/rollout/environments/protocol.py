@@ -1,4 +1,4 @@
-"""What an environment is: a class of the user's, what its methods are given, and what they may return."""
+"""Interface of environments: user classes, the arguments of their methods, and permitted return values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mslime.extensions import check_parameters, checked_metrics, load_function
 
 SETTING = "rollout.environment"
 Messages = list[dict[str, str]]
-"""Chat messages of a role and a text each."""
+"""Chat messages, each with a role and a text."""
 Observation = str | Messages
 METHODS: dict[str, tuple[str, ...]] = {"reset": ("task",), "step": ("action",), "close": ()}
 _ROLES = ("system", "user", "tool")
@@ -22,15 +22,15 @@ _ROLES = ("system", "user", "tool")
 
 @dataclass(frozen=True)
 class EnvironmentTask:
-    """What an episode is about.
+    """Task of an episode.
 
     Attributes:
-        text: of the prompt, without special tokens. messages: the same as chat messages; None where it has none.
+        text: of the prompt, without special tokens. messages: the same as chat messages; None if it has none.
         label, metadata: of the prompt's row.
         group_id, index: of the prompt, and of the rollout among those of the prompt. Rollouts of a prompt are compared
-            with each other, so what is drawn at random should depend on `group_id`, not on `seed`.
+            with each other, so random choices should depend on `group_id`, not on `seed`.
         evaluation: whether this is for a held-out set.
-        seed: the same at every try of this rollout, and another for every other rollout of the run.
+        seed: constant over all attempts of this rollout, different for every other rollout of the run.
     """
 
     text: str
@@ -45,14 +45,14 @@ class EnvironmentTask:
 
 @dataclass(frozen=True)
 class Step:
-    """What an action led to.
+    """Result of an action.
 
     Attributes:
-        observation: what the model reads next: a text, or chat messages. Empty when the episode is done.
-        reward: of this step; None: it has none. Where no step has one, `reward` of the run scores the episode.
+        observation: the model's next input: a text, or chat messages. Empty when the episode is done.
+        reward: of this step; None: it has none. If no step has one, `reward` of the run scores the episode.
         done: the episode has ended.
         final_reward: of the whole episode, in place of the sum of its steps' rewards.
-        metrics: numbers that are logged as `user/<name>`; of an episode the last one of each name counts.
+        metrics: numbers that are logged as `user/<name>`; the last value of each name in an episode counts.
     """
 
     observation: Observation = ""
@@ -63,32 +63,32 @@ class Step:
 
 
 class WrongAnswerError(Exception):
-    """A method returned what it may not; the message says what."""
+    """A method returned an invalid value; the message describes it."""
 
 
 class Environment(Protocol):
-    """One episode. It is made for it, reset once, and closed in every case. Each method may be async instead.
+    """One episode: each object is reset once, and always closed. Each method may be async instead.
 
     A method that is not async runs on a thread that belongs to this episode.
     """
 
     def reset(self, task: EnvironmentTask) -> Observation | Awaitable[Observation]:
-        """Begin. What it returns follows the prompt; an empty text adds nothing."""
+        """Begin the episode. The result follows the prompt; an empty text adds nothing."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """What the model said leads to the next observation. A tuple (observation, reward, done) will do, too."""
+        """Return the observation after the model's action. A tuple (observation, reward, done) is also accepted."""
         ...
 
 
 def load_environment(spec: str, options: Mapping[str, Any]) -> type:
-    """The class of `rollout.environment`.
+    """Load the class of `rollout.environment`.
 
     Args:
-        options: what its constructor is given.
+        options: arguments of its constructor.
 
     Raises:
-        ConfigError: it cannot be found, is no class, or its constructor or a method of METHODS takes other arguments.
+        ConfigError: it was not found, is not a class, or its constructor or a method of METHODS takes other arguments.
     """
     found = load_function(spec, SETTING)
     if not inspect.isclass(found):
@@ -96,7 +96,7 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> type:
     try:
         inspect.signature(found).bind(**options)
     except ValueError:
-        pass  # written in C, without a readable signature
+        pass  # implemented in C, without a readable signature
     except TypeError as error:
         given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
         raise ConfigError(
@@ -114,7 +114,8 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> type:
 
 
 def checked_observation(value: object, place: str) -> Observation:
-    """A text, or messages of plain strings. Raises WrongAnswerError that says what else `place` returned."""
+    """Validate a text, or messages of plain strings. Raises WrongAnswerError that describes any other value of
+    `place`."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -132,7 +133,7 @@ def _message(value: object, place: str) -> dict[str, str]:
 
 
 def checked_step(value: object) -> Step:
-    """What `step` returned, with plain numbers. Raises WrongAnswerError that says what is wrong with it."""
+    """Validate the result of `step`, with plain numbers. Raises WrongAnswerError that describes the error."""
     if isinstance(value, tuple) and len(value) == 3:
         value = Step(*value)
     if not isinstance(value, Step):
@@ -156,33 +157,33 @@ def _number(value: object, name: str) -> float | None:
     return float(value)
 
 
-# What travels between environments' processes and their parent, where their program is `__main__`.
+# Messages between environment processes and their parent, where their program is `__main__`.
 
 CLOSE_S = 10.0
-"""Seconds that closing an environment may take at most: runs wait for it when they stop."""
+"""Time limit for closing an environment, in seconds: runs wait for it when they stop."""
 
 
 class Failure(Enum):
-    """Why an environment gave no answer."""
+    """Reasons why an environment returned no answer."""
 
     RAISED = "raised"
-    """It raised, or returned what it may not."""
+    """It raised, or returned an invalid value."""
     LATE = "late"
-    """It took too long, and may still be at work."""
+    """It took too long, and may still be running."""
     MEMORY = "memory"
-    """Its process had no memory left, which another environment may have taken."""
+    """Its process ran out of memory, possibly because of another environment."""
 
 
 @dataclass(frozen=True)
 class EnvironmentJob:
-    """What an environments' process is for.
+    """The job of an environment process.
 
     Attributes:
         function: `module:Class`.
-        options: what its constructor is given.
+        options: arguments of its constructor.
         limit_s: seconds for one call.
-        memory_mib: that the process may take beyond what it holds after the import; None: as much as it likes.
-        setting: that named it, for messages.
+        memory_mib: that the process may take beyond its use after the import; None: no limit.
+        setting: the setting that names it, for messages.
     """
 
     function: str
@@ -192,5 +193,5 @@ class EnvironmentJob:
     setting: str = SETTING
 
     def limit_of(self, method: str) -> float:
-        """Seconds for one call of a method."""
+        """Time limit of a method's call, in seconds."""
         return min(self.limit_s, CLOSE_S) if method == "close" else self.limit_s

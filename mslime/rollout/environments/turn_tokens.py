@@ -1,4 +1,4 @@
-"""What an environment says, as the tokens that the model reads: plain text, or a turn in the chat template."""
+"""Conversion of an environment's observations to tokens: as plain text, or as a turn in the chat template."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mslime.rollout.environments.protocol import Messages, Observation
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
 _SAID = "\ue000said\ue001"
-"""Stands for a reply in the template; no template writes it."""
+"""Placeholder of a reply in the template; no template writes it."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the model said in a turn: its text, and the position of its last token in a sequence of the rollout."""
+    """The model's turn: its text, and the position of its last token in a sequence of the rollout."""
 
     text: str
     sample: Sample
@@ -27,7 +27,7 @@ class Said:
 
 
 class OneSequence:
-    """An episode's conversation in one sequence, which grows by the tokens of turns and of texts.
+    """An episode's conversation in one sequence, extended by turns and by texts.
 
     Attributes:
         samples: its sequences, the one with the newest turn last.
@@ -37,34 +37,34 @@ class OneSequence:
         self._engine, self._turns, self.samples = engine, turns, [sample]
 
     async def said(self) -> Said | None:
-        """The model's next turn; None where there is no room for one."""
+        """Generate the model's next turn; None if there is no room for one."""
         (sample,) = self.samples
         turn = await self._engine.generate(sample)
         return Said(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
 
     def hear(self, observation: Observation) -> None:
-        """What the model reads next. Raises NoRoomError when it does not fit."""
+        """Add the model's next input. Raises NoRoomError if it does not fit."""
         self._turns.add(self._engine, self.samples[0], observation)
 
 
 class PlainTurns:
-    """Texts one after the other, where prompts are in no chat template.
+    """Concatenated texts, for prompts without a chat template.
 
     Args:
-        special: tokens that stay text where an environment writes them out.
+        special: special tokens that are broken up in an environment's text.
     """
 
     def __init__(self, special: Sequence[str] = ()) -> None:
         self._special = special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """A sequence with the prompt and what `reset` returned."""
+        """Start a sequence with the prompt and the result of `reset`."""
         sample = engine.new_sample()
         self.add(engine, sample, first)
         return sample
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
-        """What the model reads next. Raises NoRoomError when it does not fit."""
+        """Add the model's next input. Raises NoRoomError if it does not fit."""
         text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
         if text:
             engine.append(sample, as_ordinary(text, self._special))
@@ -82,7 +82,6 @@ class ChatTurns:
         self._tokenizer, self._options, self._special = tokenizer, options, special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """See `PlainTurns`."""
         return (
             engine.new_sample(engine.encode(self._render(opening(task, self._ordinary(first)))))
             if first
@@ -90,18 +89,16 @@ class ChatTurns:
         )
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
-        """See `PlainTurns`."""
         engine.append(sample, self.user_turn(_messages(self._ordinary(observation)), int(sample.tokens[-1])))
 
     def user_turn(self, messages: Messages, last: int) -> str:
-        """The text between a reply and the next one: what the template writes after a reply, up to where the assistant
-        speaks again.
+        """The template's text between two replies: from the end of a reply to the start of the assistant's next one.
 
         Args:
-            last: the reply's last token. The end of a turn is left out where that is one.
+            last: the reply's last token. If it ends the turn, the text does not repeat that end.
 
         Raises:
-            ConfigError: the template does not write replies as they are.
+            ConfigError: the template does not write replies unchanged.
         """
         whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *messages])
         _, found, after = whole.rpartition(_SAID)
@@ -121,15 +118,14 @@ class ChatTurns:
 
 
 class ChatTalk:
-    """A conversation in messages: the run's renderer extends the tokens of the model's turns, and where the family's
-    template writes history anew, another sequence of the rollout begins (docs/agents.md)."""
+    """A conversation in messages: the run's renderer extends the tokens of the model's turns. If the family's template
+    rewrites history, another sequence of the rollout begins (docs/agents.md)."""
 
     def __init__(self, task: Task, engine: Engine, first: Observation) -> None:
         self._engine, self._messages = engine, opening(task, first)
         self.samples: list[Sample] = []
 
     async def said(self) -> Said | None:
-        """See `OneSequence`."""
         try:
             reply = await self._engine.chat(self._messages)
         except NoRoomError:
@@ -139,13 +135,13 @@ class ChatTalk:
         return Said(reply.text, reply.sample, reply.end - 1)
 
     def hear(self, observation: Observation) -> None:
-        """See `OneSequence`. Whether it fits is known with the next turn. A chat goes on with a message, perhaps an
+        """See `OneSequence`. The next turn checks whether it fits. A chat continues with a message, even an
         empty one."""
         self._messages += _messages(observation)
 
 
 def opening(task: Task, first: Observation) -> Messages:
-    """The prompt's messages with what `reset` returned; a text goes to the end of a user's message."""
+    """The prompt's messages with the result of `reset`; a text is appended to the user's message."""
     prompt = [dict(m) for m in task.messages or [{"role": "user", "content": task.text}]]
     last = prompt[-1]
     if isinstance(first, str) and last["role"] == "user" and isinstance(last["content"], str):

@@ -1,1 +1,1 @@
-"""Rewards of responses: which grader scores one, in which process, and how several become one number."""
+"""Rewards of responses: graders, their processes, and their combination to one number."""

@@ -1,4 +1,4 @@
-"""An end to computations that would not come to one: interrupted after some seconds."""
+"""Time limit for computations that may not terminate: they are interrupted after some seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEAT_S = 0.2  # libraries that catch everything are interrupted again
 
 
 class Interrupted(BaseException):
-    """Time is up. Not an Exception, because sympy and its users catch those."""
+    """The time limit has passed. Not an Exception, because sympy and its users catch those."""
 
 
 _inside = False
@@ -21,10 +21,11 @@ _inside = False
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise Interrupted inside the block when it takes longer. Does nothing off the main thread, or inside another one.
+    """Raise Interrupted inside the block after `seconds`. Does nothing off the main thread, or inside another such
+    block.
 
-    A single long operation in C is not interrupted; the process has to be killed then. A timer that somebody else had
-    set is put back, less the time that passed.
+    A single long operation in C is not interrupted; the process must be killed then. An earlier timer of other code is
+    restored, less the time that passed.
     """
     global _inside
     if _inside or threading.current_thread() is not threading.main_thread():

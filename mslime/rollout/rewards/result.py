@@ -1,6 +1,6 @@
-"""What a reward function is asked, and what it said of a sample: a number, perhaps with more, or why there is none.
+"""Job and result of a reward function: a number, optionally with process rewards and metrics, or an error.
 
-A module of its own, because results travel between a worker process, where its program is `__main__`, and its parent.
+Separate module, because results travel between a worker process, where its program is `__main__`, and its parent.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from mslime.extensions import checked_metrics
 
 @dataclass(frozen=True)
 class RewardJob:
-    """What a worker process is for.
+    """The job of a worker process.
 
     Attributes:
         function: `module:function`.
-        setting: the configuration field that named it, for messages.
+        setting: the configuration field that names it, for messages.
         limit_s: seconds for one sample.
-        more_memory: bytes that the process may take beyond what it holds after the import; None: as much as it likes.
-        interrupt: stop a synchronous call inside the process when its time is up; else the parent kills the process.
-        per_group: the function takes all samples of a prompt, and `limit_s` is for all of them.
+        more_memory: bytes that the process may take beyond its use after the import; None: no limit.
+        interrupt: interrupt a synchronous call inside the process at its time limit; else the parent kills the process.
+        per_group: the function takes all samples of a prompt, and `limit_s` applies to all of them together.
     """
 
     function: str
@@ -36,11 +36,11 @@ class RewardJob:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What became of scoring one sample.
+    """Result of scoring one sample.
 
     Attributes:
-        reward: 0 when there is an error.
-        error: why there is no reward; empty when there is one.
+        reward: 0 if there is an error.
+        error: why there is no reward; empty if there is one.
         steps: process rewards, (position of the token that ends the step, reward).
         metrics: further numbers by name, for the log.
     """
@@ -52,7 +52,7 @@ class RewardResult:
 
 
 def checked(value: Any, length: int) -> RewardResult:
-    """The result in what a function returned for a sample of `length` tokens.
+    """Validate a function's return value for a sample of `length` tokens.
 
     A finite number; a pair of that and process rewards; or an object {"reward": ..., "metrics": {name: number}}.
     """
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def checked_group(value: Any, lengths: Sequence[int]) -> list[RewardResult] | RewardResult:
-    """The results in what a function returned for the samples of a group, or the one on all of them."""
+    """Validate a function's return value for the samples of a group; an error for the whole group is one result."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return RewardResult(0.0, f"returned {value!r:.80}, which is not a list with a reward for each sample")
     returned = list(value)
@@ -97,7 +97,7 @@ def checked_group(value: Any, lengths: Sequence[int]) -> list[RewardResult] | Re
 
 
 def _checked_steps(steps: Any, length: int) -> tuple[tuple[int, float], ...] | str:
-    """Process rewards, or what is wrong with them."""
+    """Process rewards, or the error in them."""
     try:
         pairs = tuple((int(at), float(of_step)) for at, of_step in steps)
     except Exception:

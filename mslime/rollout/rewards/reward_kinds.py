@@ -10,21 +10,21 @@ from typing import Any, cast
 from mslime.config.plugins import load
 
 OTHER = ("http", "judge", "custom")
-"""Kinds that compare nothing with a label themselves."""
+"""Kinds that do not compare with a label themselves."""
 
 
 @dataclass(frozen=True)
 class RewardKind:
-    """How a response is compared with the label of its row.
+    """Comparison of a response with the label of its row.
 
     Attributes:
         function: (response, label) -> score, called in the rollout process: it must be fast and safe. Or the name
-            `module:function` of a function (Sample) -> score that runs in processes of its own (`reward.workers`). An
-            answer on which that takes too long, takes too much memory or raises scores 0, and ends no run.
+            `module:function` of a function (Sample) -> score that runs in worker processes (`reward.workers`). If that
+            takes too much time or memory, or raises, the answer scores 0 and the run continues.
         label_problem: why a label cannot be graded; empty if it can. Called for every row by `mslime check`.
         limit_s: seconds for one sample of a function that runs in processes, unless `reward.timeout_s` is set.
-        more_memory: bytes that such a process may take beyond what it holds after the import; None: no limit.
-        notes: of all rows ((where, label)) and their number: what `mslime check` tells of them.
+        more_memory: bytes that such a process may take beyond its use after the import; None: no limit.
+        notes: given all rows ((where, label)) and their number, returns notes for `mslime check`.
     """
 
     function: Callable[[str, Any], float] | str
@@ -35,7 +35,7 @@ class RewardKind:
 
 
 def reward_kind(name: str, place: str) -> RewardKind | None:
-    """The kind of this name; None for those that compare nothing with a label.
+    """The kind of this name; None for kinds that do not compare with a label.
 
     Args:
         place: the configuration section that names it, for messages.
@@ -49,7 +49,7 @@ def reward_kind(name: str, place: str) -> RewardKind | None:
 
 
 def alternatives(label: Any) -> list[str]:
-    """The texts of a label: itself, or each item of a list. Raises ValueError when there is no text or number."""
+    """The texts of a label: itself, or each item of a list. Raises ValueError if there is no text or number."""
     if label is None:
         raise ValueError("the label is missing")
     if isinstance(label, Mapping):
@@ -72,7 +72,7 @@ def alternatives(label: Any) -> list[str]:
 
 
 def problem_of(read: Callable[[Any], object]) -> Callable[[Any], str]:
-    """`RewardKind.label_problem` out of a function that reads a label: the text of the ValueError that it raises."""
+    """Make `RewardKind.label_problem` from a function that reads a label: the text of the ValueError that it raises."""
 
     def problem(label: Any) -> str:
         try:
@@ -85,7 +85,7 @@ def problem_of(read: Callable[[Any], object]) -> Callable[[Any], str]:
 
 
 def exact(response: str, label: Any) -> float:
-    """1.0 if the response equals the label, or one of a list of labels, blanks around them aside, else 0.0."""
+    """1.0 if the response equals the label, or one of a list of labels, ignoring surrounding blanks, else 0.0."""
     return float(any(response.strip() == text.strip() for text in alternatives(label)))
 
 

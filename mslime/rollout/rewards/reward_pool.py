@@ -1,7 +1,7 @@
-"""Reward functions in processes of their own: started, asked, killed when they hang, and replaced when they end.
+"""Reward functions in worker processes: started, called, killed if they hang, and replaced if they end.
 
-A user's function may raise, hang, print, fork or take its process down; none of that reaches the rollout, and no sample
-pays for what another one did. The process's side is `worker`.
+A user's function may raise, hang, print, fork or end its process. None of that affects the rollout or the scores of
+other samples. The process's side is `reward_worker`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mslime.rollout.rewards.result import RewardJob, RewardResult
 from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.rewards.reward_worker"
-ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
+ASYNC_SLOTS = 64  # samples that one worker's async function may await at once
 
 
 Asked = Sample | list[Sample]
@@ -27,8 +27,8 @@ class Worker(WorkerProcess):
 
     Attributes:
         concurrent: whether its function is async.
-        claims: samples that were given to it and are not back.
-        reserved: it works on one sample and takes no other.
+        claims: samples that it was given and has not returned.
+        reserved: it works on one sample and accepts no other.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
@@ -40,9 +40,9 @@ class Worker(WorkerProcess):
 class WorkerPool:
     """Keeps `workers` processes for one function, and replaces those that end.
 
-    A synchronous function gets one sample at a time. An async one gets many, so when its process is stuck or dies,
-    nobody knows whose fault it was: every sample it held is then tried once more, alone with a process. So is a sample
-    whose process ended under it: perhaps somebody else killed that.
+    A synchronous function gets one sample at a time. An async one gets many, so if its process hangs or dies, the
+    sample at fault is unknown: every sample it held is retried once, alone with a process. A single sample whose
+    process ended is retried too, since something else may have killed the process.
     """
 
     def __init__(self, job: RewardJob, workers: int) -> None:
@@ -55,13 +55,13 @@ class WorkerPool:
         self._want_alone = 0
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample. Raises ConfigError when the function cannot be imported."""
+        """Score a sample. Raises ConfigError if the function cannot be imported."""
         result = await self._answer(sample)
         assert isinstance(result, RewardResult), "a list answers a group"
         return result
 
     async def score_group(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The results of the samples of a group, which are asked together. Raises ConfigError likewise."""
+        """Score the samples of a group in one call. Raises ConfigError likewise."""
         results = await self._answer(list(samples))
         return [results] * len(samples) if isinstance(results, RewardResult) else results
 
@@ -72,7 +72,7 @@ class WorkerPool:
         return result
 
     async def start(self) -> None:
-        """Start all processes now, so that a function that cannot be imported is known early. Raises ConfigError."""
+        """Start all processes now, to detect early that a function cannot be imported. Raises ConfigError."""
         await self._queue()
         while self._starting:
             await asyncio.wait(self._starting)
@@ -87,7 +87,7 @@ class WorkerPool:
         self._workers.clear()
 
     async def _queue(self) -> asyncio.Semaphore:
-        """The line in which samples wait; as many leave it as all processes together can work on."""
+        """Semaphore for waiting samples; its size is the capacity of all processes together."""
         while self._turns is None:
             self._refill()
             self._raise_failure()
@@ -99,7 +99,7 @@ class WorkerPool:
         return self._turns
 
     async def _try(self, asked: Asked, alone: bool) -> Answer | None:
-        """The answer of one process; None when something else may be to blame that there is none."""
+        """The answer of one process; None if its absence may have another cause than this request."""
         worker = await self._claim(alone)
         try:
             return await worker.ask(asked, self._job.limit_s)
@@ -115,7 +115,7 @@ class WorkerPool:
             self._moved.set()
 
     async def _claim(self, alone: bool) -> Worker:
-        """A process with a free slot, or one that works on nothing else; waits while others keep to their limits."""
+        """A process with a free slot, or an idle one if `alone`; waits until one is available."""
         self._want_alone += alone
         try:
             while True:
@@ -134,7 +134,7 @@ class WorkerPool:
         return ASYNC_SLOTS if worker.concurrent and not alone and not self._want_alone else 1
 
     def _refill(self) -> None:
-        """Forget processes that ended, and begin to start as many as are missing."""
+        """Remove processes that ended, and start to replace them."""
         self._workers = [w for w in self._workers if w.alive]
         while self._failure is None and len(self._workers) + len(self._starting) < self._size:
             task = asyncio.create_task(self._start_one())
@@ -152,7 +152,7 @@ class WorkerPool:
         self._moved.set()
 
     def _raise_failure(self) -> None:
-        """Raise why a process could not be started, once none is left to do the work; the next call tries again."""
+        """Raise the failed start of a process if no process is left; the next call tries again."""
         if self._failure is not None and not self._workers and not self._starting:
             failure, self._failure = self._failure, None
             raise failure

@@ -1,7 +1,6 @@
 """A process that runs one reward function for its parent: `python -m mslime.rollout.rewards.reward_worker`.
 
-It is asked about samples and answers with results, or both are lists, of a group. The parent kills a worker that does
-not answer.
+Requests are samples and answers results; for a group, both are lists. The parent kills a worker that does not answer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from mslime.rollout.workers.frames import limit_memory, run
 
 
 async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> RewardResult | list[RewardResult]:
-    """The result of one sample, or those of a group; an error is text, with where it was raised, and one for all."""
+    """The result of one sample, or those of a group. An error is text with its location; one error covers a whole
+    group."""
     limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
@@ -37,7 +37,7 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> 
 
 
 def open_job(job: RewardJob) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:
-    """(Whether the function is async, what answers about samples.) Raises ConfigError when it cannot be used."""
+    """(Whether the function is async, handler of requests.) Raises ConfigError if the function cannot be used."""
     function = load_function(job.function, job.setting)
     check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")
     if job.more_memory is not None:

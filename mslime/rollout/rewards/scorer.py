@@ -1,8 +1,8 @@
-"""Rewards: which grader scores a sample, how several become one number, and what an error means for the run.
+"""Rewards: choice of grader, combination of several rewards to one number, and the handling of errors.
 
-Fast comparisons with a label run here; others and users' functions run in processes that can be killed (`pool`), served
-reward models and judges are asked over HTTP (`http`, `judge`). An answer that a comparison cannot grade in time is the
-answer's fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
+Fast comparisons with a label run here. Other comparisons and user functions run in killable processes (`reward_pool`);
+reward models and judges are called over HTTP (`servers`). If a comparison cannot grade an answer in time, the answer
+scores 0 and is counted; it never ends a run. All other errors are handled according to `reward.on_error`.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ from mslime.rollout.teacher import ServedTeacher
 
 
 class TextGrader:
-    """Scores by a function of response and label, at once. All graders have these methods."""
+    """Scores with a function of response and label, synchronously. All graders have these methods."""
 
     def __init__(self, function: Callable[[str, Any], float]) -> None:
         self._function = function
 
     async def start(self) -> None:
-        """Get ready, before anything is generated. Raises ConfigError when that fails."""
+        """Prepare before generation begins. Raises ConfigError if that fails."""
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample. What went wrong with it is its error: a package's function may raise, or return no
-        number."""
+        """Score a sample. Failures are returned as its error: a package's function may raise, or return no number."""
         try:
             return checked(self._function(sample.response, sample.label), len(sample))
         except Exception as error:
             return RewardResult(0.0, raised(error))
 
     async def close(self) -> None:
-        """End what was started."""
+        """Release all resources."""
 
 
 Grader: TypeAlias = TextGrader | WorkerPool | HttpGrader | JudgeGrader
 
 
 def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, tokenizer: Tokenizer | None) -> Grader:
-    """The grader of one section.
+    """Create the grader of one section.
 
     Args:
-        kind: what `config.kind` names (`reward_kind`).
+        kind: the kind of `config.kind` (`reward_kind`).
 
     Raises:
-        ConfigError: it lacks its function or URL.
+        ConfigError: its function or URL is missing.
     """
     if kind is not None:
         if callable(kind.function):
@@ -80,16 +79,16 @@ def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, token
 
 
 class RewardScorer:
-    """Scores samples as `reward` says. Belongs to one event loop; close it there.
+    """Scores samples according to `reward`. Belongs to one event loop; close it there.
 
     Args:
         place: the configuration section, for messages.
-        tokenizer: for graders that want the prompt's text.
+        tokenizer: for graders that use the prompt's text.
 
     Attributes:
         name: of the function or kind, for messages.
-        per_group: a part wants all samples of a prompt at once, so all are scored by `score_group`.
-        errors: rewards that raised, ran out of time or were no finite number.
+        per_group: a part needs all samples of a prompt at once, so `score_group` scores all of them.
+        errors: number of rewards that raised, ran out of time or were no finite number.
     """
 
     def __init__(self, config: ScoringConfig, place: str = "reward", tokenizer: Tokenizer | None = None) -> None:
@@ -106,12 +105,13 @@ class RewardScorer:
         self._metrics: set[str] = set()
 
     async def start(self) -> None:
-        """Import functions before anything is generated. Raises ConfigError when that fails."""
+        """Import functions before generation begins. Raises ConfigError if that fails."""
         for _, grader in self._graders:
             await grader.start()
 
     async def score(self, sample: Sample) -> float | None:
-        """The reward of a finished sample, whose process rewards and metrics are set; None when it is to be dropped.
+        """The reward of a finished sample, and set its process rewards and metrics; None if the sample is to be
+        dropped.
 
         Raises:
             RewardError: it could not be scored and `reward.on_error` is `fail`.
@@ -122,7 +122,7 @@ class RewardScorer:
         return reward
 
     async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
-        """`score` of each of the samples of a prompt; a part of kind `per: group` is asked once for all of them."""
+        """`score` of each sample of a prompt; a part of kind `per: group` is called once for all of them."""
         bare = [dataclasses.replace(s, routes=None, supports=None) for s in samples]  # large, and no reward reads them
         by_part = await asyncio.gather(*(self._results(part, grader, bare) for part, grader in self._graders))
         self._metrics |= {name for results in by_part for v in results for name in v.metrics}
@@ -130,11 +130,11 @@ class RewardScorer:
             rule = f"a run has {MOST_METRICS} at most; names are not for values"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
         told = [(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
-        dropped = [self._is_dropped(*one) for one in told]  # raises before anything is added: it is scored again then
+        dropped = [self._is_dropped(*one) for one in told]  # raises before any change: it is scored again then
         return [None if gone else self._add_up(*one) for one, gone in zip(told, dropped, strict=True)]
 
     def _is_dropped(self, sample: Sample, results: list[RewardResult]) -> bool:
-        """Whether errors of the parts drop the sample. Raises RewardError where they end the run."""
+        """Whether errors of the parts drop the sample. Raises RewardError if they end the run."""
         failed = [(part, v) for (part, _), v in zip(self._graders, results, strict=True) if v.error]
         self.errors += bool(failed)
         sample.error = "; ".join(v.error for _, v in failed)
@@ -159,7 +159,7 @@ class RewardScorer:
         return RewardResult(0.0, problem) if problem else await grader.score(sample)
 
     def _is_answers_fault(self, part: RewardPartConfig, sample: Sample) -> bool:
-        """Whether an error of this part says something about the response, and not about the row or the function."""
+        """Whether an error of this part was caused by the response, and not by the row or the function."""
         kind = self._kinds[part.kind]
         return kind is not None and not callable(kind.function) and not kind.label_problem(sample.label)
 
@@ -178,7 +178,7 @@ class RewardScorer:
         )  # fmt: skip
 
     def _add_up(self, sample: Sample, results: list[RewardResult]) -> float:
-        """The sum of weighted rewards; what the parts said goes to the sample."""
+        """The weighted sum of rewards; process rewards and metrics of the parts are added to the sample."""
         parts = [part for part, _ in self._graders]
         sample.process_rewards = [*sample.process_rewards, *(
             (at, part.weight * step) for part, v in zip(parts, results, strict=True) for at, step in v.steps
@@ -189,13 +189,13 @@ class RewardScorer:
         return sum(part.weight * v.reward for part, v in zip(parts, results, strict=True))
 
 
-# What becomes of finished responses before their group is complete: rewards, what is taken off them for length and for
-# repetition (not in evaluations), and a served teacher's scores.
+# Steps between a finished response and its complete group: rewards, penalties for length and repetition (not in
+# evaluations), and a served teacher's scores.
 
 
 class Scoring:
-    """Rewards and teaches rollouts as they finish, or rewards a whole group once it has. What was done before an
-    interruption is not done again."""
+    """Scores finished rollouts by reward and teacher, or a whole group by a group reward. Steps done before an
+    interruption are not repeated."""
 
     def __init__(
         self,
@@ -207,16 +207,16 @@ class Scoring:
     ) -> None:
         """
         Args:
-            shaping: what is taken off a reward. limit: `rollout.max_response_tokens`.
-            span: called when the teacher begins; what it returns, when it has ended.
+            shaping: penalties of a reward. limit: `rollout.max_response_tokens`.
+            span: called when the teacher begins; returns a function to call when it has ended.
         """
         self._shaping, self._limit = shaping, limit
         self._scorer, self._teacher, self._span = scorer, teacher, span
 
     async def rollout_finished(self, samples: Sequence[Sample]) -> None:
-        """Reward a rollout and teach its samples, all at once. Raises the first error, when all are through.
+        """Score a rollout's reward and teacher log-probs concurrently. Raises the first error, after all have ended.
 
-        A reward of one sample is asked about the last one, and is that of all.
+        A per-sample reward scores the last sample and applies to all.
         """
         done = await asyncio.gather(self._reward(samples), *map(self._teach, samples), return_exceptions=True)
         for error in done:
@@ -224,7 +224,7 @@ class Scoring:
                 raise error
 
     async def group_finished(self, group: Group) -> None:
-        """Reward the rollouts of a group together, where the reward is of groups."""
+        """Score the rollouts of a group together, if the reward is per group."""
         rollouts = [r for r in group.rollouts() if r[0].status is not SampleStatus.FAILED]
         if self._scorer.per_group and any(r[-1].reward is None for r in rollouts):
             rewards = await self._scorer.score_group([r[-1] for r in rollouts])
@@ -236,7 +236,7 @@ class Scoring:
             self._settle(samples, await self._scorer.score(samples[-1]))
 
     def _settle(self, samples: Sequence[Sample], reward: float | None) -> None:
-        """Give all samples of a rollout its reward, or let it fail."""
+        """Set the reward of all samples of a rollout, or mark the rollout as failed."""
         if reward is not None:
             reward = shaped(samples, reward, self._shaping, self._limit)
         for sample in samples:
@@ -265,7 +265,7 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
 
 def repeated_share(tokens: NDArray[np.int32], n: int) -> float:
-    """Share of a response's n-grams that occurred before in it: 1 - distinct / all. 0 for less than n tokens."""
+    """Share of a response's repeated n-grams: 1 - distinct / all. 0 for fewer than n tokens."""
     if len(tokens) < n:
         return 0.0
     grams = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(tokens, np.int32), n)
@@ -274,7 +274,7 @@ def repeated_share(tokens: NDArray[np.int32], n: int) -> float:
 
 
 def shaped(samples: Sequence[Sample], reward: float, config: RewardConfig, limit: int) -> float:
-    """A rollout's reward with penalties, those of its worst sequence. They and the reward without them are noted in the
+    """A rollout's reward with the penalties of its worst sequence. Penalties and unpenalised reward are recorded in the
     `scores` of the last sequence.
 
     Args:
@@ -295,6 +295,6 @@ def shaped(samples: Sequence[Sample], reward: float, config: RewardConfig, limit
 
 
 def _sampled(sample: Sample) -> NDArray[np.int32]:
-    """The tokens that the model wrote: what an environment repeats is not the model's fault."""
+    """The tokens sampled by the model: repetitions in an environment's text are not penalised."""
     spans = [sample.tokens[s.start : s.end] for s in sample.segments if s.version is not None]
     return np.concatenate([np.empty(0, np.int32), *spans])

@@ -1,4 +1,4 @@
-"""Rewards from servers: of reward models, of language models that are asked for a number."""
+"""Rewards from servers: reward models, and language models as judges."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.rewards.result import RewardResult, checked
 
-MOST_BYTES = 64 * 2**20  # of an answer
+MOST_BYTES = 64 * 2**20  # limit of a response
 AGAIN = (408, 425, 429)  # and every 5xx
 T = TypeVar("T")
 
 
 class AgainError(Exception):
-    """A request failed in a way that may pass."""
+    """A request failed temporarily; a retry may succeed."""
 
 
 class RewardRefusedError(Exception):
-    """The server answered, and will not answer otherwise."""
+    """The server answered, and a retry would not change the answer."""
 
 
 class RewardServers:
-    """One server, or a pool of equals. Belongs to one event loop.
+    """One server, or a pool of equal ones. Belongs to one event loop.
 
     Args:
-        place: the section that names them, for messages.
+        place: the configuration section, for messages.
         limit_s: seconds for one attempt.
     """
 
@@ -52,7 +52,7 @@ class RewardServers:
         self._under_way = Counter(dict.fromkeys(config.urls, 0))
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        """Open the connection pool. Raises ConfigError if the token's variable is not set."""
         headers = {"Content-Type": "application/json"}
         if self._config.auth_env is not None:
             headers["Authorization"] = f"Bearer {token_of(self._config.auth_env, self._place)}"
@@ -60,15 +60,15 @@ class RewardServers:
         self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
 
     async def ask(self, body: object, read: Callable[[Any], T]) -> T:
-        """What `read` makes of the answer to `body`.
+        """Post `body` and return the response as parsed by `read`.
 
         Args:
-            body: anything that JSON can hold.
-            read: raises RewardRefusedError for an invalid answer, AgainError if another attempt may help.
+            body: any JSON value.
+            read: raises RewardRefusedError for an invalid response, AgainError if a retry may help.
 
         Raises:
             AgainError: the last attempt failed.
-            RewardRefusedError: the server will not answer otherwise, or the body cannot be written as JSON.
+            RewardRefusedError: a retry would not help, or the body cannot be written as JSON.
         """
         if self._session is None:
             await self.start()
@@ -82,12 +82,13 @@ class RewardServers:
             return await attempts(self._attempt, data, read, failed)
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     async def _attempt(self, data: bytes, read: Callable[[Any], T], failed: Counter[str]) -> T:
-        """Ask the server that has failed this request least, and of those the one with the fewest under way."""
+        """Post to the server with the fewest failures for this request and, among equals, the fewest running
+        requests."""
         url = min(self._under_way, key=lambda u: (failed[u], self._under_way[u]))
         self._under_way[url] += 1
         try:
@@ -118,10 +119,10 @@ class RewardServers:
 
 
 def as_json(value: object) -> bytes:
-    """A value as JSON, integers of any size included. Raises RewardRefusedError when there is no JSON of it."""
+    """A value as JSON, integers of any size included. Raises RewardRefusedError if it cannot be written as JSON."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # an integer beyond 64 bits, a lone surrogate, a key that is no text
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate, a key that is not text
         pass
     try:
         return json.dumps(
@@ -132,7 +133,7 @@ def as_json(value: object) -> bytes:
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for a URL; none for machines of one's own network."""
+    """The proxy for a URL from HTTP_PROXY, HTTPS_PROXY and NO_PROXY; none for machines of the own network."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -143,7 +144,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def token_of(variable: str, place: str) -> str:
-    """The token that an environment variable holds. Raises ConfigError when it is not set.
+    """The token in an environment variable. Raises ConfigError if it is not set.
 
     Args:
         place: the section that names it, for messages.
@@ -156,7 +157,7 @@ def token_of(variable: str, place: str) -> str:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, up to MOST_BYTES. Raises RewardRefusedError when it goes on."""
+    """The body, up to MOST_BYTES. Raises RewardRefusedError if it is longer."""
     parts, size = list[bytes](), 0
     async for part in answer.content.iter_any():
         parts.append(part)
@@ -188,11 +189,11 @@ class HttpGrader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        """Open the connection pool. Raises ConfigError if the token's variable is not set."""
         await self._servers.start()
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample; what went wrong with its request is its error."""
+        """Score a sample; a failed request is returned as its error."""
         future: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, future))
         if len(self._waiting) == 1:
@@ -202,7 +203,7 @@ class HttpGrader:
         return await future
 
     async def close(self) -> None:
-        """Give up what is on its way, and the connections."""
+        """Cancel pending requests and close the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -219,7 +220,7 @@ class HttpGrader:
         await self._send()
 
     async def _send(self) -> None:
-        """Post what waits, and hand out the results."""
+        """Post queued samples, and set their results."""
         batch, self._waiting = self._waiting[: self._config.batch_size], self._waiting[self._config.batch_size :]
         if self._waiting:
             self._spawn(self._send_later())
@@ -232,7 +233,7 @@ class HttpGrader:
                 if not future.done():
                     future.set_exception(error)
             return
-        except Exception as error:  # an error of these samples, whatever it is: they wait for an answer
+        except Exception as error:  # any error belongs to these samples, whose callers wait
             said = (
                 str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
             )
@@ -246,7 +247,7 @@ class HttpGrader:
                 future.set_result(result)
 
     async def _results(self, samples: list[Sample]) -> list[RewardResult]:
-        """Raises AgainError when the last attempt failed, RewardRefusedError for an answer that is none."""
+        """Post samples. Raises AgainError if the last attempt failed, RewardRefusedError for an invalid response."""
 
         def read(answer: Any) -> list[RewardResult]:
             rewards = answer.get("rewards") if isinstance(answer, dict) else answer
@@ -264,15 +265,15 @@ class HttpGrader:
         return {"prompt": prompt, "response": sample.response, "label": sample.label, "metadata": sample.metadata}
 
 
-# Rewards from a language model that is asked for a number: reward kind `judge`.
+# Rewards from a language model that replies with a number: reward kind `judge`.
 #
-# It is asked at an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
+# Requests go to an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
 
 _PLACES = re.compile(r"\{(prompt|response|label)\}")
 
 
 class JudgeGrader:
-    """Scores samples by what a judge says of them. Belongs to one event loop.
+    """Scores samples by a judge's reply. Belongs to one event loop.
 
     Args:
         place: the configuration section, for messages.
@@ -285,22 +286,22 @@ class JudgeGrader:
         self._servers = RewardServers(config, place, limit_s)
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        """Open the connection pool. Raises ConfigError if the token's variable is not set."""
         await self._servers.start()
 
     async def score(self, sample: Sample) -> RewardResult:
-        """The result of a sample; what went wrong with its request is its error."""
+        """Score a sample; a failed request is returned as its error."""
         try:
             return await self._servers.ask(self._request(sample), self._read)
         except (AgainError, RewardRefusedError) as error:
             return RewardResult(0.0, str(error))
         except UserError:
             raise
-        except Exception as error:  # an error of this sample, whatever it is
+        except Exception as error:  # any error belongs to this sample
             return RewardResult(0.0, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         await self._servers.close()
 
     def _request(self, sample: Sample) -> dict[str, Any]:
@@ -311,7 +312,7 @@ class JudgeGrader:
         return {**model, "messages": asked, **self._config.options}
 
     def _question(self, sample: Sample) -> str:
-        """The template, filled in one pass: what a response says in braces stays as it is."""
+        """The filled template. It is filled in one pass, so braces in a response stay unchanged."""
         prompt = ""
         if self._tokenizer is not None:
             prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
@@ -320,10 +321,10 @@ class JudgeGrader:
         return _PLACES.sub(lambda place: said[place[1]], self._config.template)
 
     def _read(self, answer: Any) -> RewardResult:
-        """The number in an answer.
+        """The number in a response.
 
         Raises:
-            RewardRefusedError: the answer has no number. AgainError: likewise, and another sample may have one.
+            RewardRefusedError: it contains no number. AgainError: likewise, and another reply may contain one.
         """
         reply = _reply(answer)
         said = number_in(reply, self._config.pattern, self._config.field)
@@ -343,7 +344,7 @@ def _text(label: object) -> str:
 
 
 def number_in(reply: str, pattern: str | None, field: str | None) -> float | str:
-    """The number in a judge's reply; or what is wrong with it, in words.
+    """The number in a judge's reply, or a description of the error.
 
     Args:
         pattern: its last match holds the number in its first group.
@@ -362,7 +363,7 @@ def number_in(reply: str, pattern: str | None, field: str | None) -> float | str
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, whatever stands around them."""
+    """The JSON objects in a text, ignoring all text around them."""
     decoder, at = json.JSONDecoder(), 0
     while (at := text.find("{", at)) >= 0:
         try:
@@ -380,7 +381,7 @@ def _number(said: object) -> float | str:
 
 
 def _reply(answer: Any) -> str:
-    """What the judge said. Raises RewardRefusedError when that is not in the answer."""
+    """The judge's reply. Raises RewardRefusedError if the response contains none."""
     try:
         choice = answer["choices"][0]
         content = choice["message"]["content"]

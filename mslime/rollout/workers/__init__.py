@@ -1,1 +1,1 @@
-"""Functions and classes of the user's in processes of their own, which can be killed and replaced."""
+"""User functions and classes in worker processes, which can be killed and replaced."""

@@ -1,8 +1,8 @@
-"""What a worker process and its parent say to each other, and the process's side of it.
+"""Protocol between a worker process and its parent, and the worker's side of it.
 
-Frames (four bytes of length, then a pickle) arrive and leave on private copies of standard input and output; what the
-user's code prints goes to standard error. The first frame is the job, which is answered by ("ready", more) or
-("error", a ConfigError); afterwards every frame is (number, what is asked) and is answered by (number, answer).
+Frames (four bytes of length, then a pickle) travel on private copies of standard input and output; prints of user code
+go to standard error. The first frame is the job; the reply is ("ready", details) or ("error", a ConfigError). Every
+later frame is (number, request), and its reply (number, answer).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ HEADER = struct.Struct("<I")
 
 
 class NoAnswerError(Exception):
-    """Stands for an answer that could not be sent."""
+    """Replaces an answer that could not be sent."""
 
 
 Answer = Callable[[Any], Awaitable[Any]]
 Open = Callable[[Any], tuple[Any, Answer]]
-"""Of the job: (what the parent is told beside `ready`, what answers further frames). Raises ConfigError."""
+"""Opens a job: returns (details to send with `ready`, handler of requests). Raises ConfigError."""
 
 
 def encode(message: object) -> bytes:
-    """A frame."""
+    """Encode a message as a frame."""
     body = pickle.dumps(message)
     return HEADER.pack(len(body)) + body
 
@@ -45,7 +45,7 @@ def read_frame(stream: BinaryIO) -> Any:
 
 
 async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
-    """Answer frames, several at a time, until the parent closes the pipe."""
+    """Handle frames concurrently until the parent closes the pipe."""
 
     def send(message: object) -> None:
         out.write(encode(message))
@@ -62,9 +62,7 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
     async def work(number: int, asked: Any) -> None:
         try:
             send((number, await answer(asked)))
-        except (
-            Exception
-        ) as error:  # what came of the user's code, and no pickle can hold: said, or the parent would wait
+        except Exception as error:  # any pickling error of the user's result: sent, or the parent would wait
             send((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
 
     loop = asyncio.get_running_loop()
@@ -76,10 +74,10 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
 
 
 def run(open_job: Open) -> None:
-    """Serve on private copies of the process's pipes. What the user's code prints goes to standard error, and what it
-    reads is empty: a child that it forks closes `sys.stdin`, and would wait for ever for a lock that our reader held.
+    """Serve on private copies of the process's pipes. Prints of user code go to standard error, and its standard input
+    is empty: a forked child closes `sys.stdin`, and would wait forever for a lock held by the reader thread.
 
-    The program's argument is the least level that it logs.
+    The program's argument is the lowest level that it logs.
     """
     log_process(f"worker {os.getpid()}", sys.argv[1] if len(sys.argv) > 1 else "warning")
     source, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -88,14 +86,14 @@ def run(open_job: Open) -> None:
     os.close(empty)
     os.dup2(2, 1)
     asyncio.run(serve(open_job, source, out))
-    os._exit(0)  # the user's code may have left threads behind
+    os._exit(0)  # user code may have left threads behind
 
 
-# Memory that a process may take. Linux only: elsewhere there is no limit.
+# Memory limits of a process. Linux only: other systems have no limit.
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process map `more_bytes` beyond what it has; what asks for more gets a MemoryError."""
+    """Let this process map `more_bytes` beyond its present use; larger allocations raise MemoryError."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             held = int(file.read().split()[0]) * resource.getpagesize()
@@ -103,14 +101,14 @@ def limit_memory(more_bytes: int) -> None:
 
 
 class DataLimit:
-    """Likewise for memory that a process writes to, which address space that its threads only reserve is not part of.
-    It may be set again: what the process held at first is what counts."""
+    """Limit of memory that a process writes to; address space that its threads only reserve does not count. It may be
+    set repeatedly, always relative to the use at construction."""
 
     def __init__(self) -> None:
         self._held = _data_bytes()
 
     def set(self, more_bytes: int) -> None:
-        """`more_bytes` beyond what the process held at first."""
+        """Allow `more_bytes` beyond the use at construction."""
         if sys.platform == "linux":
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (self._held + more_bytes, hard))

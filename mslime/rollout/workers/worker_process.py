@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it: started, asked, and killed when it does not answer. Its side is `frames`."""
+"""The parent's side of a worker process: start, call, and kill it if it does not answer. The other side is `frames`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
-END_SECONDS = 2.0  # for a killed process's pipes to close, which what left its session may hold open
+END_SECONDS = 2.0  # for a killed process's pipes to close; processes that left its session may hold them open
 
 
 class WorkerLostError(Exception):
-    """A worker process ended with questions unanswered."""
+    """A worker process ended with unanswered requests."""
 
 
 class WorkerProcess:
-    """One process, which may be asked several things at once.
+    """One process that handles several requests at once.
 
     Attributes:
-        told: what it said of its job when it was ready.
+        told: details that it sent when it was ready.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
@@ -43,12 +43,12 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether it accepts requests."""
         return self._process.returncode is None and not self._reader.done()
 
     @classmethod
     async def start(cls, module: str, job: RewardJob | EnvironmentJob) -> Self:
-        """Start a process and wait until it has opened its job. Raises ConfigError when it cannot.
+        """Start a process and wait until it has opened its job. Raises ConfigError if it cannot.
 
         Args:
             module: its program, which calls `frames.run`.
@@ -79,7 +79,8 @@ class WorkerProcess:
         return cls(process, told)
 
     async def ask(self, asked: object, limit_s: float) -> Any:
-        """The answer. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+        """Send a request and return the answer. Raises WorkerLostError if the process ends, TimeoutError if it
+        hangs."""
         if not self.alive:
             raise WorkerLostError("its process had ended")
         assert self._process.stdin is not None
@@ -95,14 +96,14 @@ class WorkerProcess:
             del self._waiting[number]
 
     async def kill(self) -> None:
-        """End the process, and what it started, at once."""
+        """End the process and its children at once."""
         await _end(self._process)
         await asyncio.wait({self._reader}, timeout=END_SECONDS)
         self._reader.cancel()
         self._tell(WorkerLostError("its process was killed"))
 
     async def _read(self) -> None:
-        """Hand answers to those who wait; when the process ends, or speaks nonsense, tell all of them."""
+        """Pass answers to their callers; if the process ends or sends invalid data, all callers get an error."""
         assert self._process.stdout is not None
         try:
             while True:
@@ -115,7 +116,7 @@ class WorkerProcess:
         except asyncio.IncompleteReadError:
             reason = _describe_exit(await self._process.wait())
             end_process(self._process)
-        except Exception as error:  # the user's code wrote to the pipe: whatever unpickling raises
+        except Exception as error:  # user code wrote to the pipe: unpickling may raise anything
             end_process(self._process)
             reason = f"its process wrote something that is no answer ({type(error).__name__})"
         self._tell(WorkerLostError(reason))
@@ -127,10 +128,10 @@ class WorkerProcess:
 
 
 def end_process(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL to the process's group, which outlives it where it started others. Not by `Process.kill`: that one polls,
-    so it may reap the child before asyncio's watcher, which then prints `Unknown child process` and makes the exit code
-    up."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+    """Send SIGKILL to the process's group, which outlives the process if it has children. `Process.kill` would poll and
+    might reap the child before asyncio's watcher, which then prints `Unknown child process` and reports a made-up exit
+    code."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
         os.killpg(process.pid, signal.SIGKILL)
 
 

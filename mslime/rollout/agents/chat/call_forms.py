@@ -1,8 +1,8 @@
-"""The forms in which model families write calls of tools, and what one such writing says.
+"""The forms in which model families write tool calls, and their parsers.
 
-A form reads a block: what stands from the tag that opens it to the tag that closes it. Its tags arrive apart from its
-text, so that a tag which an argument spells out with ordinary tokens is never taken for one. Nothing here raises: what
-cannot be read is a call with a status.
+A form reads a block: the text from an opening tag to its closing tag. Tags arrive separately from text, so a tag that
+an argument spells out with ordinary tokens is never taken for a real one. Nothing here raises: an unreadable call
+becomes a call with a status.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, cast
 from mslime.rollout.agents.chat.messages import NO_JSON, Tools, canonical_json, first_json, parsed_json
 from mslime.rollout.agents.chat.renderer import ParsedCall
 
-# The values of arguments that a model wrote without their types, by the tool's JSON schema.
+# Values of arguments that a model wrote without types, by the tool's JSON schema.
 #
-# Families that write an argument between tags write a text as it is and anything else as JSON, so `5` may be either:
-# the schema of the parameter says which.
+# Families that write an argument between tags write a text unchanged and any other value as JSON, so `5` may be either:
+# the schema of the parameter decides.
 
 Schema = Mapping[str, Any]
 _KINDS: Mapping[type, str] = {
@@ -32,7 +32,7 @@ _KINDS: Mapping[type, str] = {
 
 
 def parameters_of(name: str, tools: Tools) -> Mapping[str, Schema]:
-    """Schemas of a tool's parameters by name; none of a tool that is not offered, or says none."""
+    """Schemas of a tool's parameters by name; empty for a tool that is not offered, or has none."""
     for tool in tools:
         function = tool.get("function", {})
         if function.get("name") == name:
@@ -43,13 +43,13 @@ def parameters_of(name: str, tools: Tools) -> Mapping[str, Schema]:
 
 
 def typed(text: str, schema: object) -> Any:
-    """The value that a text stands for.
+    """The value that a text represents.
 
     Args:
-        schema: of the parameter; None, or one that names no type: JSON where it is some, else the text.
+        schema: of the parameter; None, or a schema without a type: JSON if the text is valid JSON, else the text.
 
     Raises:
-        ValueError: it is no value at all, and the schema allows no text.
+        ValueError: it is not a value, and the schema allows no text.
     """
     kinds = _allowed(schema)
     value = parsed_json(text)
@@ -59,7 +59,7 @@ def typed(text: str, schema: object) -> Any:
 
 
 def _unlike_json(text: str, kinds: set[str]) -> Any:
-    """The value of a text that is no JSON. Qwen3-Coder's first templates wrote Python's: True, None, ['a']."""
+    """Value of a text that is not JSON. Qwen3-Coder's first templates wrote Python's values: True, None, ['a']."""
     if not kinds or "string" in kinds:
         return text
     try:
@@ -73,7 +73,7 @@ def _kind(value: Any) -> str:
 
 
 def _allowed(schema: object) -> set[str]:
-    """The kinds of values that a schema allows; empty: it does not say."""
+    """The types of values that a schema allows; empty: unspecified."""
     if not isinstance(schema, dict):
         return set()
     said = cast("dict[str, Any]", schema)
@@ -95,16 +95,16 @@ def _listed(value: object) -> list[Any]:
 
 
 Piece = tuple[str, str]
-"""A tag, or nothing, and the text after it."""
+"""A tag (may be empty), and the text after it."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a model wrote from an opening tag on.
+    """Model output from an opening tag on.
 
     Attributes:
         pieces: the first one's tag opens the block; a closing tag is left out.
-        closing: that closing tag; empty where the reply ended without.
+        closing: that closing tag; empty if the reply ended without.
     """
 
     pieces: Sequence[Piece]
@@ -118,13 +118,13 @@ class Block:
 
     @property
     def body(self) -> str:
-        """What stands between its tags."""
+        """The text between its tags."""
         return joined(self.pieces).removeprefix(self.pieces[0][0])
 
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """The calls of a block, and what in it belongs to none."""
+    """The calls of a block, and its text outside of calls."""
 
     calls: Sequence[ParsedCall]
     text: str = ""
@@ -132,13 +132,13 @@ class ParsedCalls:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a family writes calls.
+    """A family's form of calls.
 
     Attributes:
         name: for logs.
-        opens, closes: tags around a block. No closing tag: it goes on to the next block, or to the end.
+        opens, closes: tags around a block. No closing tag: it extends to the next block, or to the end.
         within: other tags in it.
-        read: gets a block.
+        read: parser of a block.
     """
 
     name: str
@@ -149,23 +149,23 @@ class CallForm:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All of them."""
+        """All tags of the form."""
         return tuple(tag for tag in (self.opens, self.closes, *self.within) if tag)
 
 
 def joined(pieces: Sequence[Piece]) -> str:
-    """The text of pieces, tags written out."""
+    """The text of pieces, with their tags."""
     return "".join(tag + text for tag, text in pieces)
 
 
 def call_of(name: str, arguments: str, raw: str, written_id: str = "") -> ParsedCall:
-    """A call whose arguments are written as JSON; none written are no arguments."""
+    """A call with arguments in JSON; empty text means no arguments."""
     found = parsed_json(arguments if arguments.strip() else "{}")
     return broken(raw, "invalid_json") if found is NO_JSON else _made(name, found, raw, written_id)
 
 
 def object_call(text: str, raw: str) -> ParsedCall:
-    """A call written as {"name": ..., "arguments": {...}}, perhaps with an id."""
+    """A call written as {"name": ..., "arguments": {...}}, optionally with an id."""
     found = parsed_json(text)
     return broken(raw, "invalid_json") if found is NO_JSON else _of_object(found, raw)
 
@@ -199,7 +199,7 @@ def _made(name: object, arguments: object, raw: str, written_id: str = "") -> Pa
 
 
 def _single(read: Callable[[Block], ParsedCall], block: Block) -> ParsedCalls:
-    """A block that is one call, once it is closed."""
+    """A block that is one call, if it is closed."""
     return ParsedCalls([read(block) if block.closing else broken(block.raw, "unclosed_block")])
 
 
@@ -236,7 +236,7 @@ def _glm(block: Block) -> ParsedCall:
 
 
 def _of_values(name: str, written: Sequence[tuple[str, str]], block: Block) -> ParsedCall:
-    """A call whose arguments are written one by one, without their types."""
+    """A call whose arguments are written one by one, without types."""
     if not name:
         return broken(block.raw, "missing_name")
     parameters = parameters_of(name, block.tools)
@@ -271,7 +271,7 @@ def _no_call(block: Block) -> ParsedCalls:
 
 
 def _from_each(tag: str, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """The pieces from each of these tags to the next, and those before the first."""
+    """Split pieces at each of these tags; the first part precedes the first tag."""
     starts = [0, *(i for i, piece in enumerate(pieces) if piece[0] == tag and i), len(pieces)]
     return (pieces[start:end] for start, end in itertools.pairwise(starts) if end > start)
 
@@ -295,7 +295,7 @@ def _deepseek_bare(pieces: Sequence[Piece], raw: str) -> ParsedCall:
 
 
 def _kimi(pieces: Sequence[Piece], raw: str) -> ParsedCall:
-    """functions.NAME:INDEX<argument_begin>{...}: Kimi-K2. What stands before the arguments is the call's id."""
+    """functions.NAME:INDEX<argument_begin>{...}: Kimi-K2. The text before the arguments is the call's id."""
     if len(pieces) != 2:
         return broken(raw, "malformed_structure")
     written_id = pieces[0][1].strip()
@@ -324,13 +324,13 @@ def _mistral_list(block: Block) -> ParsedCalls:
 
 
 def _past(pattern: str, text: str, at: int) -> int:
-    """Where the pattern that stands there ends; 0 where it does not."""
+    """End of the match of a pattern at `at`; 0 if it does not match."""
     found = re.compile(pattern).match(text, at)
     return found.end() if found is not None else 0
 
 
 def _mistral_named(block: Block) -> ParsedCalls:
-    """[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}, the id perhaps left out: Mistral from its tokenizers' v11 on."""
+    """[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}, the id optional: Mistral from its tokenizers' v11 on."""
     (_, name), *others = block.pieces
     tags = [tag for tag, _ in others]
     if tags not in (["[ARGS]"], ["[CALL_ID]", "[ARGS]"]):
@@ -362,26 +362,26 @@ FORMS = (
     CallForm("Mistral, as a list", "[TOOL_CALLS]", "", read=_mistral_list),
     CallForm("Mistral, by name", "[TOOL_CALLS]", "", ("[ARGS]", "[CALL_ID]"), read=_mistral_named),
 )  # fmt: skip
-"""Which of them a template writes is tried (`template.py`): no two read the same call."""
+"""All forms. A template's form is found by trial (`template.py`): no two forms read the same call."""
 
 
-# How a chat template wants the calls of an assistant's message to be given to it.
+# Form in which a chat template expects the calls of an assistant's message.
 
 
 @dataclass(frozen=True)
 class CallSpelling:
-    """What is made of calls before a template sees them.
+    """Transformation of calls before they are passed to a template.
 
     Attributes:
-        arguments_as_text: JSON text, for templates that put them together with texts, as DeepSeek's do; else objects.
-        short_ids: nine letters and digits, as Mistral's templates demand.
+        arguments_as_text: JSON text, for templates that concatenate it with texts, as DeepSeek's do; else objects.
+        short_ids: nine letters and digits, as Mistral's templates require.
     """
 
     arguments_as_text: bool = False
     short_ids: bool = False
 
     def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the template wants it."""
+        """Convert a message to the template's form."""
         shown = dict(message)
         if "tool_calls" in shown:
             shown["tool_calls"] = [self._call(call) for call in shown["tool_calls"]]
@@ -402,5 +402,5 @@ SPELLINGS: Sequence[CallSpelling] = (
 
 
 def short_id(name: str) -> str:
-    """Nine letters and digits that stand for an id; those that a model wrote so are their own."""
+    """Nine letters and digits for an id; ids that the model wrote in this form stay unchanged."""
     return name if re.fullmatch("[A-Za-z0-9]{9}", name) else hashlib.sha256(name.encode()).hexdigest()[:9]

@@ -1,5 +1,5 @@
-"""Which renderer a run has: the one that it names, or the one of its model's family that writes as the checkpoint's own
-chat template does."""
+"""Choice of a run's renderer: the configured one, or one of the model's family that matches the checkpoint's own chat
+template."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _PROBES: tuple[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], 
         _TOOLS,
     ),
 )
-"""Conversations that a family's renderer must write as the checkpoint's template does."""
+"""Conversations for which a family's renderer must match the checkpoint's template."""
 
 
 def choose_renderer(named: str | None, family: Sequence[str], tokenizer: Any, thinking: Thinking) -> Renderer:
     """The renderer of a run.
 
     Args:
-        named: `rollout.renderer`; None: the first of the family's that writes as the checkpoint's chat template does,
+        named: `rollout.renderer`; None: the first renderer of the family that matches the checkpoint's chat template,
             else the template itself.
-        family: names that the model's family has.
+        family: renderer names of the model's family.
         tokenizer: of transformers.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the renderer is not available.
     """
     if named is not None:
         chosen = _named(named, tokenizer, thinking)
@@ -87,14 +87,14 @@ def _of_family(family: Sequence[str], tokenizer: Any, thinking: Thinking) -> Ren
 
 
 def _difference(renderer: Renderer, tokenizer: Any) -> str:
-    """The first conversation that the renderer writes otherwise than the chat template; empty when there is none."""
+    """The first conversation for which the renderer differs from the chat template; empty if there is none."""
     for messages, tools in _PROBES:
         roles = " ".join(str(m["role"]) for m in messages) + (", with tools" if tools else "")
         try:
             text = tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
-        except Exception:  # jinja's errors are Exceptions: a template that cannot write it is no measure
+        except Exception:  # jinja's errors are Exceptions: a template that fails here is no reference
             continue
         try:
             ids = renderer.render(messages, tools)
@@ -106,7 +106,7 @@ def _difference(renderer: Renderer, tokenizer: Any) -> str:
 
 
 def _told(renderer: Renderer) -> str:
-    """How a template's renderer reads calls, and what it can extend, for the log."""
+    """Log text of a template's renderer: how it reads calls, and which turns it can extend."""
     if not isinstance(renderer, TemplateRenderer):
         return ""
     kinds = {"+".join(kind): renderer.refused(kind) or "extended" for kind in USUAL}

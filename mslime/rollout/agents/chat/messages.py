@@ -1,8 +1,8 @@
-"""Chat messages in one form for all dialects, when one is a copy of another, and errors of a request.
+"""Chat messages in one form for all dialects, comparison of copies, and errors of a request.
 
-What a client sends back as history only chooses a recorded turn, so whatever says nothing is left out here: null and
-unknown keys, cache markers, empty parts. What is left is compared exactly: a mismatch costs a sequence, a wrong match
-would train on what the model never saw.
+A client's history only selects a recorded turn, so meaningless content is removed: null and unknown keys, cache
+markers, empty parts. The remainder is compared exactly: a mismatch costs a sequence, a wrong match would train on
+tokens that the model never saw.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, cast
 from mslime.config.errors import UserError
 from mslime.rollout.workflow import NoRoomError
 
-# What is wrong with a request to the model of a rollout. A server writes it in the shape of the client's dialect.
+# Errors of a request to a rollout's model. A server writes them in the form of the client's dialect.
 
 
 class ChatError(UserError):
-    """A request that cannot be answered as it stands. Sent again, it would fail again."""
+    """An invalid request. A repeat would fail again."""
 
 
 class ContextFull(ChatError, NoRoomError):
-    """The messages leave no room for a reply. What was recorded before stays.
+    """The messages leave no room for a reply. Recorded turns stay.
 
     Attributes:
-        tokens, most: of the messages, and that they may have; clients read them in the words of their API.
+        tokens, most: size of the messages, and its limit; clients parse them from the API's error text.
     """
 
     tokens = most = 0
@@ -41,26 +41,26 @@ class ContextFull(ChatError, NoRoomError):
 
 
 class LimitReached(ChatError, NoRoomError):
-    """The rollout has had its share of turns, sequences, tokens or time; `field` is the setting."""
+    """The rollout has used up its limit of turns, sequences, tokens or time; `field` is the setting."""
 
 
 class SessionOver(ChatError):
-    """The rollout has ended, and takes no more turns."""
+    """The rollout has ended, and accepts no more turns."""
 
 
 ROLES = ("system", "user", "assistant", "tool")
 Tools = Sequence[Mapping[str, Any]]
-"""Definitions of tools as chat completions have them: {type: function, function: {name, description, parameters}}."""
+"""Tool definitions in the form of chat completions: {type: function, function: {name, description, parameters}}."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
-        id: by which the client knows it.
-        arguments: canonical JSON where they are JSON, else the text as it stands.
-        native: id that the model itself wrote, in formats that have one; templates are given this one.
+        id: identifies the call for the client.
+        arguments: canonical JSON if they are JSON, else the text unchanged.
+        native: id written by the model itself, in formats that have one; templates receive this one.
     """
 
     id: str
@@ -75,9 +75,9 @@ class Message:
 
     Attributes:
         role: one of `ROLES`.
-        reasoning: of an assistant's message; None: the sender does not say.
+        reasoning: of an assistant's message; None: the sender did not include it.
         answers: id of the call that a tool's message answers.
-        echo: name of the turn that the sender says it copies, in dialects whose replies have one. Not compared.
+        echo: name of the turn that the message claims to copy, in dialects that support it. Not compared.
     """
 
     role: str
@@ -89,7 +89,7 @@ class Message:
 
 
 def canonical_json(text: str) -> str:
-    """The one spelling of a JSON text; a text that is no JSON as it stands."""
+    """Canonical form of a JSON text; any other text unchanged."""
     return _known_json(text) if len(text) <= _KEPT else _canonical_json(text)
 
 
@@ -99,11 +99,11 @@ def _canonical_json(text: str) -> str:
 
 
 NO_JSON = object()
-"""Stands for the value of a text that is no JSON."""
+"""Sentinel for the value of a text that is not JSON."""
 
 
 def parsed_json(text: str, otherwise: Any = NO_JSON) -> Any:
-    """The value of a text that a model or a client wrote; `otherwise` where it is no JSON, or nested too deep."""
+    """Value of a text from a model or a client; `otherwise` if it is not JSON, or nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -111,7 +111,7 @@ def parsed_json(text: str, otherwise: Any = NO_JSON) -> Any:
 
 
 def first_json(text: str, at: int = 0) -> tuple[Any, int] | None:
-    """The JSON value that stands there, and where it ends; None where there is none."""
+    """The JSON value that starts at `at`, and its end; None if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -119,13 +119,13 @@ def first_json(text: str, at: int = 0) -> tuple[Any, int] | None:
 
 
 _KEPT = 1024
-"""Characters. A history is read again with each request, so short texts are kept; others may hold a whole file."""
+"""Longest text, in characters, to cache. Each request reads the history again; longer texts may hold a whole file."""
 _known_json = lru_cache(4096)(_canonical_json)
 
 
 def whole_text(text: str) -> str:
-    """A text without halves of characters (surrogates), which tokenizers refuse: U+FFFD stands for each. Python's
-    texts have them where they were read from bytes or JSON that are no Unicode."""
+    """Replace halves of characters (surrogates), which tokenizers refuse, by U+FFFD. Python's texts contain them if
+    they were read from bytes or JSON that are not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -134,8 +134,8 @@ def whole_text(text: str) -> str:
 
 
 def as_ordinary(text: str, special: Iterable[str]) -> str:
-    """A text in which special tokens that are written out are broken up by a blank, so that they stay text: what a
-    tool prints may not end the model's turn, nor begin one."""
+    """Break spelled-out special tokens with a blank, so they stay text: a tool's output must not end the model's turn,
+    or begin one."""
     for token in special:
         if token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -157,7 +157,7 @@ def _is_call_copy(sent: Call, recorded: Call) -> bool:
 
 
 def echoes(sent: Sequence[Message]) -> set[str]:
-    """What the messages name of ours: turns and calls."""
+    """Names of recorded turns and calls in the messages."""
     return {name for m in sent for name in (m.echo, m.answers, *(call.id for call in m.calls)) if name}
 
 
@@ -165,13 +165,13 @@ def echoes(sent: Sequence[Message]) -> set[str]:
 
 
 def from_chat(value: object, where: str) -> Message:
-    """A message as chat completions have it.
+    """Parse a message in the form of chat completions.
 
     Args:
-        where: it stands, for errors.
+        where: its position, for errors.
 
     Raises:
-        ChatError: it is no message, or has a part that is no text.
+        ChatError: it is no message, or has a part that is not text.
     """
     message = as_object(value, where)
     role = message.get("role")
@@ -208,10 +208,10 @@ def _call(value: object, where: str) -> Call:
 
 
 def text_of(content: object, where: str) -> str:
-    """The text of a content that is a text, a list of parts of text, or null.
+    """Text of a content that is a text, a list of text parts, or null.
 
     Raises:
-        ChatError: a part is no text.
+        ChatError: a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -229,7 +229,7 @@ def _part(value: object, where: str) -> str:
 
 
 def to_chat(message: Message) -> dict[str, Any]:
-    """A reply as chat completions show it; sent back unchanged it is a copy of itself."""
+    """A reply in the form of chat completions; sent back unchanged it matches its record."""
     shown: dict[str, Any] = {"role": message.role, "content": message.text or None}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
@@ -245,10 +245,10 @@ def to_chat(message: Message) -> dict[str, Any]:
 
 
 def to_template(messages: Sequence[Message], native: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: arguments are objects, absent things have no key.
+    """Messages in the form of chat templates: arguments are objects, absent values have no key.
 
     Args:
-        native: id that the model wrote by the id that the client knows.
+        native: the model's own call ids, by the client's ids.
     """
     return [_template_message(m, native) for m in messages]
 
@@ -275,14 +275,14 @@ def _template_call(call: Call, native: Mapping[str, str]) -> dict[str, Any]:
 
 
 def as_object(value: object, where: str) -> dict[str, Any]:
-    """A JSON object. Raises ChatError for anything else."""
+    """A JSON object. Raises ChatError for any other value."""
     if not isinstance(value, dict):
         raise ChatError(where, _shown(value), "must be an object", "see the API's reference")
     return cast("dict[str, Any]", value)
 
 
 def as_list(value: object, where: str) -> list[Any]:
-    """A JSON array; null is an empty one. Raises ChatError for anything else."""
+    """A JSON array; null is an empty one. Raises ChatError for any other value."""
     if value is None:
         return []
     if not isinstance(value, list | tuple):
@@ -291,7 +291,7 @@ def as_list(value: object, where: str) -> list[Any]:
 
 
 def as_text(value: object, where: str) -> str:
-    """A text. Raises ChatError for anything else."""
+    """A text. Raises ChatError for any other value."""
     if not isinstance(value, str):
         raise ChatError(where, _shown(value), "must be a text", "see the API's reference")
     return value

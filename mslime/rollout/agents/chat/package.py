@@ -1,7 +1,7 @@
-"""Renderers of the package `renderers` (PrimeIntellect), for the families that it knows.
+"""Renderers of the package `renderers` (PrimeIntellect), for the families that it supports.
 
-They are named by the run or the model's family, never found by the tokenizer's path: the package takes any name that it
-does not know for a template that cannot be extended, without an error. Imported in the rollout's process only.
+They are selected by the run or the model's family, never by the tokenizer's path: the package treats an unknown name,
+without an error, as a template that cannot be extended. Imported in the rollout's process only.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mslime.config.errors import MALFORMED, ConfigError, nearest
 from mslime.rollout.agents.chat.messages import ChatError, Tools, canonical_json, whole_text
 from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
 
-# The little of a tokenizer that renderers of the package ask for, without what transformers does around each call.
+# The tokenizer interface that the package's renderers use, without transformers' overhead per call.
 #
-# A turn is some ten short texts, and transformers spends more on the records that it returns than on the tokens.
-# Without character offsets, which mslime has no use for, the package also leaves out its attribution of each token.
+# A turn is some ten short texts, and transformers spends more time on the records that it returns than on the tokens.
+# Without character offsets, which mslime does not use, the package also omits its attribution of each token.
 
 _MARKUP = 64
-"""Characters. Texts that are no longer are most often markup, which every turn has again: their ids are kept."""
+"""Longest text, in characters, to cache: short texts are mostly markup that every turn repeats."""
 
 
 class PlainTokenizer:
-    """What `renderers.base.Tokenizer` asks for; it gives the ids and texts of the tokenizer that it is made of.
+    """Implements `renderers.base.Tokenizer`, with the ids and texts of the wrapped tokenizer.
 
     Args:
         inner: of transformers.
@@ -37,7 +37,7 @@ class PlainTokenizer:
         self.unk_token_id: int | None = inner.unk_token_id
         self.eos_token_id: int | None = inner.eos_token_id
         self.chat_template: Any = inner.chat_template
-        inner.encode("a", add_special_tokens=False)  # leaves the tokenizer as transformers wants it at each call
+        inner.encode("a", add_special_tokens=False)  # sets the state that transformers requires at each call
         self._fast: Any = inner.backend_tokenizer if inner.is_fast else None
         self._of_markup = lru_cache(1024)(self._encoded)
         self._writes_as_it_is = self._fast is not None and not inner.clean_up_tokenization_spaces
@@ -61,7 +61,7 @@ class PlainTokenizer:
         return self._fast.encode(text, add_special_tokens=special_tokens).ids
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The ids of tokens by their names."""
+        """Ids of tokens given by name."""
         return self._inner.convert_tokens_to_ids(tokens)
 
 
@@ -73,7 +73,7 @@ LEFT_OUT = {
     "qwen3-vl": "mslime generates from text alone",
     "custom": "name your own renderer as module:function",
 }
-"""Names of the package that mslime does not take, and why."""
+"""Renderers of the package that mslime does not support, with reasons."""
 
 
 class PackageRenderer:
@@ -81,8 +81,8 @@ class PackageRenderer:
 
     Args:
         tokenizer: transformers' tokenizer of the checkpoint.
-        thinking: keep: turns are extended across a user's message although the family's template would drop earlier
-            reasoning there.
+        thinking: keep: extend turns across a user's message even if the family's template would drop earlier reasoning
+            there.
 
     Raises:
         ConfigError: there is no renderer of this name, or the tokenizer lacks its special tokens.
@@ -107,7 +107,6 @@ class PackageRenderer:
         self.stop_ids = frozenset(self._inner.get_stop_token_ids())
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """See `Renderer`."""
         try:
             return list(self._inner.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True))
         except MALFORMED as error:
@@ -117,25 +116,22 @@ class PackageRenderer:
     def extend(
         self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> list[int] | None:
-        """See `Renderer`."""
         at = len(before) - sampled
         known = _listed(before)
         bridged = self._inner.bridge_to_next_turn(known[:at], known[at:], list(new), tools=list(tools) or None)
         return None if bridged is None else _listed(bridged.token_ids)
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer`."""
         found = self._inner.parse_response(_listed(sampled), tools=list(tools) or None, prompt_ids=_listed(prompt))
         calls = tuple(_call(call) for call in found.tool_calls)
         return Parsed(found.content or "", found.reasoning_content or "", calls)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(ids)
 
 
 def _listed(ids: Sequence[int]) -> list[int]:
-    """The ids as a list. The package only reads those that it is given, so a list is not copied: it may be long."""
+    """The ids as a list. Lists are not copied, as they may be long and the package only reads them."""
     return ids if isinstance(ids, list) else list(ids)
 
 
@@ -151,7 +147,7 @@ def _call(found: Any) -> ParsedCall:
 
 @cache
 def _configs() -> dict[str, type[Any]]:
-    """Configurations of the package's renderers that mslime takes, by name."""
+    """Configurations of the package's supported renderers, by name."""
     import renderers.configs
 
     base = renderers.configs.BaseRendererConfig

@@ -1,6 +1,6 @@
-"""What a model said, read from token ids, for families whose chat template is all that mslime has of them.
+"""Parses a model's reply from token ids, for families of which mslime has only the chat template.
 
-Tags that are tokens of the vocabulary are looked for as tokens: spelled out with ordinary ones they are text.
+Tags that are vocabulary tokens are matched as tokens: spelled out with ordinary tokens they are text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mslime.rollout.agents.chat.messages import NO_JSON, Tools, canonical_json, 
 from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Tags around reasoning, as families write them; the last are Mistral's."""
+"""Tags around reasoning, by family; the last are Mistral's."""
 
 
 class TaggedParser:
@@ -22,8 +22,8 @@ class TaggedParser:
 
     Args:
         tokenizer: of transformers.
-        form: in which the chat template writes calls; others are text.
-        thinking: tags that the chat template writes around reasoning; None: it writes none.
+        form: the chat template's form of calls; other forms are text.
+        thinking: the chat template's tags around reasoning; None: it has none.
     """
 
     def __init__(self, tokenizer: Any, form: CallForm | None, thinking: tuple[str, str] | None) -> None:
@@ -37,7 +37,7 @@ class TaggedParser:
         self._spelled = re.compile(f"({'|'.join(spelled)})") if spelled else None
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """The parts of a reply, of whose ids those that end a turn were taken off."""
+        """The parts of a reply, given its ids without those that end a turn."""
         reasoning, rest = self._reasoned([*self._pieces(sampled)], self.opens(prompt))
         text, calls = "", list[ParsedCall]()
         for part in self._parts(rest, tools):
@@ -60,8 +60,8 @@ class TaggedParser:
         return tags[-1] if tags else ""
 
     def _reasoned(self, pieces: Sequence[Piece], opened: bool) -> tuple[str, Sequence[Piece]]:
-        """The reasoning that a reply begins with, and the rest. Calls in it are drafts; one that is never ended, a call
-        ends."""
+        """Split a reply into its leading reasoning and the rest. Calls within reasoning are drafts; if reasoning is
+        never closed, a call ends it."""
         reasoning = ""
         while opened or self._begins_reasoning(pieces):
             pieces, opened = pieces if opened else _untagged(pieces[1:]), False
@@ -74,7 +74,7 @@ class TaggedParser:
         return len(pieces) > 1 and not joined(pieces[:1]).strip() and pieces[1][0] == self._think
 
     def _thought_ends(self, pieces: Sequence[Piece]) -> int:
-        """Of which piece the tag ends the reasoning that is open."""
+        """Index of the piece whose tag ends the open reasoning."""
         tags = [tag for tag, _ in pieces]
         ends = self._thought if self._thought in tags else self._form.opens if self._form is not None else ""
         return tags.index(ends) if ends and ends in tags else len(tags)
@@ -113,12 +113,12 @@ class TaggedParser:
 
 
 def _untagged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces without the tag that they begin with."""
+    """Pieces without their leading tag."""
     return [("", pieces[0][1]), *pieces[1:]]
 
 
 def _of_form(pieces: Sequence[Piece], form: CallForm) -> list[Piece]:
-    """Pieces of a block: tags that are not the form's are text there."""
+    """Pieces of a block; tags of other forms become text."""
     found = list[Piece]()
     for tag, text in pieces:
         if found and tag not in form.tags:
@@ -129,7 +129,7 @@ def _of_form(pieces: Sequence[Piece], form: CallForm) -> list[Piece]:
 
 
 class HarmonyParser:
-    """Reads gpt-oss' format, in which a reply is several messages, each with a channel and perhaps a recipient.
+    """Reads gpt-oss' format, in which a reply is several messages, each with a channel and optionally a recipient.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>{...}<|call|>, or <|channel|>final<|message|>...<|return|>. See OpenAI's "Harmony
@@ -145,7 +145,7 @@ class HarmonyParser:
         self.tag_ids = frozenset[int]()
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """The parts of a reply, of whose ids those that end a turn were taken off."""
+        """The parts of a reply, given its ids without those that end a turn."""
         text, reasoning, calls = list[str](), list[str](), list[ParsedCall]()
         for header, body in self._messages(sampled):
             recipient = re.search(r"to=functions\.([^\s<]+)", header)
@@ -158,11 +158,11 @@ class HarmonyParser:
         return Parsed("".join(text), "".join(reasoning), tuple(calls))
 
     def reasons(self, sampled: Sequence[int], prompt: Sequence[int]) -> bool:
-        """Whether the reply ends within a message: only an ended one can be gone on from."""
+        """Whether the reply ends within a message: only an ended message can be continued."""
         return True
 
     def _messages(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """(header, body) of each message. A reply begins within the header that the prompt began."""
+        """(header, body) of each message. A reply starts within the header that the prompt began."""
         part, header = list[int](), None
         for i in [*ids, self._start]:
             if i == self._message and header is None:

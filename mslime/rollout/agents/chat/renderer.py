@@ -1,4 +1,4 @@
-"""Messages to tokens and back, as the rest of the package sees it."""
+"""Interface of renderers: messages to tokens and back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mslime.rollout.agents.chat.messages import Tools, as_ordinary, parsed_json
 P = ParamSpec("P")
 T = TypeVar("T")
 SHORT = 8192
-"""Tokens and characters that a renderer may work on in the event loop: for about 2 ms."""
+"""Largest input, in tokens and characters, that a renderer may process in the event loop: about 2 ms."""
 
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """An attempt to call a tool.
+    """A parsed tool call, valid or not.
 
     Attributes:
-        name, arguments: of a call that can be made; the arguments are JSON.
-        raw: what the model wrote.
-        status: ok, or what is wrong: unknown_tool for one that can be made, anything else for one that cannot.
-        id: that the model wrote, in formats that have one.
+        name, arguments: of a valid call; the arguments are JSON.
+        raw: the model's text.
+        status: ok, or the error: unknown_tool for a call that can still be made, anything else for one that cannot.
+        id: written by the model, in formats that have one.
     """
 
     name: str
@@ -38,13 +38,13 @@ class ParsedCall:
 
     @property
     def callable(self) -> bool:
-        """Whether the environment can be asked to make it."""
+        """Whether the environment can execute it."""
         return self.status in ("ok", "unknown_tool")
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a model said, in parts."""
+    """Parts of a model's reply."""
 
     text: str
     reasoning: str = ""
@@ -52,7 +52,7 @@ class Parsed:
 
 
 class Renderer(Protocol):
-    """Messages and tokens of one family. Its methods are called one at a time, not always in the same thread.
+    """Messages and tokens of one family. Methods are called one at a time, not always in the same thread.
 
     Messages are in the form of chat templates (`messages.to_template`).
 
@@ -65,7 +65,7 @@ class Renderer(Protocol):
     stop_ids: frozenset[int]
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins to speak.
+        """Token ids of a conversation, up to the start of the assistant's reply.
 
         Raises:
             ChatError: the template refuses these messages.
@@ -77,14 +77,14 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """`before`, the messages that follow it, and the beginning of the next reply.
 
-        The caller checks that the result begins with `before`: a renderer may be wrong about it.
+        The caller checks that the result begins with `before`, since a renderer may be wrong.
 
         Args:
             before: token ids, exactly as the model saw and sampled them.
-            sampled: how many of the last ones are the reply that ends there.
+            sampled: number of last tokens that form the reply.
 
         Returns:
-            None where the family's template would write something before the new messages otherwise.
+            None if the family's template would change the text before the new messages.
         """
         ...
 
@@ -92,23 +92,22 @@ class Renderer(Protocol):
         """The parts of a reply.
 
         Args:
-            sampled: token ids of the reply, with those that ended it.
-            prompt: token ids that it was sampled after; it may have begun the reasoning.
+            sampled: token ids of the reply, including those that ended it.
+            prompt: token ids before the reply; they may open the reasoning.
         """
         ...
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens written out."""
+        """Text of token ids, including special tokens."""
         ...
 
 
 class Rendering:
-    """A renderer beside an event loop. What is short is done at once: a thread's start and end cost more than it does.
-    The rest has a thread of its own, for a long conversation takes a second to render. Tokenizers carry state, so the
-    renderer does one thing at a time.
+    """Runs a renderer beside an event loop. Short work runs at once: a thread switch costs more. Long conversations
+    take a second to render, so they run in a thread. Tokenizers carry state, so calls are serialized.
 
     Args:
-        special: tokens that stay text where anybody but the model writes them out.
+        special: special tokens that are broken up in all text not written by the model.
     """
 
     def __init__(self, renderer: Renderer, special: Sequence[str] = ()) -> None:
@@ -116,17 +115,16 @@ class Rendering:
         self._thread, self._turn = ThreadPoolExecutor(1, "renderer"), Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """See `Renderer.render`."""
         return await self._run(None, self.renderer.render, self._ordinary(messages), tools)
 
     async def extend(
         self, before: list[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> tuple[list[int] | None, str]:
-        """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
+        """The tokens after `before` (see `Renderer.extend`), or None and the reason for the failure."""
         size = len(before) + sum(len(message["content"]) for message in new)
         try:
             whole = await self._run(size, self.renderer.extend, before, sampled, self._ordinary(new), tools)
-        except MALFORMED:  # as for `_parse`: a reply that its renderer was not written for
+        except MALFORMED:  # as in `_parse`: a reply that the renderer was not written for
             return None, "prefix_broken"
         if whole is None:
             return None, "template_rewrites_history"
@@ -135,11 +133,10 @@ class Rendering:
         return whole[len(before) :], ""
 
     async def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer.parse`. What its parser cannot read is text, and so is a call that JSON cannot carry."""
+        """See `Renderer.parse`. Unreadable output becomes text, and so does a call that JSON cannot represent."""
         return await self._run(len(sampled) + len(prompt), self._parse, sampled, prompt, tools)
 
     async def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer.spell`."""
         return await self._run(len(ids), self.renderer.spell, ids)
 
     async def spell_each(self, ids: Sequence[int]) -> list[str]:
@@ -160,12 +157,12 @@ class Rendering:
         try:
             found = self.renderer.parse(sampled, prompt, tools)
             return replace(found, calls=tuple(map(_carried, found.calls)))
-        except MALFORMED:  # a model can say anything, and a parser of others can meet what it was not written for
+        except MALFORMED:  # a model may write anything, and third-party parsers may fail on unexpected output
             text = self.renderer.spell([i for i in sampled if i not in self.renderer.stop_ids])
             return Parsed(text, calls=(ParsedCall("", "", text, "parser_failed"),))
 
     async def _run(self, size: int | None, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """The renderer's work, on so many tokens and characters (None: on many)."""
+        """Run the renderer's work, for this many tokens and characters (None: many)."""
         if size is not None and size <= SHORT and self._turn.acquire(blocking=False):
             try:
                 return work(*arguments, **named)
@@ -180,8 +177,8 @@ class Rendering:
 
 
 def _carried(call: ParsedCall) -> ParsedCall:
-    """A call with a name that is a text and arguments that are an object, so that every client can be told of it, and
-    every template can write it again; else one that cannot be made."""
+    """Check that a call's name is a text and its arguments an object, so all clients and templates can represent it;
+    otherwise mark it as impossible to make."""
     if not call.callable:
         return call
     name: object = call.name
@@ -190,7 +187,7 @@ def _carried(call: ParsedCall) -> ParsedCall:
     arguments = parsed_json(call.arguments)
     if not isinstance(arguments, dict):
         return replace(call, status="malformed_structure")
-    try:  # a number beyond all bounds, and half of a character, which UTF-8 does not have
+    try:  # infinite numbers, and surrogates, which UTF-8 cannot encode
         json.dumps([name, call.id, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return replace(call, status="invalid_json")

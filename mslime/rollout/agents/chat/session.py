@@ -1,8 +1,8 @@
-"""The conversations of one rollout: messages in, a reply out, and every token in a sequence that is trained exactly.
+"""The conversations of one rollout: messages in, a reply out, and every token recorded exactly in a trained sequence.
 
-A request is placed among the recorded turns (`Forest`). What follows the turn is added to the very tokens that the
-model saw and sampled, by the renderer's extension of them; where that cannot be, a new sequence is rendered and the
-reason is counted. A turn is trained in the sequence in which it was sampled, so once.
+`Forest` places a request among the recorded turns. The renderer's extension of the turn is appended to the exact tokens
+that the model saw and sampled. If that is impossible, a new sequence is rendered and the reason is counted. A turn is
+trained once, in the sequence in which it was sampled.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from mslime.rollout.workflow import NoRoomError
 if TYPE_CHECKING:
     from mslime.rollout.turns import Rollout
 
-# The turns of a rollout, and which of them a request goes on from.
+# The turns of a rollout, and the choice of the turn that a request continues.
 #
-# A turn holds no tokens: its sequence does, up to where its reply ends. The recorded messages of a matched turn count;
-# the client's copies of them only say which turn it is. Pure data: nothing here waits, renders or generates.
+# A turn refers to its tokens in a sequence, up to the end of its reply. The recorded messages of a matched turn are
+# used; the client's copies only identify the turn. Pure data: nothing here waits, renders or generates.
 
 
 @dataclass(eq=False)
@@ -57,14 +57,14 @@ class ReplyTurn:
 
     Attributes:
         number: in the order in which replies were complete.
-        parent: the turn before it in its conversation; None: it begins a sequence.
+        parent: the previous turn of its conversation; None: it begins a sequence.
         asked: messages after the parent's reply.
         sample: the sequence that trains it. start, end: of the reply's tokens there.
-        tools: key of the definitions that it was given.
-        why: `extends`, or the reason for which a sequence begins with it.
+        tools: key of its tool definitions.
+        why: `extends`, or the reason for a new sequence.
         finish: as in `workflow.Turn`. stopped: the client's stop text that ended it.
-        whole: of a turn after a plain text: that text and the reply, special tokens written out.
-        delivered: somebody received the reply.
+        whole: for a turn after a plain text: that text and the reply, including special tokens.
+        delivered: a client received the reply.
     """
 
     number: int
@@ -84,12 +84,12 @@ class ReplyTurn:
 
     @property
     def known(self) -> bool:
-        """Whether the reply had an effect: it was received, or gone on from."""
+        """Whether the reply had an effect: it was delivered or continued."""
         return self.delivered or bool(self.children)
 
     @property
     def alone(self) -> bool:
-        """Whether nothing follows it in its sequence."""
+        """Whether it is the last turn of its sequence."""
         return len(self.sample) == self.end
 
     def path(self) -> list[ReplyTurn]:
@@ -108,12 +108,12 @@ class ReplyTurn:
 
 @dataclass(frozen=True)
 class ConversationPlace:
-    """Where a request belongs.
+    """Position of a request among the turns.
 
     Attributes:
-        turn: whose conversation it repeats; None: nobody's.
+        turn: the turn whose conversation it repeats; None: it repeats none.
         rest: messages after that turn's reply.
-        why: the reason for a sequence of its own; empty when the turn may be extended.
+        why: the reason for a new sequence; empty if the turn may be extended.
     """
 
     turn: ReplyTurn | None
@@ -121,7 +121,7 @@ class ConversationPlace:
     why: str = ""
 
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation, with what is recorded instead of its copies."""
+        """The whole conversation, with recorded messages instead of the client's copies."""
         return (*(self.turn.messages() if self.turn is not None else ()), *self.rest)
 
 
@@ -129,8 +129,8 @@ class Forest:
     """All turns of a rollout.
 
     Attributes:
-        named: its turns by the name that clients know.
-        reasons: how many sequences were begun, by reason.
+        named: its turns by the name that clients use.
+        reasons: number of sequences begun, by reason.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Forest:
             turn.parent.children.append(turn)
 
     def place(self, messages: Sequence[Message], tools: str) -> ConversationPlace:
-        """Where a request belongs. It does not end with an assistant's message."""
+        """Find the position of a request, which does not end with an assistant's message."""
         found = self._matches(messages, tools)
         if not found:
             return ConversationPlace(None, tuple(messages), self._why_alone(messages))
@@ -158,8 +158,8 @@ class Forest:
         return ConversationPlace(turn, rest, "" if turn.tools == tools else "tools_differ")
 
     def _matches(self, messages: Sequence[Message], tools: str) -> list[tuple[int, ReplyTurn]]:
-        """(messages, turn) of the turns whose whole conversation the request repeats: those with the same tools, or all
-        where there is none."""
+        """(messages, turn) of the turns whose whole conversation the request repeats. If some have the same tools, only
+        those."""
         found = list(self._repeated(messages))
         return [f for f in found if f[1].tools == tools] or found
 
@@ -180,30 +180,30 @@ class Forest:
 
 
 def _named(turn: ReplyTurn, names: set[str]) -> bool:
-    """Whether the request names this turn, or a call of it: names are ours, so it is an echo of no other turn."""
+    """Whether the request names this turn, or a call of it. Names are generated here, so no other turn can match."""
     return turn.reply.echo in names or any(call.id in names for call in turn.reply.calls)
 
 
 def tools_key(tools: Tools) -> str:
-    """By which two lists of definitions are the same."""
+    """Key of a list of tool definitions; equal for equal lists."""
     return json.dumps(list(tools), sort_keys=True)
 
 
-# The time that an agent takes: between a reply and its next request, and in all.
+# Time limits of an agent: between a reply and its next request, and in total.
 #
-# An agent that has died asks nothing, so nothing but a timer notices. There is one for a rollout, and it runs while no
-# turn is under way: a reply that waits for new weights costs its agent nothing.
+# A dead agent sends no requests, so only a timer can detect it. Each rollout has one, which runs while no turn is
+# running: a reply that waits for new weights does not use up its agent's time.
 
 
 class AgentClock:
-    """The time of one rollout's agents.
+    """The time limits of one rollout's agents.
 
     Args:
-        on_expiry: called when a limit has passed without another request; whether the rollout ends of it. Where it does
+        on_expiry: called when a limit has passed without another request; returns whether the rollout ends. If it does
             not, because its function generates by itself, the agent has `idle_s` again.
 
     Attributes:
-        expired: the limit of which the rollout ended, with its value; empty where it did not.
+        expired: the limit that ended the rollout, with its value; empty if none did.
     """
 
     def __init__(self, limits: AgentLimits, on_expiry: Callable[[], bool]) -> None:
@@ -212,14 +212,14 @@ class AgentClock:
         self._alarm: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """The first request is here."""
+        """Start the total time at the first request."""
         self._first = time.monotonic()
 
     def passed(self, alone: bool) -> tuple[str, float] | None:
         """The limit that had passed when a request came: its name and value.
 
         Args:
-            alone: no other turn is under way.
+            alone: no other turn is running.
         """
         now, idle, wall = time.monotonic(), self._limits.idle_s, self._limits.wall_s
         if alone and now - self._last > idle:
@@ -227,7 +227,7 @@ class AgentClock:
         return ("wall_s", wall) if now - self._first > wall else None
 
     def run(self) -> None:
-        """The agent has its reply: its time runs. When all of it has passed already, the next request is told."""
+        """Start the timer after a reply. If all time has passed already, the next request is refused."""
         self.stop()
         self._last = now = time.monotonic()
         idle, wall = self._limits.idle_s, self._first + self._limits.wall_s - now
@@ -236,7 +236,7 @@ class AgentClock:
         self._alarm = asyncio.get_running_loop().call_later(wall if of_all else idle, self._ring, limit)
 
     def stop(self) -> None:
-        """A turn is under way, or the rollout has ended."""
+        """Stop the timer: a turn is running, or the rollout has ended."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -252,9 +252,9 @@ REASONS = (
     "first", "new_conversation", "history_differs", "foreign_assistant_message", "tools_differ", "sibling",
     "template_rewrites_history", "prefix_broken",
 )  # fmt: skip
-"""Why a sequence begins; docs/agents.md says what each means."""
+"""Reasons for beginning a sequence; docs/agents.md explains each."""
 TOLD_APART = ("response_format", "text", "output_config", "tool_choice", "chat_template_kwargs", "tools")
-"""Ignored fields that promise the agent something of its replies; each is counted by its name."""
+"""Ignored fields that affect the expected replies; each is counted by its name."""
 COUNTED = (
     "malformed_calls", "unknown_tools", "undelivered_turns", "joined_retries", "ignored_fields", "limits_reached",
     *(f"ignored_{name}" for name in TOLD_APART),
@@ -263,13 +263,13 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model replied.
+    """A reply of the model.
 
     Attributes:
-        message: in chat completions' form, to be sent back as history.
+        message: in the form of chat completions, to be sent back as history.
         text, reasoning, calls: its parts.
         finish: stop: the model ended its turn. length: a limit was reached.
-        sample: the sequence that trains it, in which its tokens are [start, end).
+        sample: the sequence that trains it; the reply's tokens are [start, end).
     """
 
     message: dict[str, Any]
@@ -287,8 +287,8 @@ class _Grown:
     """A sequence that is ready for a reply.
 
     Attributes:
-        back: tokens that it had before this request.
-        parent, asked, why: of the turn to be.
+        back: number of its tokens before this request.
+        parent, asked, why: of the new turn.
     """
 
     sample: Sample
@@ -303,10 +303,10 @@ class ChatSession:
 
     Attributes:
         forest, completions: turns of chats, and of plain prompts.
-        counts: of what happened beside that, by the names in `COUNTED`.
-        closed: it takes no more requests.
-        full: the last request was refused for want of room, or by a limit.
-        failure: of the engines, at the last request.
+        counts: other events, by the names in `COUNTED`.
+        closed: it accepts no more requests.
+        full: the last request was refused for lack of room, or by a limit.
+        failure: the engines' error at the last request.
 
     Args:
         on_expiry: see `AgentClock`.
@@ -332,7 +332,7 @@ class ChatSession:
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:  # fmt: skip
-        """The model's reply to messages in chat completions' form.
+        """The model's reply to messages in the form of chat completions.
 
         Raises:
             ChatError: a message cannot be answered. ContextFull, LimitReached, SessionOver: see there.
@@ -346,7 +346,8 @@ class ChatSession:
     async def reply(
         self, messages: Sequence[Message], tools: Tools, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> ReplyTurn:
-        """One turn, in a task of its own. Whoever brings it to a client sets `turn.delivered`. Raises like `chat`."""
+        """One turn, in its own task. The code that delivers it to a client sets `turn.delivered`. Raises like
+        `chat`."""
         if not messages or messages[-1].role == "assistant":
             last = messages[-1].role if messages else None
             raise ChatError("messages", last, "must end with a message to the model: a reply that it did not sample "
@@ -356,28 +357,28 @@ class ChatSession:
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> ReplyTurn:
-        """One turn after a plain prompt, as text or token ids, in a task of its own. Raises like `chat`.
+        """One turn after a plain prompt, as text or token ids, in its own task. Raises like `chat`.
 
-        It goes on from a recorded turn whose prompt and reply it begins with: by token, or by character with special
-        tokens written out.
+        It continues a recorded turn if the prompt begins with that turn's prompt and reply: compared by token, or by
+        character including special tokens.
         """
         if not prompt:
             raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
 
     def ignore(self, fields: Sequence[str]) -> None:
-        """Count fields of a request that mean nothing here."""
+        """Count ignored fields of a request."""
         self.counts["ignored_fields"] += len(fields)
         self.counts.update(f"ignored_{name}" for field in fields if (name := field.partition(":")[0]) in TOLD_APART)
 
     def check_replies(self, count: int) -> None:
-        """Raise LimitReached where so many replies to one request are more than the rollout may still have."""
+        """Raise LimitReached if this many replies to one request exceed the rollout's remaining limit."""
         left = self._limits.turns - len(self.turns) - len(self._running)
-        if count > max(1, left):  # the last one is refused by itself
+        if count > max(1, left):  # a single reply too many is refused by its own check
             raise self._over("turns", f"{self._limits.turns} ({count} replies asked for, {left} left)", "ask for fewer")
 
     async def count(self, messages: Sequence[Message], tools: Tools) -> int:
-        """Tokens of messages, up to where the model would reply. No turn."""
+        """Number of tokens of messages, up to the start of the model's reply. Adds no turn."""
         return len(await self._rendering.render(to_template(messages, self._native), tools))
 
     async def spell(self, ids: Sequence[int]) -> list[str]:
@@ -385,7 +386,7 @@ class ChatSession:
         return await self._rendering.spell_each(ids)
 
     async def stop(self) -> None:
-        """Take no more requests, and cancel turns under way, which leave no trace."""
+        """Accept no more requests, and cancel running turns, which leave no trace."""
         self.closed = True
         self._clock.stop()
         for task in self._running:
@@ -393,29 +394,29 @@ class ChatSession:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def forget(self) -> None:
-        """Nobody asks for turns any more: let go of what refers to each other, so that sequences are freed without
-        Python's search for such circles, which would come late: routes are large."""
+        """No more turns will be requested: break reference cycles, so sequences are freed at once and not by the late
+        cycle collector, since routes are large."""
         for turn in self.turns:
             turn.children.clear()
 
     def answered(self, turns: Sequence[ReplyTurn]) -> None:
-        """These are the choices of one response, whose id ends with the name of the first."""
+        """Record the choices of one response, whose id ends with the name of the first."""
         self._answers[turns[0].reply.echo] = turns
 
     def choice(self, response: str, index: int) -> ReplyTurn | None:
-        """A turn by the id of the response that told it to the agent; None where there is none."""
+        """A turn by the id of its response and the index of the choice; None if there is none."""
         choices = self._answers.get(re.split("[-_]", response)[-1], ())
         return choices[index] if index in range(len(choices)) else None
 
     def mask_undelivered(self) -> None:
-        """Take replies that nobody received out of the loss."""
+        """Mask undelivered replies out of the loss."""
         for turn in self.turns:
             if not turn.known:
                 self.counts["undelivered_turns"] += 1
                 self._engine.mask(turn.sample, turn.start, turn.end)
 
     def report(self) -> dict[str, float]:
-        """Numbers of the rollout, by metric."""
+        """Metrics of the rollout, by name."""
         reasons = self.reasons
         return {
             "rollout/turns": float(len(self.turns)),
@@ -425,23 +426,23 @@ class ChatSession:
 
     @property
     def expired(self) -> str:
-        """The limit of time that passed without another request, with its value; empty where none did."""
+        """The time limit that passed without another request, with its value; empty if none did."""
         return self._clock.expired
 
     @property
     def turns(self) -> list[ReplyTurn]:
-        """All of them."""
+        """All turns of chats and plain prompts."""
         return [*self.forest.turns, *self.completions.turns]
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many sequences were begun, by reason."""
+        """Number of sequences begun, by reason."""
         return self.forest.reasons + self.completions.reasons
 
     # ------------------------------------------------------------------------------------------------------- one turn
 
     async def _tracked(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
-        """A turn, whose task `stop` can cancel."""
+        """Run a turn in a task that `stop` can cancel."""
         task = asyncio.current_task()
         assert task is not None, "a turn is part of a task"
         self._running.add(task)
@@ -454,7 +455,7 @@ class ChatSession:
                 self._clock.run()
 
     async def _noted(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
-        """A turn, of which it is kept how it ended: the function may hear of it in its agent's words only."""
+        """Run a turn and record its outcome: the function may see only its agent's version of an error."""
         self.full, self.failure = False, None
         try:
             self._check_limits()
@@ -524,8 +525,8 @@ class ChatSession:
         return turn
 
     def _message(self, number: int, parsed: Parsed, tools: Tools, stop: tuple[str, ...]) -> tuple[Message, str]:
-        """The reply as messages say it, and the text that ended it. A call that cannot be made is text, so that the
-        client can answer it."""
+        """The reply as a message, and the text that ended it. An invalid call becomes text, so the client can respond
+        to it."""
         offered = {tool["function"]["name"] for tool in tools}
         self.counts["malformed_calls"] += sum(not call.callable for call in parsed.calls)
         self.counts["unknown_tools"] += sum(call.callable and call.name not in offered for call in parsed.calls)
@@ -549,7 +550,7 @@ class ChatSession:
     # ------------------------------------------------------------------------------------------------ where it is said
 
     async def _grow(self, place: ConversationPlace, tools: Tools) -> _Grown:
-        """The sequence in which a request is answered, with all that comes before the reply."""
+        """Prepare the sequence for a request, with all tokens before the reply."""
         why, turn = place.why, place.turn
         if turn is not None and not why:
             before, new = turn.sample.tokens[: turn.end].tolist(), to_template(place.rest, self._native)
@@ -561,7 +562,7 @@ class ChatSession:
         return self._new(ids, messages, why)
 
     def _continued(self, prompt: str | Sequence[int]) -> tuple[str, ReplyTurn | None, list[int]]:
-        """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
+        """For a plain prompt: the reason for a new sequence or the turn that it continues, and the ids after that."""
         given = prompt if isinstance(prompt, str) else np.asarray(prompt)
         longest = sorted(self.completions.turns, key=lambda t: (t.end, t.alone, t.number), reverse=True)
         turn = next((t for t in longest if _begins(given, t)), None)
@@ -573,7 +574,7 @@ class ChatSession:
         return why, None, self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _extended(self, turn: ReplyTurn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
-        """The turn's sequence with tokens after it; a branch of it where something else follows there already."""
+        """Append tokens to the turn's sequence, or to a branch of it if it already continues otherwise."""
         alone = turn.alone
         sample = turn.sample if alone else self._begin(lambda: self._engine.branch(turn.sample, turn.end))
         grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
@@ -588,7 +589,7 @@ class ChatSession:
         return grown
 
     def _new(self, ids: Sequence[int], asked: tuple[Message, ...], why: str) -> _Grown:
-        why = "new_conversation" if why == "first" and self._begun else why  # another one is under way
+        why = "new_conversation" if why == "first" and self._begun else why  # another conversation is running
         try:
             sample = self._begin(lambda: self._engine.new_sample(ids))
         except RolloutError as error:
@@ -605,7 +606,7 @@ class ChatSession:
         return sample
 
     def _undo(self, grown: _Grown) -> None:
-        """Leave no trace of a turn that came to nothing."""
+        """Remove all traces of a failed turn."""
         self._begun -= grown.why != "extends"
         if len(grown.sample) > grown.back:
             self._engine.cut(grown.sample, grown.back)
@@ -615,7 +616,7 @@ class ChatSession:
     def _check_limits(self) -> None:
         if self.closed:
             raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
-        limits, turns = self._limits, len(self.turns) + len(self._running) - 1  # this one
+        limits, turns = self._limits, len(self.turns) + len(self._running) - 1  # not counting this one
         for name, had, limit in (("turns", turns, limits.turns), ("tokens", self._tokens, limits.tokens)):
             if had >= limit:
                 raise self._over(name, limit, "let the agent end earlier")
@@ -631,13 +632,13 @@ class ChatSession:
 
 
 def _begins(prompt: str | NDArray[np.integer], turn: ReplyTurn) -> bool:
-    """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
+    """Whether a plain prompt begins with a turn's prompt and reply, compared in the prompt's own form."""
     if isinstance(prompt, str):
         return bool(turn.whole) and prompt.startswith(turn.whole)
     return len(prompt) >= turn.end and np.array_equal(prompt[: turn.end], turn.sample.tokens[: turn.end])
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """A text up to the stop text that ended it, and that one: clients are told what stands before it."""
+    """Split a text into the part before its stop text, which the client receives, and the stop text."""
     found = min(((text.find(s), s) for s in stop if s and s in text), default=(len(text), ""))
     return text[: found[0]], found[1]

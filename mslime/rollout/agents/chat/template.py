@@ -1,8 +1,9 @@
-"""A renderer made of a checkpoint's own chat template, for families without a renderer of their own.
+"""A renderer based on a checkpoint's own chat template, for families without their own renderer.
 
-What follows a reply is the text that the template adds to a made-up conversation when the new messages are appended to
-it. That is right only where the template writes them after every conversation the same way, which is tried for each
-sequence of roles: one that would drop earlier reasoning, or numbers its messages, is not extended but rendered anew.
+The tokens after a reply are found by difference: new messages are appended to a made-up conversation, and the
+template's additional text is taken. This is only correct if the template writes them identically after every
+conversation, which is tested for each sequence of roles. A template that would drop earlier reasoning, or numbers its
+messages, is not extended but rendered anew.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SETTING = "rollout.renderer"
 Messages = Sequence[Mapping[str, Any]]
 _TOOL = {"type": "function", "function": {"name": "lookup", "description": "looks up", "parameters": {
     "type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}}}  # fmt: skip
-_ARGUMENTS, _CALLED = {"key": "b"}, ("functions.lookup:0", "lookup")  # Kimi's ids have the name in them
+_ARGUMENTS, _CALLED = {"key": "b"}, ("functions.lookup:0", "lookup")  # Kimi's ids contain the name
 _HISTORIES: tuple[Messages, ...] = (
     ({"role": "user", "content": "hi"},),
     ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
@@ -30,7 +31,7 @@ _HISTORIES: tuple[Messages, ...] = (
 )
 _SAID, _THOUGHT = "said", "pondered"
 USUAL = (("tool",), ("tool", "tool"), ("user",), ("tool", "user"))
-"""Roles that follow a reply, as agents send them."""
+"""Usual roles of messages after a reply."""
 
 
 class TemplateRenderer:
@@ -38,15 +39,15 @@ class TemplateRenderer:
 
     Args:
         tokenizer: of transformers, with a chat template.
-        thinking: keep: whether the template would drop earlier reasoning makes no difference.
+        thinking: keep: extend turns even if the template would drop earlier reasoning.
         harmony: replies are in gpt-oss' format.
 
     Attributes:
-        calls_read: the template writes calls of tools in a form that can be read back.
+        calls_read: the template writes tool calls in a form that can be parsed.
         form: name of that form.
 
     Raises:
-        ConfigError: there is no chat template, or nothing that ends a turn in it.
+        ConfigError: there is no chat template, or it contains no end of a turn.
     """
 
     def __init__(self, tokenizer: Any, thinking: Literal["template", "keep"], harmony: bool = False) -> None:
@@ -72,17 +73,16 @@ class TemplateRenderer:
                               "leave the setting out")  # fmt: skip
 
     def render(self, messages: Messages, tools: Tools) -> list[int]:
-        """See `Renderer`. Tools whose calls could not be read are refused."""
+        """See `Renderer`. Refuses tools if their calls cannot be parsed."""
         if tools and not self.calls_read:
             raise ChatError("tools", f"{len(tools)} tools", "calls in this template's form are not read",
                             "name a renderer that reads them: rollout.renderer (docs/agents.md)")  # fmt: skip
         try:
             return self._encode(self._text(messages, tools, True))
-        except Exception as error:  # jinja's errors are Exceptions; the template raises what it likes
+        except Exception as error:  # jinja's errors are Exceptions; the template may raise any of them
             raise _refused_messages(messages, error) from error
 
     def extend(self, before: Sequence[int], sampled: int, new: Messages, tools: Tools) -> list[int] | None:
-        """See `Renderer`."""
         at = len(before) - sampled
         reply, prompt = list(before[at:]), list(before[:at])
         if self.refused(_kind(new)):
@@ -90,7 +90,7 @@ class TemplateRenderer:
         parsed = self.parse(reply, prompt, tools)
         answered = [m.get("tool_call_id", "") for m in itertools.takewhile(lambda m: m["role"] == "tool", new)]
         if len(answered) != len(parsed.calls):
-            return None  # whom they answer is part of what some templates write
+            return None  # some templates also write the id of the call that they answer
         calls = [(called, _name_of(called, i, parsed.calls)) for i, called in enumerate(answered)]
         said = self._calling(*calls) if calls else self._plain()
         closed = self._closed(before, reply, prompt, said, tools)
@@ -101,14 +101,12 @@ class TemplateRenderer:
         return whole if whole[: len(before)] == list(before) else None
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer`."""
         ids = list(sampled)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self._parser.parse(ids, prompt, tools)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     # ------------------------------------------------------------------------------------------------ the difference
@@ -116,8 +114,8 @@ class TemplateRenderer:
     def _closed(
         self, before: Sequence[int], reply: Sequence[int], prompt: Sequence[int], said: Mapping[str, Any], tools: Tools
     ) -> list[int] | None:
-        """The tokens up to the end of the reply, which is added where a limit or a text ended it; None where it ended
-        otherwise than the template would end it. A token that opens the next message belongs to that one."""
+        """The tokens up to the end of the reply, which is added if a limit or a text ended it. None if the reply ended
+        differently than the template would end it. A token that opens the next message belongs to that message."""
         end, stops = self._end(said, tools), [i for i in reply if i in self.stop_ids]
         ends = self._openers if end is None else {end}
         if stops:
@@ -128,14 +126,13 @@ class TemplateRenderer:
         return list(before) if end is None else [*before, end]
 
     def _suffix(self, history: Messages, said: Mapping[str, Any], new: Messages, tools: Tools) -> str | None:
-        """The text that the template writes after the end of a reply for new messages; None where it would write
-        something before it otherwise."""
+        """The template's text for new messages after the end of a reply; None if they would change the text before."""
         head = self._head(history, said, tools)
         whole = self._text_or_none([*history, said, *new], tools, True)
         return whole[len(head) :] if head and whole is not None and whole.startswith(head) else None
 
     def _head(self, history: Messages, said: Mapping[str, Any], tools: Tools) -> str:
-        """The text up to the token that ends the reply, or up to the next message's; empty where there is none."""
+        """The text up to the token that ends the reply, or that opens the next message; empty if there is none."""
         text = self._text_or_none([*history, said], tools, False)
         if text is None:
             return ""
@@ -146,18 +143,19 @@ class TemplateRenderer:
         return text[: text.rindex(word) + len(word)]
 
     def _end(self, said: Mapping[str, Any], tools: Tools = ()) -> int | None:
-        """The special token that ends a reply in the template; None where it ends with the next message's."""
+        """The special token that ends a reply in the template; None if a reply ends only with the next message's
+        opening token."""
         written = self._written(said, tools or ([_TOOL] if "tool_calls" in said else []))
         special, ids = self._special(), self._encode(written[1]) if written is not None else []
         return next((i for i in reversed(ids) if i in special), None)
 
     def _special(self) -> set[int]:
-        """Special tokens, but for the tags of calls and reasoning."""
+        """Special tokens, except the tags of calls and reasoning."""
         added = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         return (added | set(self._tokenizer.all_special_ids)) - self._parser.tag_ids
 
     def _find_stops(self) -> frozenset[int]:
-        """Tokens that end a turn: the template's own, or in families that have none, those that open the next one."""
+        """Tokens that end a turn: the template's own or, if there are none, those that open the next turn."""
         saids = ((self._plain(), ("user",)), (self._calling(("call_0",)), ("tool",)))
         ends = [self._end(said) for said, _ in saids]
         self._openers = frozenset(
@@ -167,12 +165,13 @@ class TemplateRenderer:
         return frozenset(i for i in ends if i is not None) | self._openers
 
     def _closes(self, thinking: tuple[str, str]) -> bool:
-        """Whether the prompt ends the reasoning before the model says anything: then there is none to be dropped."""
+        """Whether the prompt closes the reasoning before the model's reply: then there is none that could be
+        dropped."""
         text = self._text_or_none(_HISTORIES[0], (), True)
         return text is not None and text.rstrip().endswith(thinking[1])
 
     def _opener(self, said: Mapping[str, Any], kind: Sequence[str]) -> list[int]:
-        """The special token that messages of these roles begin with after a reply, if there is one."""
+        """The special token, if any, with which messages of these roles begin after a reply."""
         new = [_made(role, i) for i, role in enumerate(kind)]
         tools = [_TOOL] if "tool_calls" in said else []
         said = {key: value for key, value in said.items() if key != "reasoning_content"}  # may be dropped then
@@ -186,7 +185,7 @@ class TemplateRenderer:
     # ---------------------------------------------------------------------------------------------- what is admitted
 
     def _refused(self, kind: tuple[str, ...]) -> str:
-        """Why messages of these roles cannot be appended; empty when they can."""
+        """Reason why messages of these roles cannot be appended; empty if they can."""
         if not set(kind) <= {"system", "user", "tool"}:
             return "an assistant's message is among them"
         answers = list(itertools.takewhile(lambda role: role == "tool", kind))
@@ -197,7 +196,8 @@ class TemplateRenderer:
             return "calls in this template's form are not read"
         if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], said, tools):
             return "the template drops the reasoning of a reply"
-        histories = [history for history in _HISTORIES if self._head(history, said, tools)]  # some take no system's
+        # some templates refuse system messages
+        histories = [history for history in _HISTORIES if self._head(history, said, tools)]
         suffixes = [self._suffix(history, said, new, tools) for history in histories]
         if None in suffixes:
             return "the template rewrites what comes before them"
@@ -208,7 +208,7 @@ class TemplateRenderer:
         return "" if whole == parts[0] + parts[1] else "tokens reach across the end of the reply"
 
     def _tagged(self, thinking: tuple[str, str] | None) -> TaggedParser:
-        """The parser of the form in which the template writes a call, however it wants to be given it."""
+        """Parser of the template's form of calls; tries all spellings of its input."""
         for self._spelling in SPELLINGS:
             written = self._written(self._calling(_CALLED), [_TOOL])
             for form in FORMS:
@@ -220,7 +220,7 @@ class TemplateRenderer:
         return TaggedParser(self._tokenizer, None, thinking)
 
     def _reads_calls(self) -> bool:
-        """Whether a call that the template writes is read back."""
+        """Whether a call that the template writes is parsed back correctly."""
         written = self._written(self._calling(_CALLED), [_TOOL])
         if written is None:
             return False
@@ -228,7 +228,7 @@ class TemplateRenderer:
         return [(c.name, c.arguments, c.status) for c in read.calls] == [("lookup", '{"key":"b"}', "ok")]
 
     def _written(self, said: Mapping[str, Any], tools: Tools) -> tuple[str, str] | None:
-        """(the text before a reply, the reply's); None where the template writes no such conversation."""
+        """(the text before a reply, the reply's text); None if the template refuses the conversation."""
         whole = self._text_or_none([*_HISTORIES[0], said], tools, False)
         befores = [self._text_or_none(_HISTORIES[0], tools, prompt) for prompt in (True, False)]
         if whole is None:
@@ -242,7 +242,7 @@ class TemplateRenderer:
         return {"role": "assistant", "content": _SAID, **self._reasoned()}
 
     def _calling(self, *calls: Sequence[str]) -> dict[str, Any]:
-        """A reply with calls of (id, name)."""
+        """A reply with calls given as (id, name)."""
         made = [
             {"id": call[0], "type": "function", "function": {"name": call[-1], "arguments": _ARGUMENTS}}
             for call in calls
@@ -255,17 +255,17 @@ class TemplateRenderer:
     # -------------------------------------------------------------------------------------------------- the tokenizer
 
     def _text(self, messages: Messages, tools: Tools, prompt: bool) -> str:
-        spelled = [self._spelling.apply(m) for m in messages]  # gpt-oss calls reasoning `thinking`
+        spelled = [self._spelling.apply(m) for m in messages]  # gpt-oss uses the key `thinking` for reasoning
         shown = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in spelled]
         return self._tokenizer.apply_chat_template(
             shown, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
         )
 
     def _text_or_none(self, messages: Messages, tools: Tools, prompt: bool) -> str | None:
-        """See `_text`; None where the template refuses such a conversation."""
+        """See `_text`; None if the template refuses the conversation."""
         try:
             return self._text(messages, tools, prompt)
-        except Exception:  # jinja's errors are Exceptions; the template raises what it likes
+        except Exception:  # jinja's errors are Exceptions; the template may raise any of them
             return None
 
     def _encode(self, text: str) -> list[int]:
@@ -273,8 +273,8 @@ class TemplateRenderer:
 
 
 def _name_of(called: str, at: int, calls: Sequence[ParsedCall]) -> str:
-    """The tool of the call that an id names: the model's own id, or ours, which ends with the call's number; where it
-    is none of these, of the call in the same place."""
+    """The tool of the call that an id names: the model's own id, or an id from here, which ends with the call's number;
+    otherwise that of the call at the same index."""
     own = next((c.name for c in calls if c.id and c.id == called), "")
     number = called.rpartition("_")[2]
     ours = called.startswith("call_") and number.isdecimal() and int(number) < len(calls)
@@ -288,7 +288,7 @@ def _thinking(template: str) -> tuple[str, str] | None:
 
 
 def _kind(new: Messages) -> tuple[str, ...]:
-    """The roles of messages, of a run of equal ones two at most."""
+    """The roles of messages; runs of equal roles are shortened to two."""
     roles = [str(m["role"]) for m in new]
     return tuple(r for i, r in enumerate(roles) if i < 2 or not roles[i - 2] == roles[i - 1] == r)
 

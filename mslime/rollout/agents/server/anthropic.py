@@ -25,12 +25,9 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 class Messages:
-    """See `Dialect`."""
-
     path = "/v1/messages"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
@@ -48,12 +45,10 @@ class Messages:
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`."""
         turn = replies[0].turn
         return {**_base(request, turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         turn = replies[0].turn
         begun = {**_base(request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message={**begun, "usage": {**_usage(turn), "output_tokens": 0}})
@@ -67,19 +62,17 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """See `Dialect`."""
         said: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
-        if field == "thread":  # upon which Anthropic's client goes on with whole conversations
+        if field == "thread":  # the code upon which Anthropic's client resends whole conversations
             said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": said}
 
     def too_long(self, tokens: int, most: int) -> str:
-        """See `Dialect`."""
         return f"prompt is too long: {tokens} tokens > {most} maximum"
 
 
 def _read_message(value: object, where: str) -> Iterator[Message]:
-    """One message of the API may be several: results of tools stand among a user's texts there."""
+    """Split one message of the API into several: a user's message there may also contain tool results."""
     message = as_object(value, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -122,7 +115,7 @@ def _assistant(blocks: Sequence[object], where: str) -> Message:
 
 
 def _read_tool(value: object, where: str) -> dict[str, Any] | None:
-    """A definition of a tool; None for tools of Anthropic's own, which have no schema."""
+    """A tool definition; None for Anthropic's own tools, which have no schema."""
     given = as_object(value, where)
     if "input_schema" not in given:
         return None
@@ -130,7 +123,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
 
 
 def _blocks(turn: ReplyTurn) -> list[dict[str, Any]]:
-    """The content of a reply. The signature names the turn, so that an echo does."""
+    """Content blocks of a reply. The signature contains the turn's name, so a copy identifies the turn."""
     reply, blocks = turn.reply, list[dict[str, Any]]()
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.echo})
@@ -142,13 +135,14 @@ def _blocks(turn: ReplyTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments as the API has them, an object. Others are below a key of ours: they never match what is recorded."""
+    """Arguments as an object, as the API requires. Other JSON is put below a private key that never matches a recorded
+    call."""
     found = parsed_json(arguments, otherwise=arguments)
     return found if isinstance(found, dict) else {"arguments": found}
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block before anything is in it, and what then comes."""
+    """A block without content, and the deltas that follow."""
     if block["type"] == "thinking":
         return {"type": "thinking", "thinking": "", "signature": ""}, [
             {"type": "thinking_delta", "thinking": block["thinking"]},

@@ -1,7 +1,7 @@
-"""The server that agents speak to: aiohttp, one for all rollouts of a process, each below a path of its own with a key.
+"""The HTTP server for agents: aiohttp, one per process; each rollout has its own path and key.
 
-A reply is told when the turn is complete, for its parts are known then. Until it is, blanks or comments keep the
-connection alive: a weight update takes longer than the patience of most clients.
+A reply is sent when the turn is complete, since its parts are unknown before. Until then, blanks or comments keep the
+connection alive: a weight update takes longer than most clients' time-out.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SSE = "text/event-stream"
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that the server waits.
+    """Timings of the server, in seconds.
 
     Attributes:
-        quiet: for a reply, before it begins to keep the connection alive. beat: between signs of life.
-        body: for the whole of a request's body.
+        quiet: wait for a reply before the first keep-alive. beat: interval of keep-alives.
+        body: limit for receiving the whole body of a request.
     """
 
     quiet: float = 5.0
@@ -56,8 +56,8 @@ class ModelServer:
     """Serves the model to the rollouts of a process.
 
     Args:
-        host, port: to listen on; port 0: any.
-        token: with which every key begins.
+        host, port: address to listen on; port 0: any.
+        token: prefix of every key.
         max_body: largest request, bytes.
     """
 
@@ -74,10 +74,10 @@ class ModelServer:
         self._address = ""
 
     async def open(self, chat: ChatSession) -> tuple[ModelEndpoint, ServedRollout]:
-        """Serve a rollout. Starts the server when it is the first.
+        """Serve a rollout. The first one starts the server.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the server cannot listen on the address.
         """
         async with self._starting:
             if self._listening is None:
@@ -88,10 +88,10 @@ class ModelServer:
         return ModelEndpoint(url, f"{url}/v1", session.key, MODEL), session
 
     async def end(self, session: ServedRollout) -> None:
-        """The rollout has ended: its requests are refused from now on, and turns under way cancelled."""
+        """The rollout has ended: refuse its requests from now on, and cancel running turns."""
         if self._sessions.pop(session.name, None) is not None:
             self._ended[session.name] = None
-            while len(self._ended) > 100_000:  # names are kept so that a late agent is told why
+            while len(self._ended) > 100_000:  # names are kept to explain the refusal to a late agent
                 del self._ended[next(iter(self._ended))]
         await session.chat.stop()
 
@@ -127,12 +127,12 @@ class ModelServer:
         try:
             session, raw = await self._admit(http)
             request = dialect.read(body_of(raw), session.recorded)
-        except Exception as error:  # told to the client, whatever it is
+        except Exception as error:  # any error goes to the client
             return refusal(dialect, error)
         return await deliver(http, dialect, session, request, raw, self._patience)
 
     async def _admit(self, http: web.Request) -> tuple[ServedRollout, bytes]:
-        """The session that a request is for, and its body."""
+        """The session of a request, and the request's body."""
         name = http.match_info["session"]
         session = self._sessions.get(name)
         if session is None:
@@ -159,7 +159,7 @@ class ModelServer:
             session, raw = await self._admit(http)
             request = dialect.read(body_of(raw), {})
             return _json({"input_tokens": await session.chat.count(request.messages, request.tools)})
-        except Exception as error:  # told to the client, whatever it is
+        except Exception as error:  # any error goes to the client
             return refusal(dialect, error)
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -167,7 +167,7 @@ class ModelServer:
             await self._admit(http)
         except _Refused as error:
             return refusal(DIALECTS[0], error)
-        name = http.match_info.get("name")  # of any name, as in requests
+        name = http.match_info.get("name")  # any name, as in requests
         model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "mslime"}
         return _json(model if name else {"object": "list", "data": [model]})
 
@@ -182,7 +182,7 @@ async def deliver(
     """
     try:
         return await _deliver(http, dialect, session, request, raw, patience)
-    except ConnectionError:  # the client has gone: nothing is wrong here, and its turn is not trained
+    except ConnectionError:  # the client has disconnected: no error here, and its turn is not trained
         log.debug("a client disconnected before its reply was sent")
         return web.Response(status=499)
 
@@ -195,7 +195,7 @@ async def _deliver(
     response = await _wait(http, attempt, request.stream, patience)
     try:
         replies = await session.told(attempt.result(), request.logprobs)
-    except Exception as error:  # told to the client, whatever it is
+    except Exception as error:  # any error goes to the client
         return await _fail(http, dialect, response, error)
     response = await _tell(http, dialect, request, replies, response)
     for told in replies:
@@ -206,7 +206,7 @@ async def _deliver(
 async def _wait(
     http: web.Request, attempt: asyncio.Task[list[ReplyTurn]], stream: bool, patience: Patience
 ) -> web.StreamResponse | None:
-    """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
+    """Wait for the replies. Returns the response if it was begun as a keep-alive."""
     await asyncio.wait([attempt], timeout=patience.quiet)
     if attempt.done():
         return None
@@ -219,7 +219,7 @@ async def _wait(
 
 
 class _Refused(Exception):
-    """A request that is for nobody, with its HTTP status."""
+    """A request without a valid session, with its HTTP status."""
 
     def __init__(self, status: int, field: str, rule: str, way_out: str) -> None:
         self.status, self.field = status, field
@@ -237,11 +237,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def own_clients(host: str) -> Any:
-    """A middleware that refuses what a page in a browser can send: a body that is no JSON by its type, and, where the
-    server listens on loopback, another machine's name for it.
+    """Middleware that refuses requests that a web page could send: a body whose content type is not JSON and, if the
+    server listens on loopback, a foreign host name.
 
     Args:
-        host: that is listened on.
+        host: address of the server.
     """
 
     @web.middleware
@@ -257,14 +257,14 @@ def own_clients(host: str) -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is listened on; port 0: any. Raises OSError."""
+    """A listening socket; port 0: any. Raises OSError."""
     if port == 0:
         return network.listen(host)
     return socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def body_of(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request. Raises ChatError where it is none."""
+    """JSON object of a request. Raises ChatError if it is none."""
     try:
         found = orjson.loads(raw)
     except ValueError as error:
@@ -275,7 +275,7 @@ def body_of(raw: bytes) -> Mapping[str, Any]:
 
 
 def _dumped(data: object) -> bytes:
-    """JSON; a model may have written numbers that orjson has no room for."""
+    """JSON; falls back for numbers that orjson cannot write, since a model may have written them."""
     try:
         return orjson.dumps(data)
     except TypeError:
@@ -287,7 +287,7 @@ def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str]
 
 
 def _described(error: BaseException) -> tuple[int, str, str]:
-    """(HTTP status, field, code) of an error. What is the client's mistake would fail again; anything else may not."""
+    """(HTTP status, field, code) of an error. A client's mistake would fail again if repeated; other errors may not."""
     if isinstance(error, _Refused):
         return error.status, error.field, "refused"
     if isinstance(error, ContextFull):
@@ -298,7 +298,7 @@ def _described(error: BaseException) -> tuple[int, str, str]:
 
 
 def refusal(dialect: Dialect, error: BaseException) -> web.Response:
-    """The answer to a request that cannot be answered, in the form of its API."""
+    """Error response in the form of its API."""
     status, field, code = _described(error)
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
@@ -307,7 +307,7 @@ def refusal(dialect: Dialect, error: BaseException) -> web.Response:
 
 
 def _words(dialect: Dialect, error: BaseException) -> str:
-    """What an error says, a full context first in the words of the API."""
+    """Text of an error; a full context begins with the API's own words."""
     if isinstance(error, ContextFull) and error.most:
         return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
     return str(error)
@@ -316,8 +316,8 @@ def _words(dialect: Dialect, error: BaseException) -> str:
 async def _fail(
     http: web.Request, dialect: Dialect, begun: web.StreamResponse | None, error: BaseException
 ) -> web.StreamResponse:
-    """Tell an error. In an answer that was begun with status 200, a stream can; else only the connection can be cut,
-    upon which clients ask again and are told."""
+    """Send an error. If a response was begun with status 200, a stream can carry it; else only the connection can be
+    closed, and clients receive the error when they retry."""
     if begun is None:
         return refusal(dialect, error)
     if begun.content_type == _SSE:
@@ -351,6 +351,6 @@ async def _tell(
 
 
 def _written(name: str, data: Mapping[str, Any] | str) -> bytes:
-    """A server-sent event."""
+    """Bytes of a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

@@ -24,32 +24,30 @@ from mslime.rollout.agents.server.requests import (
     wants_usage,
 )
 
-# What OpenAI's three APIs write alike: log-probabilities, numbers of tokens, errors.
+# Parts shared by OpenAI's three APIs: log-probabilities, token counts, errors.
 
 
 def token_log_probs(told: ServedReply) -> list[dict[str, Any]]:
-    """A reply's tokens with their log-probabilities; empty where they are not wanted."""
+    """A reply's tokens with their log-probabilities; empty if not requested."""
     pairs = zip(told.spelled, told.log_probs, strict=True) if told.spelled else ()
     return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
 
 
 def usage(replies: Sequence[ServedReply]) -> dict[str, int]:
-    """Numbers of tokens; a prompt of several replies is counted once."""
+    """Token counts; a prompt of several replies is counted once."""
     prompt = max(told.turn.start for told in replies)
     completion = sum(told.turn.end - told.turn.start for told in replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class OpenAIErrors:
-    """A `Dialect` whose errors are written in that form."""
+    """A `Dialect` with OpenAI's form of errors."""
 
     def too_long(self, tokens: int, most: int) -> str:
-        """See `Dialect`."""
         return (f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
                 "tokens.")  # fmt: skip
 
     def error(self, status: int, message: str, field: str, code: str) -> dict[str, Any]:
-        """See `Dialect`."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
@@ -61,12 +59,9 @@ _READ = (
 
 
 class ChatCompletions(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/chat/completions"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         refuse(body, functions="functions became tools")
         tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
@@ -86,7 +81,7 @@ class ChatCompletions(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        """See `Dialect`. A choice also contains the sampled `token_ids`."""
         choices = [
             {
                 "index": i,
@@ -100,7 +95,6 @@ class ChatCompletions(OpenAIErrors):
         return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         base = _base(request, replies, "chat.completion.chunk")
         for i, told in enumerate(replies):
             for delta in _deltas(told.turn):
@@ -113,7 +107,7 @@ class ChatCompletions(OpenAIErrors):
 
 
 def read_tool(value: object, where: str) -> dict[str, Any] | None:
-    """A definition of a tool in a chat completion's request; None for tools that are no functions."""
+    """A tool definition in a chat completion's request; None for tools that are no functions."""
     given = as_object(value, where)
     if given.get("type", "function") != "function":
         return None
@@ -161,12 +155,9 @@ _FEWER = "send several requests"
 
 
 class Completions(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/completions"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`."""
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
@@ -187,12 +178,11 @@ class Completions(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        """See `Dialect`. A choice also contains the sampled `token_ids`."""
         choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
         return {**_completion_base(request, replies), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         base = _completion_base(request, replies)
         for i, told in enumerate(replies):
             yield "", {**base, "choices": [_choice(i, told)]}
@@ -216,7 +206,7 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 
 def read_ids(value: object, where: str) -> tuple[int, ...]:
-    """Token ids. Raises ChatError for anything else."""
+    """Token ids. Raises ChatError for any other value."""
     good = isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
     if not good or not value:
         raise ChatError(where, f"{value!r:.80}", "must be a text or token ids below 2^31", "send a prompt")

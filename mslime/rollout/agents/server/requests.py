@@ -1,4 +1,4 @@
-"""A request as every dialect means it, the reply as every dialect tells it, and readers of what they have in common."""
+"""Requests and replies independent of dialect, and readers of fields that all dialects share."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from mslime.rollout.agents.chat.messages import ChatError, Message, as_list, as_
 from mslime.rollout.agents.chat.session import ReplyTurn
 
 MODEL = "policy"
-"""Name of the model that is trained, for clients that give none."""
+"""Name of the trained model, for clients that send none."""
 MOST_REPLIES, MOST_IN_ALL = 128, 1024
-"""To one prompt, and to all prompts of a request."""
+"""Limits of replies: to one prompt, and to all prompts of a request."""
 Event = tuple[str, Mapping[str, Any] | str]
-"""Name of a server-sent event, empty for none, and its data."""
+"""Name of a server-sent event (may be empty), and its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client asks.
+    """A client's request.
 
     Attributes:
         messages, tools: the conversation; or prompts: plain ones.
         count: replies to each.
-        max_tokens, stop: what shortens a reply.
-        logprobs: the log-probability of each token is wanted.
-        usage: a stream is to end with the numbers of tokens.
-        ignored: fields that the run decides, or that mean nothing here.
-        model: that the client named.
-        body: all that it sent.
+        max_tokens, stop: limits of a reply.
+        logprobs: the client wants the log-probability of each token.
+        usage: the client wants token counts at the end of a stream.
+        ignored: fields that the run decides, or that have no meaning here.
+        model: the client's name for the model.
+        body: the whole JSON body.
     """
 
     messages: tuple[Message, ...] = ()
@@ -48,10 +48,10 @@ class Request:
 
 @dataclass(frozen=True)
 class ServedReply:
-    """A reply to be told.
+    """A reply to be sent.
 
     Attributes:
-        spelled: text of each token, where log-probabilities are wanted.
+        spelled: text of each token, if log-probabilities are wanted.
     """
 
     turn: ReplyTurn
@@ -64,12 +64,12 @@ class ServedReply:
 
     @property
     def log_probs(self) -> list[float]:
-        """Natural log-probability of each token, at the weights that sampled it."""
+        """Natural log-probability of each token, under the weights that sampled it."""
         return self.turn.sample.log_probs[self.turn.start : self.turn.end].tolist()
 
 
 class Dialect(Protocol):
-    """One API: how its requests are read and its replies written.
+    """One API: reads its requests and writes its replies.
 
     Attributes:
         path: below the session.
@@ -78,37 +78,38 @@ class Dialect(Protocol):
     path: str
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """A request from its JSON.
+        """Parse a request from its JSON.
 
         Args:
-            recorded: turns by the name that clients know.
+            recorded: turns by the name that clients use.
 
         Raises:
-            ChatError: it is malformed, or asks for what mslime does not have.
+            ChatError: it is malformed, or uses an unsupported feature.
         """
         ...
 
     def answer(
         self, request: Request, replies: Sequence[ServedReply]
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        """The JSON of a whole answer."""
+        """JSON of a complete response."""
         ...
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """The same as server-sent events."""
+        """The same response as server-sent events."""
         ...
 
     def too_long(self, tokens: int, most: int) -> str:
-        """How the API says that the messages are too long: clients that shorten their history look for these words."""
+        """The API's error text for messages that are too long: clients that shorten their history search for these
+        words."""
         ...
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """The JSON of an error."""
+        """JSON of an error."""
         ...
 
 
 def integer(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
-    """A whole number, or None where there is none. Raises ChatError for anything else, or out of bounds."""
+    """A whole number, or None if absent. Raises ChatError for any other value, or one out of bounds."""
     value = body.get(name)
     if value is None:
         return None
@@ -119,7 +120,7 @@ def integer(body: Mapping[str, Any], name: str, least: int, most: int | None = N
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """True or false; false where there is none. Raises ChatError for anything else."""
+    """True or false; false if absent. Raises ChatError for any other value."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise ChatError(name, f"{value!r:.80}", "must be true or false", "mend the request, or leave the field out")
@@ -127,7 +128,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A text, or an array of them; empty ones vanish. Raises ChatError for anything else."""
+    """A text, or an array of texts; empty ones are removed. Raises ChatError for any other value."""
     value = body.get(name)
     if isinstance(value, str):
         value = [value]
@@ -135,16 +136,16 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with the numbers of tokens (`stream_options`). Raises ChatError for no object."""
+    """Whether to end a stream with token counts (`stream_options`). Raises ChatError if that is no object."""
     options = body.get("stream_options")
     return bool(options) and flag(as_object(options, "stream_options"), "include_usage")
 
 
 def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, ...] = (), **meant: Any) -> Request:
-    """A request, with what all dialects say alike. Raises ChatError where that is malformed.
+    """Build a request with the fields that all dialects share. Raises ChatError if one is malformed.
 
     Args:
-        read: names of the fields that the dialect reads; others that are given are ignored, as is what it `left_out`.
+        read: names of the fields that the dialect reads; other fields are ignored, as are those in `left_out`.
         meant: the other fields of `Request`.
     """
     known, model = set(read), body.get("model")
@@ -159,10 +160,10 @@ def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, 
 
 
 def refuse(body: Mapping[str, Any], **fields: str) -> None:
-    """Raise ChatError for fields that cannot be ignored, as those that stand for a part of the conversation.
+    """Raise ChatError for fields that cannot be ignored, such as those that refer to a part of the conversation.
 
     Args:
-        fields: what is wrong with each, by name.
+        fields: the error of each, by name.
     """
     for name, rule in fields.items():
         if body.get(name):
@@ -170,7 +171,7 @@ def refuse(body: Mapping[str, Any], **fields: str) -> None:
 
 
 def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
-    """A definition of a tool as chat completions have it, without what says nothing."""
+    """A tool definition in the form of chat completions, without empty fields."""
     function: dict[str, Any] = {"name": as_text(name, f"{where}.name")}
     if description:
         function["description"] = as_text(description, f"{where}.description")
@@ -180,5 +181,5 @@ def tool(name: object, description: object, parameters: object, where: str) -> d
 
 
 def stopped(turn: ReplyTurn) -> str:
-    """Why a reply ended, as OpenAI says it."""
+    """Finish reason of a reply in OpenAI's words."""
     return "tool_calls" if turn.reply.calls and turn.finish == "stop" else turn.finish

@@ -1,4 +1,4 @@
-"""OpenAI's responses: POST /v1/responses. A reply is several items there, and so is each reply of the history."""
+"""OpenAI's responses: POST /v1/responses. Each reply consists of several items, in responses and in the history."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model
 
 
 class Responses(OpenAIErrors):
-    """See `Dialect`."""
-
     path = "/v1/responses"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        """See `Dialect`. `previous_response_id` stands for that conversation, with its instructions unless there are
-        new ones."""
+        """See `Dialect`. `previous_response_id` selects that conversation, with its instructions unless new ones are
+        sent."""
         refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
                background="a reply is only sent in answer to its request")  # fmt: skip
         said = body.get("input")
@@ -63,13 +61,11 @@ class Responses(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        """See `Dialect`."""
         told = replies[0]
         cut = told.turn.finish == "length"
         return _response(request, told, "incomplete" if cut else "completed", _items(told))
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        """See `Dialect`."""
         for number, (kind, data) in enumerate(self._events(request, replies[0])):
             yield kind, {"type": kind, "sequence_number": number, **data}
 
@@ -107,7 +103,7 @@ def _before(name: object, recorded: Mapping[str, ReplyTurn]) -> tuple[Message, .
 
 
 def _merged(items: Sequence[object], recorded: Mapping[str, ReplyTurn]) -> Iterator[Message]:
-    """Messages of a list of items. What the model said follows each other as reasoning, text and calls: one message."""
+    """Messages of a list of items. Consecutive items of the model (reasoning, text, calls) form one message."""
     said: Message | None = None
     for i, value in enumerate(items):
         message = _read_item(value, f"input[{i}]", recorded)
@@ -127,7 +123,8 @@ def _merged(items: Sequence[object], recorded: Mapping[str, ReplyTurn]) -> Itera
 
 
 def _begins_another(said: Message, more: Message) -> bool:
-    """Whether the next item is of another reply: of a turn with another name, or in an order that no reply has."""
+    """Whether the next item belongs to another reply: its turn has another name, or its order is impossible in one
+    reply."""
     if said.echo and more.echo and said.echo != more.echo:
         return True
     return more.reasoning is not None and (bool(said.text) or bool(said.calls))
@@ -173,7 +170,7 @@ def _read_item(value: object, where: str, recorded: Mapping[str, ReplyTurn]) -> 
 
 
 def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, ReplyTurn]) -> Message:
-    """The item of ours that a reference names."""
+    """The recorded item that a reference names."""
     turn, parts = recorded.get(_echo(item)), str(item.get("id")).split("_")
     kind, last = parts[0], parts[-1]
     if turn is not None and kind == "rs":
@@ -186,13 +183,13 @@ def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, Repl
 
 
 def _echo(item: Mapping[str, Any]) -> str:
-    """The turn that an item of ours names: items are called KIND_TURN or KIND_TURN_NUMBER."""
+    """Name of the turn in the id of an item from here: ids are KIND_TURN or KIND_TURN_NUMBER."""
     name = item.get("id")
     return name.split("_")[1] if isinstance(name, str) and name.count("_") else ""
 
 
 def _read_tool(value: object, where: str) -> dict[str, Any] | None:
-    """A definition of a function; None for tools of OpenAI's own."""
+    """A function definition; None for OpenAI's own tools."""
     given = as_object(value, where)
     if given.get("type") != "function":
         return None
@@ -200,7 +197,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
 
 
 def _items(told: ServedReply) -> list[dict[str, Any]]:
-    """The output of a reply. Ids name the turn, so that an echo does."""
+    """Output items of a reply. Their ids contain the turn's name, so a copy identifies the turn."""
     reply, name, items = told.turn.reply, told.turn.reply.echo, list[dict[str, Any]]()
     if reply.reasoning:
         thought = {"type": "reasoning_text", "text": reply.reasoning}
@@ -218,7 +215,7 @@ def _items(told: ServedReply) -> list[dict[str, Any]]:
 
 
 def _empty(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item before anything is in it."""
+    """An item without content, for the start of a stream."""
     begun = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     return {**item, "status": "in_progress", **begun}
 

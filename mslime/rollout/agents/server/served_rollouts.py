@@ -1,7 +1,7 @@
-"""One rollout behind a URL: who may ask, and which requests are the same one asked again.
+"""One rollout behind a URL: access control, and detection of repeated requests.
 
-Clients ask again by themselves after a time-out or an error, with the same body and a count. Only such marked repeats
-of an equal body are joined to the attempt under way, or told its reply; anything else is sampled anew.
+Clients repeat requests by themselves after a time-out or an error, with the same body and a retry count. Only such
+marked repeats of an equal body join the running attempt, or receive its reply; any other request is sampled anew.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """Where an agent finds the model of one rollout.
+    """Address of one rollout's model for an agent.
 
     Attributes:
-        url: for clients that add /v1 themselves, as Anthropic's does.
-        openai_url: for those that do not, as OpenAI's.
+        url: for clients that add /v1 themselves, such as Anthropic's.
+        openai_url: for those that do not, such as OpenAI's.
         key: the API key; of this rollout alone.
-        model: a name for the model. Any other will do.
+        model: a name for the model. Any other works too.
     """
 
     url: str
@@ -40,14 +40,14 @@ class ModelEndpoint:
 
 
 class ServedRollout:
-    """A rollout that is served.
+    """A served rollout.
 
     Args:
-        token: with which its key begins, so that a proxy in front can refuse all others.
+        token: prefix of its key, by which a proxy in front can refuse all other requests.
 
     Attributes:
-        name: in its URL. key: that its agents show.
-        under_way: attempts that have not ended, whether anybody waits for them or not. on_end: called when one has.
+        name: in its URL. key: API key of its agents.
+        under_way: attempts that have not ended, awaited or not. on_end: called when one has.
     """
 
     def __init__(self, chat: ChatSession, token: str = "") -> None:
@@ -62,12 +62,12 @@ class ServedRollout:
         return same_key(key, self.key)
 
     def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[ReplyTurn]]:
-        """The replies to a request, under way. A caller that gives up leaves it running: its repeat may join it.
+        """Task of the replies to a request. A caller that gives up leaves it running: a repeat may join it.
 
-        It ends with a ChatError where the request cannot be answered; see `ChatSession`.
+        It ends with a ChatError if the request cannot be answered; see `ChatSession`.
 
         Args:
-            body: with the path, of which a repeat has an equal one. marked: the client says that it asks again.
+            body: with the path; equal for a repeat. marked: the client marked the request as a repeat.
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
         attempt = self._attempts.get(digest) if marked else None
@@ -85,7 +85,7 @@ class ServedRollout:
         self.on_end()
 
     async def told(self, turns: Sequence[ReplyTurn], log_probs: bool) -> list[ServedReply]:
-        """Replies with what is to be told of them."""
+        """Replies with the data that the client receives."""
         return [
             ServedReply(turn, tuple(await self.chat.spell(ServedReply(turn).ids)) if log_probs else ())
             for turn in turns
@@ -93,7 +93,7 @@ class ServedRollout:
 
     @property
     def recorded(self) -> Mapping[str, ReplyTurn]:
-        """Turns by the name that clients know."""
+        """Turns by the name that clients use."""
         return self.chat.forest.named
 
     async def _replies(self, request: Request) -> list[ReplyTurn]:
@@ -118,7 +118,7 @@ class ServedRollout:
 
 
 async def _all(asked: Sequence[Coroutine[Any, Any, ReplyTurn]]) -> list[ReplyTurn]:
-    """The replies, generated at the same time; none where one fails."""
+    """The replies, generated concurrently; if one fails, all are cancelled."""
     tasks = [asyncio.create_task(one) for one in asked]
     try:
         return list(await asyncio.gather(*tasks))
@@ -132,6 +132,6 @@ def _failed(attempt: asyncio.Task[list[ReplyTurn]]) -> bool:
 
 
 def _seen(attempt: asyncio.Task[list[ReplyTurn]]) -> None:
-    """Nobody may be left to be told of an error; it is not one that asyncio has to complain about."""
+    """Retrieve the attempt's error, so asyncio does not log it if no client waits for it."""
     if _failed(attempt) and not attempt.cancelled():
         log.debug("a request failed: %s", attempt.exception())
