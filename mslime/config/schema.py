@@ -226,7 +226,7 @@ class RunConfig(Section):
         return self.teacher.placement == "colocated" and self.train.task == "rl"
 
     @property
-    def taught_gpus(self) -> int:
+    def teacher_gpus(self) -> int:
         """GPUs of the trainer that a served teacher shares, which no engine can use."""
         return self.teacher.gpus if self.teacher_shares else 0
 
@@ -366,7 +366,7 @@ class RunConfig(Section):
             task=task, ranks=ranks, transport=self.transport, compares=self.compares_weights,
         )  # fmt: skip
         check_sglang(
-            self.sglang, cluster, self.rollout, ranks=ranks, teacher_gpus=self.taught_gpus, syncs_adapters=adapters
+            self.sglang, cluster, self.rollout, ranks=ranks, teacher_gpus=self.teacher_gpus, syncs_adapters=adapters
         )
         check_megatron(self.megatron, cluster, layout, self.train.replay, has_critic=self.has_critic)
         check_fp8(

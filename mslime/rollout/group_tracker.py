@@ -122,8 +122,8 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     check_stored(groups)
     resting += begun_anew(header.get("begun", []), columns, make)
     if has_teacher:
-        resting += [group for group in accepted if _untaught(group)]
-        accepted = [group for group in accepted if not _untaught(group)]
+        resting += [group for group in accepted if _lacks_teacher(group)]
+        accepted = [group for group in accepted if not _lacks_teacher(group)]
     ledger = Ledger.from_state(header["ledger"])
     if (alive := trainable([*accepted, *resting])) != ledger.pending:
         raise ValueError(f"{ledger.pending} tokens are pending in the tracker, {alive} are held")
@@ -131,7 +131,7 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
 
 
-def _untaught(group: Group) -> bool:
+def _lacks_teacher(group: Group) -> bool:
     return any(sample.teacher_log_probs is None for sample in group.samples)
 
 

@@ -74,7 +74,7 @@ class RolloutService:
         self._managers, self._source = list(managers), source
         self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
         self._step_limit_s = step_limit_s
-        self._longest_input, self._taught = longest_input, has_teacher
+        self._longest_input, self._has_teacher = longest_input, has_teacher
         self._on_progress, self._on_span, self._on_evaluated = on_progress, on_span, on_evaluated
         self.joined = JoinedTrackers(rollout, len(self._managers))
         self._works_ahead = rollout.max_staleness > 0
@@ -233,7 +233,7 @@ class RolloutService:
     async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
         """`load` from the contents of a file."""
         self._source.load_state_dict(header["source"])
-        saved = continued(header, columns, new_group, has_teacher=self._taught)
+        saved = continued(header, columns, new_group, has_teacher=self._has_teacher)
         self.joined.continue_from(saved)
         accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
         every = len(self._managers)

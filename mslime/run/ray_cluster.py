@@ -104,7 +104,7 @@ class Cluster:
         self._order: dict[str, list[int]] = {}
         self._spots: list[Spot] = []  # of trainer ranks, in their order
         self._shared = config.colocated and trainers and self._num_engines > 0
-        self._taught_here = self._shared and config.teacher_shares
+        self._teacher_shares = self._shared and config.teacher_shares
         self._placed = 0  # engines placed on GPUs of the trainer
         self._critics: PlacementGroup | None = None
         self._connected = False
@@ -159,7 +159,7 @@ class Cluster:
                 "sglang.num_engines",
                 [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.parts)],
             )
-        if teachers and not self._taught_here:
+        if teachers and not self._teacher_shares:
             self._teachers = self._place(
                 "teacher.num_engines",
                 [self._bundle(config.teacher.gpus_a_machine) for _ in range(teachers * config.teacher.nnodes)],
@@ -272,7 +272,7 @@ class Cluster:
     def engine_places(self, index: int, role: Role = "engine") -> list[ActorPlacement]:
         """Places of engine or teacher `index`: one for each of its machines, or for each half of a pair."""
         teaches = role == "teacher"
-        if teaches and self._taught_here:  # from the last GPU on, to leave GPUs before them for more engines
+        if teaches and self._teacher_shares:  # from the last GPU on, to leave GPUs before them for more engines
             teacher = self._config.teacher
             return self._on_trainer_gpus(teacher, len(self._spots) - (index + 1) * teacher.tp_size)
         if self._shared and not teaches:
@@ -285,7 +285,7 @@ class Cluster:
     def _beside_trainer(self) -> list[ActorPlacement]:
         """Places for the next engine on the trainer's GPUs."""
         engine, number = self._config.sglang, self._placed
-        free = len(self._spots) - (self._config.teacher.gpus if self._taught_here else 0)
+        free = len(self._spots) - (self._config.teacher.gpus if self._teacher_shares else 0)
         if (number + 1) * engine.tp_size > free:
             raise ConfigError(
                 "sglang.num_engines", number + 1,

@@ -133,13 +133,13 @@ class TrainingRun(Started):
         """Start engines and trainers side by side, or on shared GPUs one after the other; the rollout service connects
         when both are up."""
         if self._resources.engines is None:
-            addresses, taught_by = self._start_engines(cluster)
+            addresses, teacher_addresses = self._start_engines(cluster)
         else:
-            addresses, taught_by = self._find_engines(self._resources.engines, cluster)
+            addresses, teacher_addresses = self._find_engines(self._resources.engines, cluster)
         group = self._take_over(self._engines.attached, self._trainers.disconnect)
         self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
-        self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
+        self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, teacher_addresses)
         self._fleet = Fleet(self._rollouts.engines, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
@@ -156,10 +156,10 @@ class TrainingRun(Started):
         teachers = self._resources.teachers = self._engine_group(cluster, "teacher")
         if self.config.colocated:
             self._start_and_sleep()
-            addresses, taught_by = self._start_beside(lambda _: None, self._engines, teachers)
+            addresses, teacher_addresses = self._start_beside(lambda _: None, self._engines, teachers)
         else:
-            addresses, taught_by = self._start_beside(self._start_trainers, self._engines, teachers)
-        return addresses, taught_by
+            addresses, teacher_addresses = self._start_beside(self._start_trainers, self._engines, teachers)
+        return addresses, teacher_addresses
 
     def _find_engines(self, engines: EngineGroup, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
         """Addresses of (engines, teachers) left by an earlier session, while another trainer starts."""

@@ -271,7 +271,7 @@ def make_plan(
         per_node, layout.world_size + config.critic_ranks, (0 if shared else engines, servers.tp_size),
         (0 if config.teacher_shares else config.teacher.launched * config.teacher.tp_size, config.teacher.tp_size),
     )  # fmt: skip
-    unused = layout.world_size - engines - config.taught_gpus if shared else 0
+    unused = layout.world_size - engines - config.teacher_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     receiving = receiving_of(config.weights, servers, sync, engine) if engine is not None else None
     sent = sync if receiving is None or not traits_of(config.transport).passes_on else relayed(sync, receiving)

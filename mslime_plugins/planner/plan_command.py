@@ -114,8 +114,8 @@ def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: floa
 def plan_of_run(config: RunConfig) -> RunPlan:
     """The plan of a run, from the config.json of each of its models. Raises UserError."""
     critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
-    taught_by = config.teacher.path if config.teacher_shares else None
-    teacher = read_hf_config(taught_by) if taught_by is not None else None
+    teacher_path = config.teacher.path if config.teacher_shares else None
+    teacher = read_hf_config(teacher_path) if teacher_path is not None else None
     return make_plan(config, read_hf_config(config.model.path), critic, teacher)
 
 

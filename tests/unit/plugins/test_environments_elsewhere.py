@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import pytest
@@ -42,14 +42,14 @@ async def said(base_url: str, key: str, route: str, body: dict[str, Any]) -> dic
 
 
 class FakeServer:
-    """An HTTP server with one route, `/run`."""
+    """An HTTP server on loopback with one route."""
 
-    def __init__(self) -> None:
-        self.url = ""
+    route = "/run"
+    url = ""
 
-    async def __aenter__(self) -> FakeServer:
+    async def __aenter__(self) -> Self:
         app = web.Application()
-        app.add_routes([web.post("/run", self._run)])
+        app.add_routes([web.post(self.route, self._run)])
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()

@@ -20,7 +20,7 @@ from mslime.rollout import function_contract
 from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
 from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.nemo_gym import NemoGym
-from tests.unit.plugins.test_environments_elsewhere import one_turn
+from tests.unit.plugins.test_environments_elsewhere import FakeServer, one_turn
 
 SCRIPT = Path(__file__).parents[3] / "tests/fixtures/nemo_gym_env/sums.py"
 ADD = {"type": "function", "name": "add", "description": "adds", "strict": True, "parameters": {
@@ -108,25 +108,15 @@ def test_an_agent_that_is_refused_for_want_of_room_ends_as_truncated(monkeypatch
     assert sample.status is SampleStatus.TRUNCATED and sample.reward is None
 
 
-class FakeRollouts:
+class FakeRollouts(FakeServer):
     """The endpoints of many rollouts: each answers with its own key, after all have asked."""
+
+    route = "/v1/responses"
 
     def __init__(self, count: int) -> None:
         self._gate = asyncio.Barrier(count)
 
-    async def __aenter__(self) -> FakeRollouts:
-        app = web.Application()
-        app.add_routes([web.post("/v1/responses", self._answer)])
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _run(self, request: web.Request) -> web.Response:
         await self._gate.wait()
         key = request.headers["Authorization"].removeprefix("Bearer ")
         text = {"type": "output_text", "text": key, "annotations": []}
