@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 pytestmark = pytest.mark.timeout(400)
 MIB = 1 << 20
+ROUNDS = 3
+"""Median of three releases: a server's garbage collection in one of them returns memory of the requests before."""
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +59,33 @@ async def sample(client: EngineClient, rid: str, tokens: int = 8) -> Any:
 def test_memory_of_an_engine_falls_and_comes_back_and_says_the_same_under_the_same_weights(
     server: SharedServer,
 ) -> None:
-    async def run() -> dict[str, float]:
+    async def run() -> tuple[float, list[float], list[float]]:
         async with server.client() as client:
             await fill_cache(client)
-            before, found = await sample(client, "before"), {"whole": own_memory(server)}
+            before, whole = await sample(client, "before"), own_memory(server)
             await client.pause("retract")
-            for name, tags in (("weights", ("weights",)), ("nothing", ()), ("again", ("weights",))):
+            held: list[float] = []
+            for tags in [("weights",), ()] * ROUNDS + [("weights",)]:
                 await client.hold_memory(tags)  # type: ignore[arg-type]
                 assert (await client.released_memory()).tags == set(ENGINE_TAGS) - set(tags)
-                found[name] = own_memory(server)
+                held.append(own_memory(server))
             await load_from_disk(client, server.checkpoint, 0)
             await client.hold_memory(ENGINE_TAGS)
             await client.resume()
             after = await sample(client, "after")
             assert after.output_ids.tolist() == before.output_ids.tolist()
             assert after.log_probs.tolist() == before.log_probs.tolist(), "to the bit: what no tensor covers is zero"
-            return found
+            return whole, held[::2], held[1::2]
 
-    found = asyncio.run(run())
+    whole, with_weights, without = asyncio.run(run())
     cache = 12 * 1500 * 4 * 2 * 2 * 64 * 4 / MIB  # tokens x layers x key and value x heads x width x bytes
     weights = sum(file.stat().st_size for file in server.checkpoint.glob("*.safetensors")) / MIB
     assert cache > 50 and weights > 30
-    assert found["whole"] - found["weights"] > 0.9 * cache
-    assert found["weights"] - found["nothing"] == pytest.approx(weights, rel=0.15)
-    assert found["again"] - found["nothing"] == pytest.approx(weights, rel=0.15)
+    assert whole - with_weights[0] > 0.9 * cache
+    released = [before - after for before, after in zip(with_weights, without, strict=False)]
+    resumed = [after - before for before, after in zip(without, with_weights[1:], strict=True)]
+    assert median(released) == pytest.approx(weights, rel=0.15)
+    assert median(resumed) == pytest.approx(weights, rel=0.15)
 
 
 async def test_weights_that_come_back_are_zeros_until_they_are_sent(server: SharedServer) -> None:
