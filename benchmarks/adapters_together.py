@@ -2,11 +2,10 @@
 
     python benchmarks/adapters_together.py [--adapters 8] [--micro-batches 2] [--stages 2] [--tokens 512] [--rounds 7]
 
-One process for each pipeline stage, on CPUs, one thread each. Every adapter has a step of so many micro-batches; the
-steps are taken in turns, and then in one pass, round after round, from the same trainers. `ratio` is the median over
-rounds of the seconds of all turns over those of the pass; `ideal` what the slots of the schedule say: N (m + p - 1)
-over N m + p - 1. Needs as many free cores as stages: neighbours make both slower, and the ratio smaller. Ends with one
-line of JSON.
+Runs one process per pipeline stage on CPUs, with one thread each. In each round, the same trainers take one step per
+adapter, first in turns and then in one pass. `ratio` is the median over rounds of the seconds of all turns over those
+of the pass. `ideal` follows from the slots of the schedule: N (m + p - 1) over N m + p - 1. The benchmark needs as many
+free cores as stages; other load makes both slower and the ratio smaller. Ends with one line of JSON.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python benchmarks/algorithms.py [--only gspo,cispo] [--seeds 1234,2] [--steps 30] [--out outputs/algorithms]
 
-For each seed one supervised warm start that all variants share, then one `mslime train` a variant: the same prompts in
-the same order, as many responses a step, as many optimizer steps, one learning rate; a loss keeps its own clip range.
-The variants `stale_*` and `fresh` are GRPO at `rollout.max_staleness` 4 and 0, with twice as many optimizer steps.
+For each seed, all variants share one supervised warm start; then each variant is one `mslime train` run. Prompts and
+their order, responses per step, number of optimizer steps and learning rate are the same. Each loss keeps its own clip
+range. The variants `stale_*` and `fresh` are GRPO at `rollout.max_staleness` 4 and 0, with twice as many optimizer
+steps.
 
-What is finished is not run again and what was interrupted goes on, so the same command continues a comparison.
-`--plot-only` draws and prints what is there. Writes algorithms.png and algorithms.md into --out; the plot needs
+Finished variants are not run again, and interrupted ones continue, so the same command resumes a comparison.
+`--plot-only` draws and prints the existing results. Writes algorithms.png and algorithms.md into --out; the plot needs
 `pip install 'mslime[benchmarks]'`.
 """
 

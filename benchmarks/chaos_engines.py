@@ -1,19 +1,19 @@
-"""Kills parts of a real run's engines at random, again and again, and tells what became of the run.
+"""Random kills of engine processes in a real run, and whether the run stays correct.
 
     python benchmarks/chaos_engines.py [--kills 60] [--minutes M] [--engines 2] [--transport auto] [--seed 0]
 
-A run on real engines (tiny model, CPU) trains, evaluates and saves. Again and again one process of one engine (the
-guard, the server, its scheduler, its detokenizer) gets SIGKILL or SIGSTOP: at any moment of the run, while the engine
-is paused for a weight sync, or while it is being started again. After each the run must make two more steps and have
-all engines back. Every sync compares every bit of every engine's parameters with the trainer's (the run ends when one
-differs), the ledger is balanced in each step, and no trained token is older than `rollout.max_staleness`.
+A run on real engines (tiny model, CPU) trains, evaluates and saves. Repeatedly, one process of one engine (guard,
+server, scheduler or detokenizer) gets SIGKILL or SIGSTOP: at a random moment, while the engine is paused for a weight
+sync, or while it restarts. After each kill the run must make two more steps and have all engines back. Every sync
+compares every bit of every engine's parameters with the trainer's, and a difference ends the run. The ledger must
+balance in each step, and no trained token may be older than `rollout.max_staleness`.
 
-With `--overlap` the next accident comes after two more steps already, as long as another engine serves: engines die
-while others start, and one that starts is struck in its start. Each must still be whole in the end.
+With `--overlap`, the next kill follows two steps after the last one, even if engines are still starting, as long as
+one serves. All engines must be back at the end.
 
-`next_step_s` is from the signal to the end of the second step after it, `whole_s` until all engines serve. A stopped
-process is found by heartbeats and deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is the
-median step time with an engine gone over that with all.
+`next_step_s` is the time from the signal to the end of the second step after it, `whole_s` the time until all engines
+serve. Heartbeats and deadlines detect a stopped process; they are short here (15 s). `ratio`, in the last line (JSON),
+is the median step time with an engine missing over that with all engines.
 """
 
 from __future__ import annotations

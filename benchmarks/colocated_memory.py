@@ -1,15 +1,15 @@
-"""Memory of trainer and engine in each phase of a colocated run, measured, beside what `mslime plan` counts.
+"""Memory of trainer and engine in each phase of a colocated run: measured, and as `mslime plan` counts it.
 
     python benchmarks/colocated_memory.py [--hidden 512] [--experts 16] [--steps 5]
 
 Runs `mslime train` with `cluster.placement: colocated` on a CPU: one Megatron rank, one SGLang server, a synthetic
-Qwen3-MoE in float32. Their processes' memory (PSS: shared pages are divided among those who share them) is read all the
-time, and the run's own timeline says in which phase. A process has much beside weights, so phases are compared with
-the one in which a side has given everything back. On a CPU the engine gives pages back by madvise and the trainer's
-state goes to files (docs/colocated.md); nothing is said of a GPU's memory.
+Qwen3-MoE in float32. The script samples the processes' memory (PSS, which divides shared pages among their users) and
+assigns it to phases by the run's timeline. Processes use much memory beside weights, so each phase is compared with
+the phase in which that side is offloaded. On a CPU the engine releases pages by madvise, and the trainer's state goes
+to files (docs/colocated.md). This measures nothing about a GPU's memory.
 
-What counts is `ratio_*`: measured over planned. Activations are not compared: a CPU's allocator keeps their pages. Ends
-with a line of JSON.
+The results are `ratio_*`: measured over planned. Activations are not compared, because a CPU's allocator keeps their
+pages. Ends with one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Whole weight syncs of which a share of the elements has changed: `delta` against `broadcast`, into a SGLang server.
+"""Whole weight syncs in which a share of the elements has changed: `delta` against `broadcast`, into an SGLang server.
 
     python benchmarks/delta_sync.py                       # 0.1%, 1%, 5% and 100% of the elements, TP1 EP2, on a CPU
     python benchmarks/delta_sync.py --changed 0.02 --layout tp2ep2 --over broadcast
 
-In each round some elements of every parameter get another lowest bit; then delta brings the server to these weights,
-and broadcast does so once more, each in a whole update with its begin and end. After the last round of each share
-everything is compared bit for bit. The model is that of `weight_sync.py`, in float32 as a CPU engine wants it: an index
-takes as much as a value, where with bfloat16 it takes twice as much.
+In each round, some elements of every parameter get another lowest bit. Then delta updates the server to these weights,
+and broadcast sends them again; each is a whole update with its begin and end. After the last round of each share, all
+parameters are compared bit for bit. The model is that of `weight_sync.py`, in float32 for a CPU engine: an index takes
+as many bytes as a value, and twice as many with bfloat16.
 
-delta goes through files, then by broadcasts (`weights.delta_over`), in runs of their own: an engine holds versions of
-one connection.
+delta is measured in two runs, through files and by broadcasts (`weights.delta_over`), because an engine holds versions
+of one connection.
 
-The last line is JSON: for each way and share `delta_s`, `broadcast_s`, `ratio_broadcast` (median of the rounds'
-broadcast over delta), `bytes` (of a sync, by delta), `ratio_bytes` (all weights over these), `fill_s` and `send_s` of
-the slowest sender. Comparing bits, writing files and reading them, or broadcasts, are in `send_s`.
+The last line is JSON. For each way and share: `delta_s`, `broadcast_s`, `ratio_broadcast` (median of the rounds'
+broadcast over delta), `bytes` (of a sync by delta), `ratio_bytes` (all weights over these), `fill_s` and `send_s` of
+the slowest sender. `send_s` includes comparing bits, and writing and reading files, or broadcasts.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""How fast a run generates with all engines, and from 30 s after one of them is gone for good.
+"""Generation speed with all engines, and from 30 s after the permanent loss of one engine.
 
     python benchmarks/engine_lost.py [--engines 3] [--step-ms 60] [--window 60]
 
-A run on real engines (tiny model, CPU) trains one step ahead. Where all engines share a few cores, one that is gone
-leaves its share to the others, and nothing would be lost. So each engine sleeps before every forward pass (SGLang's own
-`/slow_down`), long enough that it computes for a small part of the time, as if it were on a device of its own; and it
-runs few requests at once, all of the time, so that engines are what the run waits for. Then one gets SIGKILL and is not
-started again (`sglang.restarts: 0`).
+A run on real engines (tiny model, CPU) trains one step ahead. On shared cores a lost engine would leave its share of
+the cores to the others, and no speed would be lost. Therefore each engine sleeps before every forward pass (SGLang's
+own `/slow_down`), so that it computes for a small part of the time, like an engine on a device of its own. Each engine
+runs few requests at once, all of the time, so the run waits for engines. Then one engine gets SIGKILL and is not
+restarted (`sglang.restarts: 0`).
 
-This shows that the work of an engine that is gone goes to the others, that these stay full, and that the run does not
-wait for it. It does not show how fast engines are: that is `--step-ms`.
+The benchmark shows that the other engines take over the lost engine's work and stay full, and that the run does not
+wait for it. It does not measure the speed of engines, which `--step-ms` sets.
 
-A window begins and ends with a step's end: tokens that were generated in its steps, over its seconds. The last line is
-JSON: tokens/s before and after, their ratio, the part of `(engines - 1) / engines` that this is, and seconds from the
-kill to the end of the next step.
+A window begins and ends with the end of a step: tokens generated in its steps, over its seconds. The last line is
+JSON: tokens/s before and after, their ratio, this ratio over `(engines - 1) / engines`, and the seconds from the kill
+to the end of the next step.
 """
 
 from __future__ import annotations

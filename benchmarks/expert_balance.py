@@ -1,17 +1,17 @@
-"""A trainer step with and without `train.balance_experts`, where several kinds of prompts use experts of their own.
+"""A trainer step with and without `train.balance_experts`, for several kinds of prompts with experts of their own.
 
     python benchmarks/expert_balance.py [--ep 2 4] [--kinds 4] [--sequences 96] [--budget 512] [--rounds 7]
 
-The model is a synthetic Qwen3-MoE as balanced training leaves them: all experts are used equally by all kinds together,
-and each kind has favourites among them, which lie anywhere. Routes are those that transformers chooses for every token,
-and are replayed (r3), as those of a rollout.
-First it prints how much more the busiest expert-parallel ranks have than the mean, packed by lengths alone and
-balanced, and the least that any packing can give. Then real ranks over gloo train the same samples both ways in turn,
-one step each a round. What counts is `ratio`: the median, over the rounds, of the step by lengths alone over the
-balanced one, in wall seconds; and `loss_difference`, of the two losses. Ranks have one thread each: with more
-ranks than cores, those that wait leave their core to the busy ones, and less is to be gained. `ratio_own_cores` is what
-a core for each rank would gain: between two collectives each rank works for so many CPU seconds, all wait for the
-longest, and a step is the sum of those. Ends with a line of JSON.
+The synthetic Qwen3-MoE is like a model after balanced training: over all kinds of prompts, experts are used equally,
+and each kind has favourite experts at random places. Routes are computed with transformers for every token and
+replayed (r3), as those of a rollout.
+
+First the script prints the load of the busiest expert-parallel ranks over the mean: packed by lengths alone, balanced,
+and the lowest that any packing can reach. Then real ranks over gloo train the same samples both ways in turn, one step
+each per round. The results are `ratio`, the median over the rounds of the step by lengths alone over the balanced step
+in wall seconds, and `loss_difference` between the two. Ranks have one thread each. With more ranks than cores, waiting
+ranks leave their core to busy ones, and the gain is smaller. `ratio_own_cores` is the gain with one core per rank: it
+adds up, over the intervals between collectives, the CPU seconds of the slowest rank. Ends with one line of JSON.
 """
 
 from __future__ import annotations

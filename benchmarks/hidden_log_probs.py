@@ -2,13 +2,12 @@
 
     python benchmarks/hidden_log_probs.py [--rows 1024] [--hidden 512] [--vocab 8192 32768 131072] [--mib 64]
 
-Both do what the last layer of a training step does: the product with the output weights, log-probs and the entropy
-(reported), and the gradients of hidden states and weights. `whole` makes all logits, as `train.logits_mib` does below
-its limit; `blocks` has a limit of --mib. They take turns; the ratio is the median of the rounds' own ratios, on a CPU
-of CPU seconds, which neighbours on the machine disturb least. Peak memory is what was allocated beyond inputs and the
-weights' gradient, which both return. --pass forward measures a pass for old, reference or teacher log-probs. On CUDA,
-which is used when present: --rows 8192 --hidden 2048 --vocab 151936 --mib 1024.
-Ends with a line of JSON.
+Both compute the last layer of a training step: the product with the output weights, log-probs, the reported entropy,
+and the gradients of hidden states and weights. `whole` materialises all logits, as `train.logits_mib` does below its
+limit; `blocks` has a limit of --mib. They take turns. The ratio is the median of the rounds' own ratios, on a CPU in
+CPU seconds, which other load disturbs least. Peak memory excludes the inputs and the weights' gradient, which both
+return. `--pass forward` measures a pass for old, reference or teacher log-probs. CUDA is used if present; there:
+--rows 8192 --hidden 2048 --vocab 151936 --mib 1024. Ends with one line of JSON.
 """
 
 from __future__ import annotations

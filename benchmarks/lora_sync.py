@@ -1,21 +1,21 @@
-"""A sync of adapters alone against one of merged weights: bytes, time, and whether engines rest.
+"""A sync of adapters alone against a sync of merged weights: bytes, time, and interruptions of the engine.
 
     python benchmarks/lora_sync.py                    # adapters on attention; on all linear layers; the same, shared
     python benchmarks/lora_sync.py --hidden 1024 --rounds 9 --rank 16
     python benchmarks/lora_sync.py --hidden 2048 --moe-width 768 --layers 2 --targets all    # Qwen3-30B-A3B's widths
 
-One real trainer rank and two real SGLang servers on CPUs, one for each way, with the same synthetic Qwen3-MoE in
-float32. While a sync is on its way, each server generates long responses. Both ways are timed in turn, from the
-trainer's adapters to the moment from which new requests have them: merged with `weights.transport: broadcast` (pause,
-buckets, end, stamp, resume), adapters by `lora.sync: adapter` (write, load, switch). Neither is compared or probed.
-Then, with nothing under way, the CPU time of all processes for a sync, which other work on the machine changes least.
+Runs one real trainer rank and two real SGLang servers on CPUs, one per way, with the same synthetic Qwen3-MoE in
+float32. During a sync each server generates long responses. Both ways are timed in turn, from the trainer's adapters
+to the moment from which new requests use them: merged with `weights.transport: broadcast` (pause, buckets, end, stamp,
+resume), adapters by `lora.sync: adapter` (write, load, switch). Neither way compares or probes weights. Then, without
+requests, the CPU time of all processes for a sync is measured, which other load changes least.
 
 The last line is JSON. For each choice of layers: `merged_bytes`, `adapter_bytes` and their ratio `ratio_bytes`;
 `merged_s`, `adapter_s` (medians) and `ratio_seconds`, the median of the rounds' own ratios; `merged_pause_s` and
-`adapter_pause_s`: how long the engine was told to rest; `kept`: responses that ran through all adapter syncs without an
-interruption, of how many; `tensors` of a file; `write_s`, `load_s`: parts of `adapter_s`; `merged_cpu_s`,
-`adapter_cpu_s`, `ratio_cpu`: CPU time of trainer and server without responses; `rank_of_50`: the largest rank whose
-adapters are at least 50 times fewer bytes, as those grow with the rank and with nothing else.
+`adapter_pause_s`: how long the engine is paused; `kept`: responses that continued through all adapter syncs without an
+interruption, of all; `tensors` of a file; `write_s`, `load_s`: parts of `adapter_s`; `merged_cpu_s`, `adapter_cpu_s`,
+`ratio_cpu`: CPU time of trainer and server without responses; `rank_of_50`: the largest rank whose adapters have 50
+times fewer bytes than the merged weights.
 """
 
 from __future__ import annotations

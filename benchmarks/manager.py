@@ -1,18 +1,17 @@
-"""CPU of the rollout service by response and by token, against the bare HTTP exchange of the same answers.
+"""CPU of the rollout service per response and per token, against the bare HTTP exchange of the same responses.
 
     python benchmarks/manager.py [--engines 256] [--requests 50000] [--managers M]
         [--cases short,qwen3-30b,...] [--profile CASE]
 
-The fleet is fake: one process listens on a port for each engine and sends a canned answer in SGLang 0.5.23's format at
-once. Real are the requests, HTTP, parsing, the pool, groups, their tracker and the assembly. CPU seconds are those of
-this process alone, and the least of `--repeats` passes; measure on a quiet machine all the same. The floor is an
-aiohttp client that posts the same bodies and reads the answers without looking at them. With `masks`, each token comes
-with the 55 ids, on average, that it was drawn from at top-p 0.9. Ends with one line of JSON; `ratio` is CPU over the
-floor. `--profile` prints where the rollout service spends the time of a case.
+The engines are fake: one process listens on a port per engine and returns a prepared response in SGLang 0.5.23's format
+at once. Requests, HTTP, parsing, the pool, groups, their tracker and the assembly are real. CPU seconds are those of
+this process alone, the least of `--repeats` passes; still, measure on a quiet machine. The floor is an aiohttp client
+that posts the same bodies and reads the responses without parsing them. In the case `masks`, each token comes with the
+sampling mask of top-p 0.9, 55 ids on average. Ends with one line of JSON; `ratio` is CPU over the floor. `--profile`
+prints where the rollout service spends the time of a case.
 
-With `--managers M` the same step is also taken by M managers in processes of their own and their front
-(`rollout.managers`). `speedup` is the CPU of the one service over that of the busiest of these processes: what it comes
-to where each process has a core. It says nothing of cores that are missing here.
+With `--managers M`, M manager processes and their front (`rollout.managers`) also take the same step. `speedup` is the
+CPU of the one service over that of the busiest of these processes: the speedup if each process has a core of its own.
 """
 
 from __future__ import annotations

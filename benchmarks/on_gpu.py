@@ -1,19 +1,19 @@
-"""One GPU, one wide MoE: a training step, its memory, packing for a sync, sleep, against what the card can do.
+"""A step of one wide MoE on one GPU, its memory, packing for a sync, and offloading, against the card's limits.
 
     python benchmarks/on_gpu.py [--layers 4] [--tokens 16384] [--steps 5] [--fp8 blockwise tensorwise]
 
-The model has random weights and the widths of Qwen3-30B-A3B (128 experts, 8 of them for a token, a vocabulary of
-151,936), in bfloat16, through the real `MegatronTrainer` on Transformer Engine's layers; one rank, no recompute. All
-ratios are of things that were measured in the same run:
+The model has random weights and the widths of Qwen3-30B-A3B (128 experts, 8 per token, a vocabulary of 151,936), in
+bfloat16, through the real `MegatronTrainer` on Transformer Engine's layers; one rank, no recompute. Both parts of each
+ratio are measured in the same run:
 
     step        seconds over the floor: 6 x active parameters x tokens operations at the rate of a large matrix product
-                (attention's own products are left out of the floor)
-    fp8         the bfloat16 step's seconds over those of the same step with `train.fp8`
-    memory      what torch's allocator held at most, and for weights, gradients and optimizer, over `mslime plan`'s
+                (the floor excludes attention's own products)
+    fp8         seconds of the bfloat16 step over those of the same step with `train.fp8`
+    memory      peak of torch's allocator, and bytes of weights, gradients and optimizer, over `mslime plan`'s
     packing     filling all buckets of a weight sync, over copying the same bytes within the GPU's memory
-    sleep       all of the trainer's state to pinned host memory and back, over copies of as many bytes
+    sleep       offloading all of the trainer's state to pinned host memory and back, over copies of as many bytes
 
-Medians of --steps, after two that are not counted. Ends with a line of JSON.
+Prints medians of --steps, after two uncounted steps. Ends with one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The quickstart's task with engines that hold quantised weights: what differs from plain ones, and what helps.
+"""The quickstart's task with quantised engines, against plain ones, with and without corrections.
 
     python benchmarks/quantised_engines.py [--only fp8,fp8_tis] [--steps 16] [--out outputs/quantised-engines]
 
-One supervised warm start that all variants share, quantised by `mslime convert`, then one `mslime train` a variant: the
-same prompts in the same order, synchronous, so that what differs between sampler and trainer is how engines hold the
-weights. The model is the quickstart's with other sizes: FP8 blocks are 128 x 128, and engines take whole ones only. On
-a CPU the engines' kernels are emulated (docs/quantised_engines.md): weights are quantised, activations are not.
+All variants share one supervised warm start, quantised by `mslime convert`; then each variant is one synchronous
+`mslime train` run on the same prompts in the same order. So the weights' format in the engines is the only difference
+between sampler and trainer. The model is the quickstart's in other sizes, because FP8 blocks are 128 x 128 and engines
+take whole blocks only. On a CPU the engines' kernels are emulated (docs/quantised_engines.md): weights are quantised,
+activations are not.
 
-What is finished is not run again and what was interrupted goes on, so the same command continues, in parts as small as
-one variant. Prints a table; the last line is JSON.
+Finished variants are not run again, and interrupted ones continue, so the same command resumes a comparison. Prints a
+table; the last line is JSON.
 """
 
 from __future__ import annotations

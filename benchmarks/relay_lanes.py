@@ -1,16 +1,15 @@
-"""Do the adapters of an engine work at the same time under `weights.transport: relay`? With adapters that are slow.
+"""Whether an engine's network adapters work at the same time under `weights.transport: relay`, with slow adapters.
 
     sudo python benchmarks/relay_lanes.py [--lanes 1 2 4] [--mbit 400] [--mib 128] [--rounds 5]
 
-Linux, root, iproute2; no GPU. Every sender and every rank of one engine gets a network namespace with an adapter of its
-own, which carries `--mbit` in each direction (`tc`, token bucket), as a stand-in for a GPU's adapter; ranks of the
-engine also have a link among themselves that is not limited, as a stand-in for NVLink. Senders send what
-`RelayTransport` sends, the engine's ranks run what the plug-in runs (`Relay.obey`); there is no model, and loading is a
-comparison of each bucket's first element.
+Needs Linux, root and iproute2; no GPU. Every sender and every rank of one engine gets a network namespace with an
+adapter of its own, limited to `--mbit` in each direction (`tc`, token bucket), in place of a GPU's adapter. Ranks of
+the engine also share an unlimited link, in place of NVLink. Senders run `RelayTransport`, and the engine's ranks run
+the plug-in's `Relay.obey`. There is no model: loading compares each bucket's first element.
 
-`seconds` are medians of whole syncs of the same bytes. `floor` is the fullest lane over what one adapter was measured
-to carry in the same run; one adapter alone would take `one_adapter` for all bytes, which is the least that `broadcast`
-can take. `ratio` in the last line, one of JSON, is `seconds` over `floor`.
+`seconds` are medians of whole syncs of the same bytes. `floor` is the bytes of the fullest lane over one adapter's
+speed, measured in the same run. `one_adapter` is the time of one adapter for all bytes: the minimum for `broadcast`.
+`ratio`, in the last line (JSON), is `seconds` over `floor`.
 """
 
 from __future__ import annotations

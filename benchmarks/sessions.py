@@ -1,15 +1,15 @@
-"""What the model server adds to an agent's request, and what a live session holds, against an echo of the same bodies.
+"""Time that the model server adds to a request, and memory of a live session, against an echo of the same bodies.
 
     python benchmarks/sessions.py [--sessions 10,200,2000] [--rate 100] [--seconds 10] [--turns 8]
 
-The engine is fake: it answers at once with canned tokens and routes of a model of 48 layers with 8 experts. Real are
-HTTP, keys, dialect, forest, renderer, rollout, sample and routes. The clients are a process of their own, plain
-aiohttp, with conversations that grow by a call of a tool and its result each turn; a session that has had its turns
-ends and another begins. Requests come at a stated rate, whatever has been answered.
+The engine is fake: it returns prepared tokens and routes of a model of 48 layers with 8 experts per token at once.
+HTTP, keys, dialect, forest, renderer, rollout, sample and routes are real. The clients are plain aiohttp in another
+process. Their conversations grow by a tool call and its result each turn; a session ends after its turns, and another
+begins. Requests come at a fixed rate, independent of responses.
 
-`added_ms` is the time until the reply minus that of an echo, a bare aiohttp handler of the same process that reads the
-same bodies and sends answers as long; the two take turns. `cpu_ms` is CPU of the serving process by request, `ratio`
-that over the echo's. Ends with one line of JSON.
+`added_ms` is the time until the reply minus that of an echo: a bare aiohttp handler of the same process that reads the
+same bodies and sends responses of the same length. The two take turns. `cpu_ms` is CPU of the serving process per
+request, and `ratio` is this over the echo's. Ends with one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What supports of truncated sampling cost: ids and bytes a token of a real model, CPU time of reading and training.
+"""Cost of supports of truncated sampling: ids and bytes per token of a real model, CPU time of reading and training.
 
     python benchmarks/supports.py MODEL [--gguf FILE] [--top-p 0.9] [--top-k 4096] [--tokens 160] [--json FILE]
 
-MODEL is a directory that transformers loads (with --gguf, one file in it). It answers a few prompts, drawn with top-p
-at temperature 1; the supports of these draws are then read as an engine's answer, and trained:
+MODEL is a directory that transformers loads (with --gguf, one file in it). The model generates responses to a few
+prompts, with top-p at temperature 1. The supports of these draws are then read as an engine's response, and trained:
 
-    reading     `parse_generation` of one answer, with the sampling masks and without
+    reading     `parse_generation` of one response, with the sampling masks and without
     training    log-probs and entropy of 256 rows, forward and backward, with supports and without
 
-Times are of the CPU, medians, and given as ratios.
+Times are medians of CPU seconds, as ratios.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python benchmarks/train_step.py [--model DIR] [--short 64 48] [--long 16 768] [--steps 8] [--threads 1]
 
 Both run supervised AdamW steps in fp32 in one process, one step of each in turn, on many short sequences and on a few
-long ones. What counts are `ratio_short` and `ratio_long`: the median, over the pairs of steps, of CPU seconds of the
-transformers loop over those of mslime, which neighbours on the machine disturb least. With several threads OpenMP spins
-while it waits, so that walls and CPU seconds both follow the neighbours' load; one thread is the default. The trainer
-packs sequences without padding; the transformers loop pads them to the longest, as a plain loop does. The floor is
-printed too: 6 x active parameters x tokens operations over the rate of a large matrix product on the same threads. So
-is how often each calls an operation of torch, with --calls. Ends with a line of JSON.
+long ones. The results are `ratio_short` and `ratio_long`: the median, over the pairs of steps, of CPU seconds of the
+transformers loop over those of mslime, which other load disturbs least. With several threads OpenMP spins while it
+waits, so wall time and CPU time both depend on other load; therefore the default is one thread. The trainer packs
+sequences without padding; the transformers loop pads them to the longest. The script also prints the floor, 6 x active
+parameters x tokens operations at the rate of a large matrix product on the same threads, and with --calls the number
+of torch operations of each. Ends with one line of JSON.
 """
 
 from __future__ import annotations

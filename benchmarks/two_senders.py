@@ -1,11 +1,11 @@
-"""What an engine gains by asking for its next bucket, another sender's, before the one before has arrived: the floor.
+"""Gain of an engine that receives its next bucket, another sender's, before the last one has arrived: the floor.
 
     python benchmarks/two_senders.py [--rounds 15]
 
-Nothing of a weight sync but its broadcasts over gloo: two senders and one receiver, a process each, eight buckets of 32
-MiB into memory that is kept. "One sender" is the raw broadcast of `weight_sync.py`. "In turn" takes the buckets of the
-two senders one after the other, as an engine that is asked for each does (`weights.transport: broadcast`). "Ahead" asks
-for the next one while one arrives, as one that knows the plan does (`relay`).
+Runs only the broadcasts of a weight sync, over gloo: two senders and one receiver, a process each, eight buckets of 32
+MiB into reused memory. "One sender" is the raw broadcast of `weight_sync.py`. "In turn" receives the buckets of the two
+senders one after the other, as an engine with `weights.transport: broadcast`. "Ahead" starts the next one while one
+arrives, as an engine with the plan of `relay`.
 
 The last line is JSON: seconds of each (medians), and `ratio_in_turn`, `ratio_ahead`: over one sender, medians of the
 rounds' own ratios.

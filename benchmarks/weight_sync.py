@@ -1,27 +1,27 @@
 """A whole weight sync by several trainer ranks, against a raw broadcast of the bytes and one broadcast per tensor.
 
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
-    python benchmarks/weight_sync.py --ways auto              # of two transports, only the one that runs have
+    python benchmarks/weight_sync.py --ways auto              # only the transport that runs use, not two
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
     python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # all transports, one server
 
 Ours, per tensor and raw take turns in one run, and medians are compared. "Ours" is `WeightSender.send` over
-`weights.transport`: packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one
-sender for a stage, and broadcasts tensor by tensor. "Raw" is one rank's broadcast of a buffer as large as each bucket:
-the floor. The stand-in engine receives into a buffer that it keeps, and does not load. Parameters lie as
-megatron-core's buffers do: dense and expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE,
-or that of --model. The C library gives no memory back that is freed, so that fewer pages are new; a new one costs 2 us
-here, and raw has none (--plain-memory).
+`weights.transport`: packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers like ours with one sender
+per stage, and broadcasts tensor by tensor. "Raw", the floor, is one rank's broadcast of buffers of the buckets' sizes.
+The stand-in engine receives into a reused buffer and does not load. Parameters have the order of megatron-core's
+buffers: dense and expert parameters apart, from the last to the first. The model is a synthetic Qwen3-MoE, or that of
+--model. The C library keeps freed memory, so fewer pages are new; a new page costs 2 us here, and raw has none
+(--plain-memory turns this off).
 
-The last line is JSON: for each layout, by the first of --ways (by default `auto`, of runs: into an engine of one
-rank it is `relay`), and for `LAYOUT WAY`, by the others, `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`,
-`ratio_per_tensor` (medians of the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all
-processes, the engine's too, for ours over raw's: where raw keeps all cores busy, no wall time can be nearer to it), and
-with a server `server_s`, the whole update with its begin and end. With --loaders there are two entries for each layout,
-and `ratio_loaders` of their updates. With --transports there is one for each transport: `server_s`, how many times as
-long the broadcast of the same round took (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s`
-of all ranks; all is compared before.
+The last line is JSON. An entry for each layout has the first of --ways (by default `auto`, of runs: `relay` for an
+engine of one rank); an entry `LAYOUT WAY` has each other way. `raw_s`, `ours_s`, `per_tensor_s`; `ratio_raw`,
+`ratio_per_tensor` (medians of the rounds' own ratios); `cpu_s` (all ranks, for ours); `ratio_cpu` (CPU time of all
+processes, with the engine's, for ours over raw: the lower limit of the wall ratio if raw keeps all cores busy); with a
+server also `server_s`, the whole update with its begin and end. With --loaders each layout has two entries and
+`ratio_loaders` of their updates. With --transports each transport has one: `server_s`, `ratio_broadcast` (over the
+broadcast of the same round), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks. All parameters are
+compared first.
 """
 
 from __future__ import annotations
@@ -424,9 +424,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--ways", help="weights.transport of ours, by comma; default: auto, and into a stand-in broadcast"
     )
-    parser.add_argument("--plain-memory", action="store_true", help="let the C library give memory back, as it does")
+    parser.add_argument("--plain-memory", action="store_true", help="do not keep freed memory in the process")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
-    parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
+    parser.add_argument("--api-key", default="", help="of that server, if it needs one")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
     parser.add_argument("--transports", action="store_true", help="start a server and compare all weights.transport")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")

@@ -174,7 +174,7 @@ def _add_inspect(parser: Any) -> None:
     parser.add_argument("--sample", type=int, metavar="I", help="this response of the group")
     parser.add_argument(
         "--color", choices=("version", "difference", "mask"), default="version",
-        help="what a token's colour says: the weights that sampled it, its log-prob at the trainer minus that at the "
+        help="meaning of a token's colour: the weights that sampled it, its log-prob at the trainer minus that at the "
         "sampler, or whether it is trained",
     )  # fmt: skip
     parser.add_argument("--tokens", action="store_true", help="a line for each token, with log-probs and experts")

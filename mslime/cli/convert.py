@@ -88,7 +88,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 def _add_inspect(kinds: Any) -> None:
     parser = kinds.add_parser(
-        "inspect", help="what is in this checkpoint: tensors, bytes, dtypes, layout, step, family"
+        "inspect", help="contents of this checkpoint: tensors, bytes, dtypes, layout, step, family"
     )
     parser.add_argument("checkpoint", type=Path, help="Hugging Face or Megatron torch_dist directory")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
