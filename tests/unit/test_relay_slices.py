@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 
 from mslime.config.base import SHARES_AT_MOST
 from mslime.engine_plugin.copy_plan import Copies, Homes, RecordedBucket
-from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slice_of, host_slices_of
-from mslime.engine_plugin.rank_slices import ElementView, ExchangeStep, RankSlice, rank_slice_of, steps
-from mslime.engine_plugin.relay_groups import ArrivalSlot, arrival_slots
+from mslime.engine_plugin.relay import ArrivalSlot, arrival_slots
+from mslime.engine_plugin.slices import (
+    ElementView,
+    ExchangeStep,
+    PackedSlice,
+    RankSlice,
+    host_slice_bytes,
+    host_slice_of,
+    host_slices_of,
+    rank_slice_of,
+    steps,
+)
 from mslime.engine_plugin.wire import HostSlices, Loaded, Slice, decode, encode
 from mslime.weights.relay import pack_cut
 
