@@ -31,7 +31,7 @@ _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 
 """Operations that clear padding, which stays cleared. But a parameter of one value may be filled with a sent value,
 even 0."""
 Named = list[tuple[str, torch.Tensor]]
-_BUCKETS: dict[int, tuple[Any, Buckets]] = {}
+BUCKETS: dict[int, tuple[Any, Buckets]] = {}
 """Buckets by the `id` of SGLang's updater, which allows no new attribute and no weak reference. The updater is kept
 beside them, so that no other object gets its `id`."""
 
@@ -196,14 +196,6 @@ class Copies:
         """Whether the model's parameters are still at the same addresses."""
         return not self.why_not and self.homes.are_in(model)
 
-    def make(self, packed: list[torch.Tensor] | None = None) -> None:
-        """Make all copies.
-
-        Args:
-            packed: sources to use instead of `out_of`.
-        """
-        _copy_all(self.into, self.out_of if packed is None else packed)
-
     def make_backwards(self, flat: torch.Tensor) -> None:
         """Fill a bucket's buffer from the parameters, with zeros elsewhere."""
         if not self.are_all_of(flat):
@@ -213,10 +205,6 @@ class Copies:
     def are_all_of(self, flat: torch.Tensor) -> bool:
         """Whether the whole buffer is copied: with several ranks, an engine gives each of them a part."""
         return sum(view.numel() * view.itemsize for view in self.out_of) == flat.numel()
-
-    def keep_bits(self) -> bool:
-        """Whether parameters keep the sent bits and dtype."""
-        return all(into.dtype == out_of.dtype for into, out_of in zip(self.into, self.out_of, strict=True))
 
 
 @dataclass(frozen=True)
@@ -381,15 +369,6 @@ def record(
     return Copies(into, out_of, Homes(model, into), why_not), loaded, message
 
 
-def receive(
-    updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group: str
-) -> Received:
-    """Receive the tensors of a bucket by a broadcast in the updater's process group of this name."""
-    bucket = buckets_of(updater).of(names, dtypes, shapes)
-    torch.distributed.broadcast(bucket.flat, src=0, group=updater._model_update_group[group])
-    return Received(bucket)
-
-
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:
     """Load a bucket by its recorded copies, or record them from the model's loader; returns success and a message.
 
@@ -401,7 +380,7 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
     try:
         if known is not None and known.fit(model):
             self._assert_weight_cache_inactive("update_weights_from_distributed")
-            known.make(named_tensors.packed)
+            _copy_all(known.into, known.out_of if named_tensors.packed is None else named_tensors.packed)
             buckets_of(self).behind = model if callable(getattr(model, "post_load_weights", None)) else None
             loaded, message = True, RECORDED
         elif named_tensors.packed is not None:
@@ -423,22 +402,11 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
     return loaded, message
 
 
-def release(original: Any, self: Any, **how: Any) -> None:
-    """Wrapper of the end of an update. Derived weights are updated before weights are packed."""
-    buckets_of(self).release()
-    original(self, **how)
-
-
 def buckets_of(updater: Any) -> Buckets:
     """The updater's buckets. There is one updater for each model of the process, as long as the model lives."""
-    if id(updater) not in _BUCKETS:
-        _BUCKETS[id(updater)] = updater, Buckets(updater.device)
-    return _BUCKETS[id(updater)][1]
-
-
-def all_buckets() -> Iterable[Buckets]:
-    """The buckets of every updater of this process."""
-    return (buckets for _, buckets in _BUCKETS.values())
+    if id(updater) not in BUCKETS:
+        BUCKETS[id(updater)] = updater, Buckets(updater.device)
+    return BUCKETS[id(updater)][1]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -61,7 +61,9 @@ def receive(
     if isinstance(load, wire.FromFile | wire.FromBroadcast):
         return bucket_files.receive(self, load, (names, dtypes, shapes), group_name)
     if RECORDS and load_format == wire.FLAT and group_name in self._model_update_group:
-        return copy_plan.receive(self, names, dtypes, shapes, group_name)
+        bucket = copy_plan.buckets_of(self).of(names, dtypes, shapes)
+        torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
+        return Received(bucket)
     return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
 
 
@@ -76,9 +78,11 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
 
 
 def end(original: Callable[..., None], self: Any, **how: Any) -> None:
-    """Wrapper of the end of an update, after which buckets have no memory."""
+    """Wrapper of the end of an update, after which buckets have no memory. Derived weights are updated before weights
+    are packed."""
     bucket_files.FILES.remote.forget()
-    copy_plan.release(original, self, **how)
+    copy_plan.buckets_of(self).release()
+    original(self, **how)
 
 
 # Expert ids of tokens in one or two bytes each, instead of four.
@@ -144,7 +148,8 @@ def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
 def _held_weights(manager: Any) -> dict[str, str]:
     if not RECORDS:
         return {wire.CANNOT: "copies are not recorded: weights.loader is model"}
-    return checksums.weight_sums(_runner(manager).weight_updater.get_model(), copy_plan.all_buckets())
+    every = [buckets for _, buckets in copy_plan.BUCKETS.values()]
+    return checksums.weight_sums(_runner(manager).weight_updater.get_model(), every)
 
 
 HANDLERS: Mapping[type[wire.Record], Handler] = {

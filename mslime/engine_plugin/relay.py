@@ -369,10 +369,14 @@ class Relay:
 
         def load(received: Received) -> None:
             nonlocal failed
-            if not failed and not lanes.failed:
-                loaded, words = self._loaded(received)
-                said.add(words)
-                failed = "" if loaded else words
+            if failed or lanes.failed:
+                return
+            try:
+                loaded, words = self._load(received)
+            except Exception as error:  # the other ranks continue, and get the error at the end
+                loaded, words = False, f"{type(error).__name__}: {error}"
+            said.add(words)
+            failed = "" if loaded else words
 
         for step in route.steps:
             if unheard >= beside.count:
@@ -426,12 +430,6 @@ class Relay:
                 beside.pass_on(arrived, arrivals[index].source)
         for each in received:
             load(each)
-
-    def _loaded(self, received: Received) -> tuple[bool, str]:
-        try:
-            return self._load(received)
-        except Exception as error:  # the other ranks continue, and get the error at the end
-            return False, f"{type(error).__name__}: {error}"
 
 
 def join(updater: Any, request: JoinRelayGroup) -> Answer:

@@ -72,7 +72,12 @@ class HostSlices:
     @classmethod
     def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
         """The slices with their computed name."""
-        return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
+        rows = [
+            None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
+            for cuts in buckets
+        ]
+        encoded = json.dumps(rows, separators=(",", ":"))
+        return cls(hashlib.sha256(encoded.encode()).hexdigest()[:16], tuple(buckets))
 
 
 def machine_lane(lane: str, machine: int) -> str:
@@ -82,14 +87,6 @@ def machine_lane(lane: str, machine: int) -> str:
         lane: name of the group by which it sends to all of them.
     """
     return f"{lane}-machine{machine}"
-
-
-def _encoded(buckets: Sequence[tuple[HostSlice, ...] | None]) -> str:
-    rows = [
-        None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
-        for cuts in buckets
-    ]
-    return json.dumps(rows, separators=(",", ":"))
 
 
 PATH_ENTRY = Path(__file__).with_name("path_entry")

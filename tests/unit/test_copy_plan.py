@@ -78,7 +78,7 @@ def no_updaters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps what it knows of an updater; the next test's process is the same."""
     from mslime.engine_plugin import copy_plan as plug_in
 
-    monkeypatch.setattr(plug_in, "_BUCKETS", {})
+    monkeypatch.setattr(plug_in, "BUCKETS", {})
 
 
 @pytest.fixture

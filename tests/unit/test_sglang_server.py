@@ -21,8 +21,7 @@ import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
-from mslime.backends.sglang.server_process import ServerPart, ServerProcess, attach
-from mslime.backends.sglang.supervised_process import SupervisedProcess, log_tail
+from mslime.backends.sglang.server_process import ServerPart, ServerProcess, SupervisedProcess, attach, log_tail
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS
 from mslime.config.resolved import ServerSpec, engine_spec
@@ -125,7 +124,7 @@ def test_no_process_and_no_shared_memory_outlives_the_guard_the_owner_or_the_ser
     owner_code = f"""
 import os, sys, time
 from pathlib import Path
-from mslime.backends.sglang.supervised_process import SupervisedProcess
+from mslime.backends.sglang.server_process import SupervisedProcess
 p = SupervisedProcess("engine0", [sys.executable, {str(script)!r}], dict(os.environ), Path({str(log)!r}))
 print(p.pid, flush=True)
 time.sleep(300)

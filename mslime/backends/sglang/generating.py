@@ -224,11 +224,6 @@ class GenerateResult:
     scores: NDArray[np.float32] | None = None
 
 
-def format_version(version: int) -> str:
-    """A weight version in the engine's format."""
-    return str(version)
-
-
 def parse_version(text: str) -> int:
     """A weight version as a number; `default`, for weights that the engine loaded itself, is version 0."""
     return 0 if text == "default" else int(text)

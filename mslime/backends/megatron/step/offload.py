@@ -22,7 +22,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from mslime.backends.cpu.pages import trim_heap
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.config.base import TrainerPart
 from mslime.config.errors import TrainerError
@@ -234,7 +233,7 @@ class DeviceState:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            trim_heap()
+            ctypes.CDLL(None).malloc_trim(0)  # return free memory that the C library keeps
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
