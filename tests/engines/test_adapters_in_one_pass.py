@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.model.lora_layers import adapters_of
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers, joint_update
 from mslime.backends.megatron.step.base_model import Base
-from mslime.backends.megatron.step.joint_step import joint_update
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.config.resolved import PolicySpec

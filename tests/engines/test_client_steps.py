@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mslime.backends.megatron.step import client_steps
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.client_steps import RankPassResult
 from mslime.config.errors import TrainerError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import named_factors, named_local_params
 from mslime.backends.megatron.model.lora_layers import adapters_of
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError, TrainerError
@@ -157,7 +157,7 @@ def gradients(trainer: MegatronTrainer) -> list[Tensor]:
 def add_gradients(trainer: MegatronTrainer, shard: TrainShard) -> None:
     """Of a shard, to those since the last step."""
     (prepared,), _ = trainer.prepare([shard])
-    trainer.accumulate(lambda: trainer.runner.loss_and_gradients(prepared, None, 1.0, None, None))
+    trainer.accumulate(lambda: trainer.runner.add_gradients(prepared, trainer.runner.loss))
 
 
 def accumulated(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:

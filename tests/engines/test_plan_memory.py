@@ -198,7 +198,7 @@ def saved_for_backward(trainer: MegatronTrainer) -> float:
 
     batch = next(trainer.runner.micro_batches(make_shard(layers=trainer.moe_layer_ids)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = trainer.wrapped[0](**trainer.runner._model_inputs(batch, embeds=True))
+        output = trainer.wrapped[0](**trainer.runner.model_inputs(batch, embeds=True))
     assert output.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / batch.tokens.numel()
 

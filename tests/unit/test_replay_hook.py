@@ -31,8 +31,7 @@ from mslime.backends.megatron.replay.route_rows import (
     scored_rows,
     token_keys,
 )
-from mslime.backends.megatron.replay.routing import Routing
-from mslime.backends.megatron.replay.routing_replay import LayerReplay, RoutingReplay, refuse_bypass
+from mslime.backends.megatron.replay.routing_replay import LayerReplay, Routing, RoutingReplay, refuse_bypass
 from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes

@@ -416,7 +416,7 @@ def _(overrides: _Overrides) -> None:
 def _(overrides: _Overrides) -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    from mslime.backends.cpu.attention import DuplicatedLinear
+    from mslime.backends.cpu.megatron_layers import DuplicatedLinear
 
     multi_latent_attention.TELinear = DuplicatedLinear
 
