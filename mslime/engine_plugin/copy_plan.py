@@ -196,6 +196,10 @@ class Copies:
         """Whether the model's parameters are still at the same addresses."""
         return not self.why_not and self.homes.are_in(model)
 
+    def make(self, packed: list[torch.Tensor] | None = None) -> None:
+        """Make all copies, from `out_of` or from the given sources."""
+        _copy_all(self.into, self.out_of if packed is None else packed)
+
     def make_backwards(self, flat: torch.Tensor) -> None:
         """Fill a bucket's buffer from the parameters, with zeros elsewhere."""
         if not self.are_all_of(flat):
@@ -380,7 +384,7 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
     try:
         if known is not None and known.fit(model):
             self._assert_weight_cache_inactive("update_weights_from_distributed")
-            _copy_all(known.into, known.out_of if named_tensors.packed is None else named_tensors.packed)
+            known.make(named_tensors.packed)
             buckets_of(self).behind = model if callable(getattr(model, "post_load_weights", None)) else None
             loaded, message = True, RECORDED
         elif named_tensors.packed is not None:

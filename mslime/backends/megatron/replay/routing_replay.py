@@ -61,15 +61,6 @@ class Tally:
     fingerprint: Tensor
     agreed: dict[int, Tensor]
 
-    @classmethod
-    def zeros(cls, layer_ids: Sequence[int], device: torch.device) -> Tally:
-        """The counts before a pass."""
-
-        def zero() -> Tensor:
-            return torch.zeros((), dtype=torch.int64, device=device)
-
-        return cls(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in layer_ids})
-
 
 @dataclass(frozen=True)
 class ReplayReport:
@@ -217,7 +208,11 @@ class RoutingReplay:
 
     def tally(self) -> Tally:
         """An empty tally for a trainer's part in the next pass."""
-        return Tally.zeros(self.layer_ids, self.device)
+
+        def zero() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+
+        return Tally(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in self.layer_ids})
 
     @contextmanager
     def replaying(self, *, gradient: bool) -> Iterator[None]:
@@ -385,16 +380,6 @@ class _Keep(RouteHooks):
     """Keeps the routers' choices for each micro-batch."""
 
     replay: RoutingReplay
-
-    def after_forward(self, chunk: int, batch: MicroBatch) -> None:
-        self.replay.keep(chunk, batch.index)
-
-
-@dataclass(frozen=True)
-class _Observe(RouteHooks):
-    """Keeps the routers' choices for each token."""
-
-    replay: RoutingReplay
     slicers: dict[Hashable, SequenceSlicer] = field(default_factory=dict[Hashable, SequenceSlicer])
 
     def after_forward(self, chunk: int, batch: MicroBatch) -> None:
@@ -454,7 +439,7 @@ class Routing:
             yield None, lambda: None
             return
         with self.replay.recording():
-            observed = _Observe(self.replay)
+            observed = _Keep(self.replay)
             yield observed, observed.chosen
 
     @contextmanager
