@@ -66,7 +66,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
         "train": {"task": "sft", "lr": 1e-4, "max_tokens_per_micro_batch": args.tokens},
     })  # fmt: skip
     spec = policy_spec(config)
-    trainers = AdapterTrainers(Base.start(spec, rank, args.stages, store))
+    trainers = AdapterTrainers(Base(spec, rank, args.stages, store))
     torch.set_num_threads(1)
     names = [f"adapter{number}" for number in range(args.adapters)]
     for name in names:

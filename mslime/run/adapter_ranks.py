@@ -82,7 +82,7 @@ class AdapterActor(RankActor):
         from mslime.backends.megatron.step.base_model import Base
 
         with phase(_log, f"starting at {rendezvous}"):
-            base = Base.start(self._spec, self._rank, self._world, rendezvous)
+            base = Base(self._spec, self._rank, self._world, rendezvous)
         self._adapters, self._ranks = AdapterTrainers(base), dict[str, AdapterRank]()
         return {"moe_layer_ids": base.routing_layers}
 

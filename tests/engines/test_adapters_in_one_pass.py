@@ -54,7 +54,7 @@ def alone(rank: int, world: int, init: str, checkpoint: Path, case: Case, names:
 def in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case, names: Sequence[str]) -> dict[str, Any]:
     """The same adapters on one base: first batches in one pass, then one adapter's turn, then passes of the others."""
     own, every = alone(rank, world, init, checkpoint, case, names), specs(checkpoint, case)
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     before = {name: tensor.clone() for name, tensor in named_local_params(base.chunks)}
     trainers = AdapterTrainers(base)
     for name in names:
@@ -117,7 +117,7 @@ def failing_in_one_pass(
         steps = [outcome(partial(trainer.train, batch)) for batch in broken_batches(name, case, every[name], rank)]
         own[name] = (steps, factors(trainer))
         trainer.close()
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     trainers = AdapterTrainers(base)
     for name in names:
         trainers.create(name, every[name])

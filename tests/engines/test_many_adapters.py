@@ -101,7 +101,7 @@ def differing(found: tuple[list[dict[str, float]], dict[str, Tensor]], own: Any)
 def together(rank: int, world: int, init: str, checkpoint: Path, case: Case, path: Path) -> dict[str, Any]:
     """The same adapters on one base, in a mixed order; one comes late, two are saved, freed, and resumed elsewhere."""
     own, every = alone(rank, world, init, checkpoint, case), specs(checkpoint, case)
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     before = {name: tensor.clone() for name, tensor in named_local_params(base.chunks)}
     trainers, shards = AdapterTrainers(base), {n: shards_of(n, case, spec, rank) for n, spec in every.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in every}
@@ -163,7 +163,7 @@ def add_gradients(trainer: MegatronTrainer, shard: TrainShard) -> None:
 def accumulated(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
     """Whether gradients of two passes are the sum of each one's; what is refused; whether a freed adapter is gone."""
     spec = specs(checkpoint, case)["plain"]
-    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base(spec, rank, world, init))
     trainers.create("a", spec)
     first, second, _ = shards_of("plain", case, spec, rank)
     each: list[list[Tensor]] = []

@@ -221,7 +221,11 @@ class CpuCoreAttention(MegatronModule):
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         size = self.cp_group.size()
-        lengths = [query.shape[0] * size] if packed_seq_params is None else _padded_lengths(packed_seq_params)
+        lengths = [query.shape[0] * size]
+        if packed_seq_params is not None:
+            assert packed_seq_params.qkv_format == "thd", packed_seq_params.qkv_format
+            padded = packed_seq_params.cu_seqlens_q_padded
+            lengths = (packed_seq_params.cu_seqlens_q if padded is None else padded).diff().tolist()
         if size > 1:
             key = gather_from_sequence_parallel_region(key, group=self.cp_group)
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)
@@ -351,12 +355,6 @@ class _GatherDistinct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.length, *grads[0].shape[1:]).index_copy_(0, places, grads[0]), None
-
-
-def _padded_lengths(packed: PackedSeqParams) -> list[int]:
-    assert packed.qkv_format == "thd", packed.qkv_format
-    cumulative = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return cumulative.diff().tolist()
 
 
 def _in_sequence_order(x: torch.Tensor, lengths: list[int], size: int) -> torch.Tensor:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights, moe_layer_ids, named_local_params
@@ -23,7 +20,7 @@ from mslime.backends.megatron.replay.routing_replay import RoutingReplay
 from mslime.backends.megatron.step.offload import MemoryStore
 from mslime.config.fp8 import fp8_rows
 from mslime.config.resolved import PolicySpec
-from mslime.convert.families import ModelFields, get_family, read_hf_config
+from mslime.convert.families import get_family, read_hf_config
 from mslime.logs import phase
 from mslime.weights.groups import SyncGroups
 
@@ -99,7 +96,6 @@ def _wait_for_copies() -> None:
 _log = logging.getLogger(__name__)
 
 
-@dataclass
 class Base:
     """A rank's model chunks with the checkpoint's weights, its process groups and routing replay.
 
@@ -115,21 +111,7 @@ class Base:
         groups: process groups of weight syncs and exports, once created.
     """
 
-    spec: PolicySpec
-    hf_config: Mapping[str, object]
-    model: ModelFields
-    transformer: TransformerConfig
-    device: torch.device
-    parallel: ParallelState
-    chunks: list[GPTModel]
-    routing_layers: tuple[int, ...]
-    replay: RoutingReplay | None
-    reference: ReferencePolicy | None
-    teacher: ReferencePolicy | None
-    groups: SyncGroups | None = None
-
-    @classmethod
-    def start(cls, spec: PolicySpec, rank: int, world_size: int, init_method: str) -> Self:
+    def __init__(self, spec: PolicySpec, rank: int, world_size: int, init_method: str) -> None:
         """Join the other ranks, build this rank's part of the model and read its weights.
 
         Raises:
@@ -137,29 +119,21 @@ class Base:
             CheckpointError: the checkpoint is incomplete or does not fit.
             TrainerError: the ranks could not connect to each other.
         """
-        device, hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
-        model = get_family(hf_config).model_fields(hf_config)
-        transformer = transformer_config(spec, hf_config, device)
+        self.spec, self.device, self.hf_config = spec, device_of(spec.device, rank), read_hf_config(spec.checkpoint)
+        self.model = model = get_family(self.hf_config).model_fields(self.hf_config)
+        self.transformer = transformer_config(spec, self.hf_config, self.device)
         with phase(_log, f"meeting the other ranks, {world_size} in all"):
-            start_process_groups(spec, rank, world_size, init_method, device)
+            start_process_groups(spec, rank, world_size, init_method, self.device)
         with phase(_log, "building the model"):
-            chunks = build_chunks(transformer, model, device, adapters=spec.lora.on)
+            self.chunks = chunks = build_chunks(self.transformer, model, self.device, adapters=spec.lora.on)
             limit_logits(chunks, spec.train.logit_bytes)
-        held = partial(ReferencePolicy, chunks, hf_config)
-        reference = held(spec.reference) if spec.reference is not None and not spec.base_is_reference else None
-        teacher = held(spec.teacher) if spec.teacher is not None else None
+        held = partial(ReferencePolicy, chunks, self.hf_config)
+        self.reference = held(spec.reference) if spec.reference is not None and not spec.base_is_reference else None
+        self.teacher = held(spec.teacher) if spec.teacher is not None else None
         with phase(_log, f"reading the weights of {spec.checkpoint}"):
-            load_hf_weights(chunks, hf_config, spec.checkpoint)
-        return cls(
-            spec=spec,
-            hf_config=hf_config,
-            model=model,
-            transformer=transformer,
-            device=device,
-            parallel=ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8)),
-            chunks=chunks,
-            routing_layers=moe_layer_ids(chunks, model.moe_layer_ids),
-            replay=RoutingReplay(chunks, chunks[0].config) if model.num_experts and spec.replay != "off" else None,
-            reference=reference,
-            teacher=teacher,
-        )
+            load_hf_weights(chunks, self.hf_config, spec.checkpoint)
+        self.parallel = ParallelState.here(self.transformer.sequence_parallel, fp8_rows(spec.fp8))
+        self.routing_layers = moe_layer_ids(chunks, model.moe_layer_ids)
+        replays = model.num_experts and spec.replay != "off"
+        self.replay = RoutingReplay(chunks, chunks[0].config) if replays else None
+        self.groups: SyncGroups | None = None

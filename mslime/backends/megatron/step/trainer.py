@@ -133,7 +133,7 @@ class MegatronTrainer(TrainedModel):
             CheckpointError: the checkpoint is incomplete or does not fit.
             TrainerError: the ranks could not connect to each other.
         """
-        self._build(spec, Base.start(spec, rank, world_size, init_method))
+        self._build(spec, Base(spec, rank, world_size, init_method))
 
     @classmethod
     def on(cls, base: Base, spec: PolicySpec) -> Self:
