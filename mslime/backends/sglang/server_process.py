@@ -268,7 +268,8 @@ class ServerProcess:
         """True once the server is ready, False if another process has its port.
 
         Raises:
-            EngineError: it died, or missed the deadline of the whole start (and was stopped).
+            EngineError: it or its part on another host died, or it missed the deadline of the whole start; all of it
+                was stopped.
         """
         limit = self.spec.start_s
         while True:
@@ -279,7 +280,14 @@ class ServerProcess:
                 error = process.died()
                 self.stop()
                 raise error
-            self._check_others()
+            if time.monotonic() - self._asked_others >= ASK_OTHERS_S:
+                self._asked_others = time.monotonic()
+                try:
+                    for other in self._others:
+                        other.check()
+                except EngineError:
+                    self.stop()
+                    raise
             ready, identity = blocking(_ready_as(address))
             if ready:
                 return identity == address.identity
@@ -292,18 +300,6 @@ class ServerProcess:
                     f"read {self.log_path}, or raise deadlines.engine_start_s",
                 )
             time.sleep(0.2)
-
-    def _check_others(self) -> None:
-        """Raise EngineError, with everything stopped, if a part on another host has ended; checked periodically."""
-        if time.monotonic() - self._asked_others < ASK_OTHERS_S:
-            return
-        self._asked_others = time.monotonic()
-        try:
-            for other in self._others:
-                other.check()
-        except EngineError:
-            self.stop()
-            raise
 
     def _port_taken(self, port: int) -> EngineError:
         tried = "" if self.port is not None else f" (after {PORT_ATTEMPTS} other ports)"
