@@ -364,8 +364,7 @@ def take_ipc(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
         worker.update_weights_from_ipc(request.addresses)
     except Exception as error:  # the other ranks wait for this report
         failed = f"{type(error).__name__}: {error}"
-    if failed := all_ranks().first_failure(failed):
-        raise RuntimeError(failed)
+    all_ranks().heard(failed, None)
     return Loaded(how)
 
 
@@ -382,8 +381,7 @@ def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
             failed = f"{UNABLE}: none of {len(addresses)} trainer ranks is on {gpu}"
     except Exception as error:  # the other ranks wait for this report
         failed = f"{UNABLE}: {type(error).__name__}: {error}"
-    if failed := all_ranks().first_failure(failed):
-        raise RuntimeError(failed)
+    all_ranks().heard(failed, None)
     return worker
 
 

@@ -152,49 +152,37 @@ class _Cloned:
         return [(into, self.sent.detach().as_strided(source.shape, self.sent.stride(), begin))]
 
 
-class Homes:
-    """Addresses of the parameters that some copies fill. Checked at every bucket, so other parameters are ignored.
+class Copies:
+    """The recorded copies that load one bucket into one model.
 
-    Args:
-        into: views of parameters and buffers of the model.
+    They remember the addresses of the filled parameters, which are checked at every bucket: so others are ignored.
+
+    Attributes:
+        into, out_of: views of the model's parameters and buffers, and of the bucket's buffer, pairwise.
+        why_not: why they cannot be repeated; empty if they can.
+        places, apart: see `checksums`; None before the first checksum.
     """
 
-    def __init__(self, model: torch.nn.Module, into: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, into: list[torch.Tensor], out_of: list[torch.Tensor], why_not: str = ""
+    ) -> None:
+        self.into, self.out_of, self.why_not = into, out_of, why_not
+        self.places: list[int] | None = None
+        self.apart = list[tuple[torch.Tensor, torch.Tensor]]()
         filled = {_address(view) for view in into}
         self._model = weakref.ref(model)  # another model may get its `id`
-        self._known = [
+        self._homes = [
             (module, name, tensor.data_ptr())
             for module in model.modules()
             for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             if _address(tensor) in filled
         ]
 
-    def are_in(self, model: torch.nn.Module) -> bool:
-        """Whether it is the same model, with the parameters at the same addresses."""
-        return self._model() is model and all(getattr(home, name).data_ptr() == at for home, name, at in self._known)
-
-
-@dataclass
-class Copies:
-    """The recorded copies that load one bucket into one model.
-
-    Attributes:
-        into, out_of: views of the parameters and of the buffer, pairwise.
-        homes: addresses of the parameters during recording.
-        why_not: why they cannot be repeated; empty if they can.
-        places, apart: see `checksums`; None before the first checksum.
-    """
-
-    into: list[torch.Tensor]
-    out_of: list[torch.Tensor]
-    homes: Homes
-    why_not: str = ""
-    places: list[int] | None = None
-    apart: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
-
     def fit(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still at the same addresses."""
-        return not self.why_not and self.homes.are_in(model)
+        """Whether it is the same model, with the parameters at the same addresses."""
+        if self.why_not or self._model() is not model:
+            return False
+        return all(getattr(home, name).data_ptr() == at for home, name, at in self._homes)
 
     def make(self, packed: list[torch.Tensor] | None = None) -> None:
         """Make all copies, from `out_of` or from the given sources."""
@@ -370,7 +358,7 @@ def record(
     if _addresses(model) != before:
         why_not = f"{type(model).__name__} replaces parameters when it loads"
     into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
-    return Copies(into, out_of, Homes(model, into), why_not), loaded, message
+    return Copies(model, into, out_of, why_not), loaded, message
 
 
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:

@@ -256,7 +256,13 @@ class Relay:
             self._in_place = place.near.count == 1 and all(known is not None for known in copies)
             if not self._in_place:
                 self._buckets.buffer.make_room(_largest(plan))
-            self._check_cuts(order, copies)
+            if order.cuts:  # this rank's slice must still be the one that senders use
+                if self._told is None or self._told[0].name != order.cuts:
+                    raise RuntimeError("this engine has not told what its machines keep")
+                pairs = zip(self._told[0].buckets, copies, self._told[1], strict=True)
+                if any(cut is not None and now is not then for cut, now, then in pairs):
+                    moved = "the model's parameters were moved since this engine told what its machines keep"
+                    raise RuntimeError(moved)
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
                 pairs = zip(plan, copies, strict=True)
@@ -273,16 +279,6 @@ class Relay:
                 cuts = host_slices_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
         return plan
-
-    def _check_cuts(self, order: RelaySync, copies: Sequence[Copies | None]) -> None:
-        """Check that this rank's slice is still the one that senders use. Raises RuntimeError."""
-        if not order.cuts:
-            return
-        if self._told is None or self._told[0].name != order.cuts:
-            raise RuntimeError("this engine has not told what its machines keep")
-        cuts, then = self._told
-        if any(cut is not None and now is not old for cut, now, old in zip(cuts.buckets, copies, then, strict=True)):
-            raise RuntimeError("the model's parameters were moved since this engine told what its machines keep")
 
     def _ask(
         self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
@@ -363,8 +359,7 @@ class Relay:
         """
         assert self._lanes is not None
         lanes, said, failed, unheard = self._lanes, set[str](), "", 0
-        if broken := beside.first_failure(without or lanes.failed):
-            raise RuntimeError(broken)
+        beside.heard(without or lanes.failed, None)
         assert route is not None
 
         def load(received: Received) -> None:
@@ -381,14 +376,12 @@ class Relay:
         for step in route.steps:
             if unheard >= beside.count:
                 unheard = 0
-                if broken := beside.first_failure(lanes.failed):
-                    raise RuntimeError(broken)
+                beside.heard(lanes.failed, None)
             unheard += len(step.buckets)
             self._hand_on(step, plan, route, beside, load)
         if plan and plan[0].bucket.flat.is_cuda:  # an answer means that all work is done
             torch.cuda.current_stream().synchronize()
-        if failed := beside.first_failure(lanes.failed or failed):
-            raise RuntimeError(failed)
+        beside.heard(lanes.failed or failed, None)
         self._lanes = None
         self._room.release()
         self._given.release()

@@ -15,6 +15,7 @@ import io
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
@@ -167,7 +168,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if one of them cannot write. Older checkpoints are untouched.
     """
-    saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
+    saving, fail = checkpoints.saving_directory(directory), partial(_cannot_write, directory)
     try:
         if others is None:
             _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
@@ -177,7 +178,12 @@ def save_checkpoint(
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
         sums = _together(lambda: save_generators(saving), fail)
-        sums |= _together(lambda: _save_tensors(tensors, saving), fail)
+        # Each rank writes its share; data-parallel replicas share the writing.
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = InProcessSave()
+        writer = FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group))
+        _together(lambda: writer.save(tensors, saving), fail)
+        sums |= strategy.sums
         everyone: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, sums)
         every_sum = {name: total for of_rank in everyone for name, total in of_rank.items()} | dict(others or {})
@@ -205,7 +211,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged (naming the file) or is of another model.
     """
-    fail = _cannot_read(directory)
+    fail = partial(_cannot_read, directory)
     written = _together(lambda: read_manifest(directory, check_files=dist.get_rank() == 0), fail)
     # This rank compares its share of the files with their checksums; the rollout service checks its own file.
     mine = dict(written.files)
@@ -256,15 +262,6 @@ def _state(
     return state
 
 
-def _save_tensors(tensors: dict[str, Any], saving: Path) -> dict[str, FileSum]:
-    """Write this rank's share; data-parallel replicas share the writing. Returns checksums of the files of this
-    rank."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = InProcessSave()
-    FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group)).save(tensors, saving)
-    return strategy.sums
-
-
 def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
     """Raise CheckpointError, before anything large is written, if the disk is too small for all ranks' tensors."""
     mine = sum(
@@ -299,7 +296,11 @@ def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError])
     except CheckpointError as error:
         mistake = error
     except FAILURES as error:
-        mistake, cause = describe(_root_cause(error)), error
+        rank, cause = dist.get_rank(), error
+        failure: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:  # it carries the failures of all ranks
+            rank, (failure, _) = next(iter(error.failures.items()))
+        mistake = describe(f"{type(failure).__name__} on rank {rank}: {failure}")
     mistakes: list[CheckpointError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(mistakes, mistake)
     first = next((m for m in mistakes if m is not None), None)
@@ -308,27 +309,16 @@ def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError])
     return cast(T, result)
 
 
-def _root_cause(failure: BaseException) -> str:
-    """One line; torch's collective exceptions carry the failures of all ranks."""
-    rank = dist.get_rank()
-    if isinstance(failure, CheckpointException) and failure.failures:
-        rank, (failure, _) = next(iter(failure.failures.items()))
-    return f"{type(failure).__name__} on rank {rank}: {failure}"
+def _cannot_write(directory: Path, reason: str) -> CheckpointError:
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    return CheckpointError(
+        str(directory), f"{shutil.disk_usage(existing).free} bytes free", f"saving failed: {reason}",
+        "free space there or mend the file system; older checkpoints are untouched",
+    )  # fmt: skip
 
 
-def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
-    def describe(reason: str) -> CheckpointError:
-        existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-        return CheckpointError(
-            str(directory), f"{shutil.disk_usage(existing).free} bytes free", f"saving failed: {reason}",
-            "free space there or mend the file system; older checkpoints are untouched",
-        )  # fmt: skip
-
-    return describe
-
-
-def _cannot_read(directory: Path) -> Callable[[str], CheckpointError]:
-    return lambda reason: CheckpointError(
+def _cannot_read(directory: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
         str(directory), reason, "must be a readable checkpoint of the model that is trained",
         "resume with the model and megatron.use_distributed_optimizer that wrote it, or from an older checkpoint",
     )  # fmt: skip
