@@ -247,12 +247,10 @@ class Buffer:
             self._storage.resize_(size)
 
     def release(self) -> None:
-        """Free the memory."""
         self._storage.resize_(0)
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated now."""
         return self._storage.nbytes()
 
 
@@ -334,7 +332,6 @@ def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[C
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Address of each parameter, by name."""
     return {name: param.data_ptr() for name, param in model.named_parameters()}
 
 

@@ -29,7 +29,6 @@ Handler = Callable[[Any, Any], wire.Reply]
 
 
 def install() -> None:
-    """Register all hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method, around in HOOKS.items():
@@ -137,7 +136,6 @@ def _runner(manager: Any) -> Any:
 
 
 def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
-    """Checksums of all ranks."""
     try:
         own = sums()
     except Exception as error:  # the other ranks wait for this rank's

@@ -173,7 +173,6 @@ class Sent:
 
 
 def _largest(plan: Iterable[Sent]) -> int:
-    """Bytes of the largest bucket."""
     return max((len(sent.bucket.flat) for sent in plan), default=0)
 
 

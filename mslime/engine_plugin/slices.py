@@ -48,7 +48,6 @@ class ElementView:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -65,7 +64,6 @@ class RankSlice:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the packed slice."""
         return self.itemsize * sum(part.numel for part in self.parts)
 
 
@@ -407,7 +405,6 @@ def host_slices_of(sizes: Sequence[int], shares: Sequence[Sequence[RankSlice | N
 
 
 def host_slice_bytes(cut: HostSlice, itemsize: int) -> int:
-    """Bytes of a packed slice."""
     return itemsize * sum(piece.numel for piece in cut)
 
 

@@ -49,7 +49,6 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.width * math.prod(self.sizes)
 
 
@@ -71,7 +70,6 @@ class HostSlices:
 
     @classmethod
     def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
-        """The slices with their computed name."""
         rows = [
             None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
             for cuts in buckets
@@ -344,7 +342,6 @@ class IpcBucket:
 
     @classmethod
     def of(cls, bucket: AnnouncedBucket) -> IpcBucket:
-        """The name of a bucket."""
         return cls(tuple(bucket.names), tuple(bucket.dtypes), tuple(map(tuple, bucket.shapes)))
 
 
@@ -355,7 +352,6 @@ _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Re
 
 
 def encode(record: Record) -> str:
-    """A record as text."""
     kind = type(record)
     return f"{_MARK}{kind.__name__} {_adapter(kind).dump_json(record).decode()}"
 

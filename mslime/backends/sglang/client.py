@@ -123,7 +123,6 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -240,7 +239,6 @@ class EngineClient:
         return str(answer.get("message"))
 
     async def leave_group(self, name: str) -> None:
-        """Make the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
     async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
@@ -356,7 +354,6 @@ class EngineClient:
             return None
 
     async def model_info(self) -> dict[str, Any]:
-        """GET /model_info."""
         return await self._question("/model_info")
 
     async def server_info(self) -> dict[str, Any]:
@@ -485,7 +482,6 @@ class EngineClient:
 
 
 def _with(adapter: AdapterVersion | None) -> dict[str, Any]:
-    """Adapter fields of a /generate request."""
     return {} if adapter is None else {"lora_path": adapter.name}
 
 

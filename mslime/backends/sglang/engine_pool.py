@@ -268,7 +268,6 @@ class EnginePool:
                 slot.kill(slot.client.error("weight update", why, EngineDied))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause every engine."""
         self._paused = mode
         self._heartbeats.stop()
         await self.broadcast(lambda client: client.pause(mode))
@@ -531,7 +530,6 @@ class EnginePool:
         return all_or_first_failure(lived or answers)
 
     async def close(self) -> None:
-        """Close all connections."""
         self._heartbeats.stop()
         for client in (*self.clients, *self._admitted.values()):
             await client.close()

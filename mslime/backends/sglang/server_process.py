@@ -83,7 +83,6 @@ class EngineAddress:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Address for a client of its HTTP interface."""
         return Endpoint(self.url, self.keys)
 
     @property
@@ -232,7 +231,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server was started and still runs."""
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
@@ -243,7 +241,6 @@ class ServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """The guard and every process below it."""
         return [self._process.pid, *descendants(self._process.pid)] if self._process is not None else []
 
     def stop(self) -> None:
@@ -414,7 +411,6 @@ class SupervisedProcess:
         return self._guard.poll()
 
     def log_text(self) -> str:
-        """Output of this process so far."""
         with self.log_path.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")

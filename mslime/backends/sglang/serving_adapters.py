@@ -78,15 +78,12 @@ class ServingAdapters:
         return [rid for adapter in self.loaded_of(owner) if adapter != newest for rid in self._loaded[adapter]]
 
     def requests_by(self, owner: str) -> list[str]:
-        """Ids of all requests with an adapter of this owner."""
         return [rid for adapter in self.loaded_of(owner) for rid in self._loaded[adapter]]
 
     def requests_of(self, adapter: AdapterVersion) -> list[str]:
-        """Ids of requests with this adapter."""
         return list(self._loaded.get(adapter, ()))
 
     def add(self, adapter: AdapterVersion) -> None:
-        """Record that the engine has loaded it."""
         self._loaded[adapter] = set()
 
     def switch(self, adapter: AdapterVersion) -> None:
@@ -154,7 +151,6 @@ class ServingAdapters:
                 self._lending.notify_all()
 
     def lends(self, directory: Path) -> bool:
-        """Whether the adapter of a directory is loaded."""
         return str(directory) in self.newest
 
     async def take_back(self, directory: Path) -> None:

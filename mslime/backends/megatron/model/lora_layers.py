@@ -339,7 +339,6 @@ def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
-    """Every adapter of these chunks."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter))
 
 
@@ -408,7 +407,6 @@ class StoredAdapters(torch.nn.Module):
         return sharded
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
-        """Fill the factors from loaded tensors."""
         assert state.keys() == self._factors.keys() or not strict
         with torch.no_grad():
             for name, tensor in self._factors.items():

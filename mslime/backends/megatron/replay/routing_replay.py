@@ -207,8 +207,6 @@ class RoutingReplay:
         self.records: dict[Hashable, Tensor] = {}
 
     def tally(self) -> Tally:
-        """An empty tally for a trainer's part in the next pass."""
-
         def zero() -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=self.device)
 

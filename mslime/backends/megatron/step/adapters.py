@@ -48,7 +48,6 @@ class AdapterTrainers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters, oldest first."""
         return tuple(self._trainers)
 
     def create(self, name: str, spec: PolicySpec) -> None:
@@ -175,7 +174,6 @@ def joint_update(
 def _one_step(
     trainers: Mapping[str, MegatronTrainer], shards: Mapping[str, TrainShard], index: int
 ) -> dict[str, dict[str, float] | TrainerError]:
-    """Metrics of one optimizer step on each of these shards."""
     began_at = time.perf_counter()
     seen: dict[str, Tensor | None] = {}
     shares: dict[str, AdapterShare] = {}

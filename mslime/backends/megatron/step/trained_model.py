@@ -150,7 +150,6 @@ class TrainedModel:
         return [buffer.grad_data for chunk in self.wrapped for buffer in gradient_buffers(chunk)]
 
     def clear_gradients(self) -> None:
-        """Clear the gradient buffers for a pass."""
         self.forget_gradients()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()

@@ -385,7 +385,6 @@ class MegatronTrainer(TrainedModel):
         self._export(directory, self.spec.checkpoint)
 
     def close(self) -> None:
-        """Leave the process groups."""
         stop_process_groups()
 
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
