@@ -281,14 +281,11 @@ def _as_it_is(part: ElementView) -> ElementView:
 
 
 def _views_within(
-    arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[ElementView], ElementView]
+    arrived: torch.Tensor, like: Sequence[torch.Tensor], within: Callable[[ElementView], ElementView]
 ) -> list[torch.Tensor]:
     """Map views of the whole bucket to views of its arrived part."""
-    views: list[torch.Tensor] = []
-    for view in like:
-        part = within(ElementView(int(view.storage_offset()), tuple(view.shape), view.stride()))
-        views.append(_view(_typed(arrived, 0, view.dtype), part))
-    return views
+    parts = (ElementView(int(view.storage_offset()), tuple(view.shape), view.stride()) for view in like)
+    return [_view(_typed(arrived, 0, view.dtype), within(part)) for view, part in zip(like, parts, strict=True)]
 
 
 def _view(elements: torch.Tensor, part: ElementView) -> torch.Tensor:

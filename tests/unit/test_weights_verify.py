@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -197,9 +196,7 @@ def spoilt(what: str) -> tuple[FakeEngine, str]:
     if what == "not all":
         copies = engine.buckets[1].loaded[0].copies[id(engine.ranks[1])]
         kept = [index for index, view in enumerate(copies.into) if view.shape != (4, 6)]
-        engine.buckets[1].loaded[0].copies[id(engine.ranks[1])] = dataclasses.replace(
-            copies, into=[copies.into[i] for i in kept], out_of=[copies.out_of[i] for i in kept]
-        )
+        copies.into, copies.out_of = [copies.into[i] for i in kept], [copies.out_of[i] for i in kept]
         return engine, "q': the engine does not hold all of it"
     if what == "replicas":
         engine.ranks[1].norm.data[2] += 1

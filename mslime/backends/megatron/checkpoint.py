@@ -174,7 +174,8 @@ def save_checkpoint(
             _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
         state = _together(lambda: _state(chunks, optimizer, schedule, is_loading=False), fail)
         # The rest, which is the same on every rank, is split off from the sharded tensors.
-        tensors, common = _together(lambda: save_preprocess(state, validate_access_integrity=compare_ranks), fail)
+        parts = _together(lambda: save_preprocess(state, validate_access_integrity=compare_ranks), fail)
+        tensors, common = cast("tuple[dict[str, Any], dict[str, Any]]", parts)
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
         sums = _together(lambda: save_generators(saving), fail)

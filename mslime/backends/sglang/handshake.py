@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,11 +155,6 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
     return limit
 
 
-async def handshake_all(clients: Sequence[EngineClient], needs: Needs) -> int:
-    """`handshake` with every engine at once; the smallest number of input tokens that one of them rejects."""
-    return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
-
-
 def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
     """Missing server options for these adapters; empty if none."""
     if not info.get("enable_lora"):
@@ -264,11 +259,6 @@ async def _probe_pause_modes(client: EngineClient) -> str:
 # known. Its tokenizer must be the student's, because log-probs of other tokens would silently train on nonsense.
 
 _PROBE = (1, 2, 3, 4)
-
-
-async def meet_teachers(clients: Sequence[EngineClient], tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
-    """`meet_teacher` with every server at once."""
-    await asyncio.gather(*(meet_teacher(client, tokenizer, vocab_size, longest) for client in clients))
 
 
 async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
