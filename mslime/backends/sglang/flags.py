@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,42 +43,19 @@ _NEGATABLE = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """One host's part of a server that spans several.
-
-    Attributes:
-        rank: its index; part 0 answers over HTTP.
-        meeting: `host:port` of the rendezvous at part 0.
-    """
-
-    rank: int
-    meeting: str
-
-
-@dataclass(frozen=True)
-class HalfOfPair:
-    """One of the two servers of a pair.
-
-    Attributes:
-        bootstrap_port: of the prefill server, to which the other one connects for each request.
-    """
-
-    half: Half
-    bootstrap_port: int = 0
-
-
 def server_fields(
     spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False,
-    part: Part | None = None, half: HalfOfPair | None = None,
+    part: tuple[int, str] | None = None, half: Half | None = None, bootstrap_port: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """ServerArgs fields of server `index`; fields that the user passes through override our defaults.
 
     Args:
         identity: name under which it serves its model, which distinguishes it from other servers.
         routes: whether it returns the experts of every token.
-        part: of a server that spans several hosts.
+        part: of a server that spans several hosts: index of the host, of which the first answers over HTTP, and
+            `host:port` of the rendezvous there.
         half: of a pair.
+        bootstrap_port: of the prefill server of a pair, to which the other one connects for each request.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -118,11 +94,11 @@ def server_fields(
             "experts_shared_outer_loras": lora.shares_outer or None,
         }
     if part is not None:
-        fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
+        fields |= {"nnodes": engine.nnodes, "node_rank": part[0], "dist_init_addr": part[1]}
     if half is not None:
-        fields |= {"disaggregation_mode": half.half, "disaggregation_transfer_backend": engine.pairs}
-        if half.half == "prefill":
-            fields["disaggregation_bootstrap_port"] = half.bootstrap_port
+        fields |= {"disaggregation_mode": half, "disaggregation_transfer_backend": engine.pairs}
+        if half == "prefill":
+            fields["disaggregation_bootstrap_port"] = bootstrap_port
         else:
             # It does not requeue requests: their routes are stored with their cache and would be lost. It fails them
             # with HTTP 503 instead, and they are sent again.

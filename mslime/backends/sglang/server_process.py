@@ -23,7 +23,7 @@ from typing import Protocol
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.client import EngineClient, blocking
-from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
+from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.guard import (
     GRACE_SECONDS,
     descendants,
@@ -135,7 +135,7 @@ class ServerPart:
         """Start it, replacing an earlier one."""
         self.stop()
         fields = server_fields(
-            self._spec, self._index, self._host, free_port(self._host), None, self._routes, Part(self._rank, meeting)
+            self._spec, self._index, self._host, free_port(self._host), None, self._routes, (self._rank, meeting)
         )
         env = _environment(self._spec, self._keys, self._gpus)
         self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
@@ -252,9 +252,10 @@ class ServerProcess:
 
     def _launch(self, port: int, identity: str, bootstrap_port: int) -> SupervisedProcess:
         meeting = f"{self.host}:{free_port(self.host)}"
-        part = Part(0, meeting) if self._others else None
-        half = None if self._half is None else HalfOfPair(self._half, bootstrap_port)
-        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes, part, half)
+        fields = server_fields(
+            self.spec, self.index, self.host, port, identity, self.routes,
+            (0, meeting) if self._others else None, self._half, bootstrap_port,
+        )  # fmt: skip
         env = _environment(self.spec, self.keys, self.gpus)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         for other in self._others:
