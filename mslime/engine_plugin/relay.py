@@ -27,15 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import NOT_ARRIVED, SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import (
-    Buckets,
-    Buffer,
-    Copies,
-    Received,
-    RecordedBucket,
-    buckets_of,
-    fitting,
-)
+from mslime.engine_plugin.copy_plan import Buckets, Buffer, Copies, Received, RecordedBucket, buckets_of, fitting
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
 from mslime.engine_plugin.slices import (
     Arrival,

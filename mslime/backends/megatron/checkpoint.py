@@ -244,11 +244,7 @@ def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _state(
-    chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    *,
-    is_loading: bool,
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, is_loading: bool
 ) -> dict[str, Any]:
     """The sharded state dict of this rank."""
     begin_states(optimizer)

@@ -203,11 +203,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
 
 
 def with_gated_delta_net(
-    spec: TransformerBlockSubmodules,
-    config: TransformerConfig,
-    vp_stage: int | None,
-    in_proj: type,
-    out_proj: type,
+    spec: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None, in_proj: type, out_proj: type
 ) -> TransformerBlockSubmodules:
     """The block with this layer in place of self-attention where `config.linear_attention_freq` is 1.
 

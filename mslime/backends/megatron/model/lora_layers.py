@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -231,7 +231,7 @@ class PlacedAdapters:
 
     Attributes:
         inputs: modules whose outputs must require gradients while the adapters are in the model.
-        resting: they add nothing while another adapter computes in a shared pass (`InOnePass`).
+        resting: they add nothing while another adapter computes in a shared pass (`in_one_pass`).
     """
 
     def __init__(self) -> None:
@@ -281,31 +281,30 @@ class PlacedAdapters:
         self._hooks = []
 
 
-class InOnePass:
+@contextmanager
+def in_one_pass(every: Sequence[PlacedAdapters]) -> Iterator[Callable[[PlacedAdapters], None]]:
     """Context manager: adapters of several names on the layers at once, of which one computes at a time.
 
     Args:
         every: all the adapters; none may be in the model.
+
+    Yields:
+        A function that makes the layers compute with the given adapters.
     """
 
-    def __init__(self, every: Sequence[PlacedAdapters]) -> None:
-        self._every = every
+    def choose(chosen: PlacedAdapters) -> None:
+        for placed in every:
+            placed.resting = placed is not chosen
 
-    def __enter__(self) -> Self:
-        for placed in self._every:
-            placed.resting = True
-            placed.hook()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for placed in self._every:
+    for placed in every:
+        placed.resting = True
+        placed.hook()
+    try:
+        yield choose
+    finally:
+        for placed in every:
             placed.unhook()
             placed.resting = False
-
-    def choose(self, chosen: PlacedAdapters) -> None:
-        """Make the layers compute with these adapters."""
-        for placed in self._every:
-            placed.resting = placed is not chosen
 
 
 Output = tuple[Tensor, Tensor | None]

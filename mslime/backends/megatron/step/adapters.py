@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.model.lora_layers import InOnePass
+from mslime.backends.megatron.model.lora_layers import in_one_pass
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import Lane, RouteHooks, run_lanes
@@ -228,13 +228,13 @@ def _gradients(shares: list[AdapterShare]) -> list[LossStatistics]:
     transformer.finalize_model_grads_func = transformer.grad_scale_func = transformer.no_sync_func = None
     lanes: list[Lane] = []
     with ExitStack() as stack:
-        at_once = stack.enter_context(InOnePass([t.placed for t in trainers if t.placed is not None]))
+        choose = stack.enter_context(in_one_pass([t.placed for t in trainers if t.placed is not None]))
         stack.enter_context(nullcontext() if replay is None else replay.replaying(gradient=True))
         for share in shares:
             trainer = share.trainer
             assert trainer.placed is not None
             trainer.clear_gradients()
-            enter = partial(at_once.choose, trainer.placed)
+            enter = partial(choose, trainer.placed)
             lanes.append(trainer.runner.gradient_lane(share.shard, share.loss, share.routes, enter))
             for chunk in trainer.wrapped:
                 stack.enter_context(chunk.no_sync())

@@ -278,7 +278,4 @@ class TrainedModel:
         slowest = self.slowest(seconds)
         all_tokens = torch.tensor(float(tokens), dtype=torch.float64, device=self.device)
         dist.all_reduce(all_tokens, group=self.parallel.dp_group)
-        return {
-            "perf/train_seconds": slowest,
-            "perf/train_tokens_per_s": float(all_tokens / slowest),
-        }
+        return {"perf/train_seconds": slowest, "perf/train_tokens_per_s": float(all_tokens / slowest)}
