@@ -230,10 +230,9 @@ class EnginePool:
             async with client.adapters.lent(directory, request.rid, room, client.load_adapter) as owner:
                 return await _or_abort(client, replace(request, adapter=owner))
 
-        def has_it(client: EngineClient) -> bool:
-            return directory is not None and client.adapters.lends(directory)
-
-        return await self._one(request.session_id, one, has_it)
+        return await self._one(
+            request.session_id, one, lambda client: directory is not None and client.adapters.lends(directory)
+        )
 
     async def take_back(self, directory: Path) -> None:
         """Make engines unload an adapter of `generate_from` after its last request."""
@@ -546,16 +545,10 @@ class EnginePool:
         prefers: Callable[[EngineClient], bool] = lambda client: False,
     ) -> T:  # fmt: skip
         """One call to the session's engine, or to the least busy one."""
-        slot = self._choose(session_id, prefers)
-        slot.assigned += 1
-        try:
-            return await self._unless_dead(slot, self._limited(slot, call))
-        finally:
-            slot.assigned -= 1
-
-    def _choose(self, session_id: str, prefers: Callable[[EngineClient], bool]) -> EngineSlot:
-        slot = self._sessions.get(session_id) if session_id else None
-        if slot is None or slot.error is not None or slot.leaving:
+        known = self._sessions.get(session_id) if session_id else None
+        if known is not None and known.error is None and not known.leaving:
+            slot = known
+        else:
             live = self._live()
             # A leaving engine gets no more requests, unless no other is alive.
             slot = min([s for s in live if not s.leaving] or live, key=lambda s: (s.assigned, not prefers(s.client)))
@@ -564,17 +557,21 @@ class EnginePool:
             self._sessions.move_to_end(session_id)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return slot
 
-    @staticmethod
-    async def _limited(slot: EngineSlot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
-        async with slot.limit:
-            await slot.ready.wait()
-            answer = await call(slot.client)
-        slot.answered = slot.served = time.monotonic()
-        slot.missed = 0
-        await slot.proven.wait()
-        return answer
+        async def limited() -> T:
+            async with slot.limit:
+                await slot.ready.wait()
+                answer = await call(slot.client)
+            slot.answered = slot.served = time.monotonic()
+            slot.missed = 0
+            await slot.proven.wait()
+            return answer
+
+        slot.assigned += 1
+        try:
+            return await self._unless_dead(slot, limited())
+        finally:
+            slot.assigned -= 1
 
     @staticmethod
     async def _unless_dead(slot: EngineSlot, work: Awaitable[T]) -> T:

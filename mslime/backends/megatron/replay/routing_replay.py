@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -423,7 +423,7 @@ class Routing:
             yield None
         elif self.mode == "r3":
             with self.replay.replaying(gradient=False):
-                yield self._laid_out(self.replay, shard, step)
+                yield self.laid_out(shard, step)
         else:
             with self.replay.recording():
                 yield _Keep(self.replay)
@@ -443,17 +443,14 @@ class Routing:
     @contextmanager
     def gradient_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
         """Routes of the shard's gradient pass, the same as in its old-log-prob pass."""
-        if self.replay is None:
-            yield None
-            return
-        with self.replay.replaying(gradient=True):
-            yield self.gradient_routes(shard, step)
+        with nullcontext() if self.replay is None else self.replay.replaying(gradient=True):
+            yield self.laid_out(shard, step)
 
-    def gradient_routes(self, shard: TrainShard, step: int) -> RouteHooks | None:
-        """Routes of `gradient_pass`, for one of several that share a pass: inside `RoutingReplay.replaying`."""
-        return None if self.replay is None else self._laid_out(self.replay, shard, step)
-
-    def _laid_out(self, replay: RoutingReplay, shard: TrainShard, step: int) -> RouteHooks:
+    def laid_out(self, shard: TrainShard, step: int) -> RouteHooks | None:
+        """Routes of a pass, or of a trainer's part in it: inside `RoutingReplay.replaying`."""
+        replay = self.replay
+        if replay is None:
+            return None
         records: Records = {}
         if self.mode == "r3":
             check_routes(shard, self.model.num_experts, self.model.top_k)

@@ -181,7 +181,7 @@ def _one_step(
         trainer = trainers[name]
         seen[name] = trainer.watch.column(shard, trainer.device)
         loss = partial(trainer.runner.loss, weight_scale=trainer.weight_scale(shard), seen=seen[name])
-        shares[name] = AdapterShare(trainer, shard, loss, trainer.routing.gradient_routes(shard, index))
+        shares[name] = AdapterShare(trainer, shard, loss, trainer.routing.laid_out(shard, index))
 
     def step(name: str, statistics: LossStatistics) -> dict[str, float]:
         trainer, shard = trainers[name], shards[name]

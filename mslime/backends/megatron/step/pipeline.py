@@ -126,11 +126,6 @@ class Pipeline:
         lane = Lane(self, shard, add, routes, enter)
         return lane
 
-    def micro_batches(self, shard: TrainShard) -> Iterator[MicroBatch]:
-        """This rank's view of each micro-batch, built lazily while a GPU computes the earlier ones."""
-        for index in range(len(shard.micro_batches)):
-            yield build_micro_batch(shard, index, self.parallel.rows, packed=self.packed, device=self.device)
-
     def model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
         """Arguments of a model chunk's call. A chunk with the embedding splits the padding mask like the tokens."""
         inputs: dict[str, Any] = {
@@ -192,8 +187,14 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
     """
     pipeline = lanes[0].pipeline
     total = sum(len(lane.shard.micro_batches) for lane in lanes)
-    work = ((lane, batch) for lane in lanes for batch in lane.pipeline.micro_batches(lane.shard))
     done = 0
+
+    def work() -> Iterator[tuple[Lane, MicroBatch]]:
+        """This rank's view of each micro-batch, built lazily while a GPU computes the earlier ones."""
+        for lane in lanes:
+            rows, packed, device = lane.pipeline.parallel.rows, lane.pipeline.packed, lane.pipeline.device
+            for index in range(len(lane.shard.micro_batches)):
+                yield lane, build_micro_batch(lane.shard, index, rows, packed=packed, device=device)
 
     def forward(iterator: Iterator[tuple[Lane, MicroBatch]], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
         nonlocal done
@@ -215,7 +216,7 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
                 progress(done, total)
         return output, lambda output: lane.on_output(batch, output.squeeze(0))
 
-    iterators = list(tee(work, len(pipeline.chunks)))  # a micro-batch is built once, and kept until each chunk has it
+    iterators = list(tee(work(), len(pipeline.chunks)))  # a micro-batch is built once, and kept until each chunk has it
     interleaved = len(pipeline.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
