@@ -87,7 +87,7 @@ class AdapterTrainers:
             trainer.take_out()
 
     def of(self, names: Iterable[str]) -> dict[str, MegatronTrainer]:
-        """Trainers of these adapters for a shared pass (`joint_step`); none of the adapters is in the model.
+        """Trainers of these adapters for a shared pass (`joint_pass`); none of the adapters is in the model.
 
         Raises:
             ConfigError: an adapter does not exist.
