@@ -53,9 +53,8 @@ def main() -> None:
 def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: Any) -> None:
     """Worker of one pipeline stage; rank 0 sends the seconds of each round."""
     torch.set_num_threads(1)
-    from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+    from mslime.backends.megatron.step.adapters import AdapterTrainers, joint_update
     from mslime.backends.megatron.step.base_model import Base
-    from mslime.backends.megatron.step.joint_step import joint_update
     from mslime.config.loader import build
     from mslime.config.resolved import policy_spec
 
@@ -66,7 +65,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
         "train": {"task": "sft", "lr": 1e-4, "max_tokens_per_micro_batch": args.tokens},
     })  # fmt: skip
     spec = policy_spec(config)
-    trainers = AdapterTrainers(Base.start(spec, rank, args.stages, store))
+    trainers = AdapterTrainers(Base(spec, rank, args.stages, store))
     torch.set_num_threads(1)
     names = [f"adapter{number}" for number in range(args.adapters)]
     for name in names:

@@ -1,10 +1,10 @@
-"""Inside an SGLang server: read a bucket of weights from a file instead of a broadcast.
+"""Inside an SGLang server: read a bucket of weights from a file, or from another process's memory.
 
 The request contains a `wire.FromFile`; session, loading and comparison are as with a broadcast. Kinds of files:
 
 - `mapped`: shared memory that a sender writes each of its buckets into, mapped once and kept until the sender leaves;
 - `handle`: likewise, for memory that torch opens by a handle: a GPU's own, if the engine runs on one;
-- `remote`: no file, but a sender's memory, read over the network (`rdma`);
+- `remote`: no file, but a sender's memory, read over the network (`RdmaReader`);
 - `safetensors`: one bucket, read and closed again; `base`: the same, for a bucket whose changes may follow;
 - `changes`: differences to an earlier bucket (`delta`).
 
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import importlib
 import json
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -32,21 +33,107 @@ from typing import Any
 import torch
 
 from mslime.config.base import FileKind
+from mslime.config.transports import MooncakeOver
 from mslime.engine_plugin import delta
 from mslime.engine_plugin.copy_plan import Named, Received, RecordedBucket, buckets_of
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, all_ranks
-from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import (
     REFUSED,
     Answer,
-    ForgetDirectory,
     FromBroadcast,
     FromFile,
     HandleFields,
-    ReadDirectory,
+    IpcBucket,
+    Loaded,
     ReadMemory,
+    TakeIpc,
+    decode,
     take_handle,
 )
+from mslime.network import own_address
+from mslime.remote_memory import End, RemoteMemory
+
+
+def _here() -> str:
+    return f"this server, on {os.uname().nodename},"
+
+
+class RdmaReader:
+    """Reads buckets from senders' memory with Mooncake's transfer engine, in one process of an engine.
+
+    Each rank of an engine reads a part and shares it over NVLink. So every byte crosses the network once per engine,
+    spread over all network adapters.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[MooncakeOver, End] = {}
+        self._registered: tuple[End, int, int] | None = None
+
+    def reach(self, request: ReadMemory) -> Answer:
+        """Check whether a sender's memory can be read, and has these bytes."""
+        try:
+            said = bytes.fromhex(request.expected)
+            memory, into = RemoteMemory.of_path(request.memory), torch.zeros(len(said), dtype=torch.uint8)
+            end = self._end(memory)
+            end.register(into.data_ptr(), len(said))
+            try:
+                end.read(memory, 0, into.data_ptr(), len(said))
+            finally:
+                end.unregister(into.data_ptr())
+            if bytes(into.tolist()) != said:
+                raise ValueError(f"something else lies in the memory of {memory.session}")
+        except (ImportError, OSError, ValueError) as error:
+            return Answer(f"{_here()} cannot read the sender's memory: {error}")
+        return Answer()
+
+    def read(self, place: Path, flat: torch.Tensor, near: EngineRankGroup) -> None:
+        """Fill `flat` [bytes] uint8; returns when the sender's memory is no longer needed.
+
+        Args:
+            near: the engine's ranks, all of which call this.
+
+        Raises:
+            RuntimeError: on each of several ranks: one could not read its part.
+            OSError: it cannot be read.
+            ValueError: the path names no memory.
+        """
+        parts = flat.split(max(1, -(-flat.numel() // near.count)))
+        try:
+            if near.rank < len(parts):
+                self._read(RemoteMemory.of_path(place), flat, parts[near.rank])
+        except Exception as error:
+            if near.count == 1:
+                raise
+            near.heard(f"{type(error).__name__}: {error}", None)
+        else:
+            near.heard("", None)
+        for source, part in enumerate(parts):
+            near.pass_on(part, source)
+
+    def forget(self) -> None:
+        """Unregister the receiving memory, so that it can be freed."""
+        if self._registered is not None:
+            end, address, _ = self._registered
+            end.unregister(address)
+            self._registered = None
+
+    def _read(self, memory: RemoteMemory, flat: torch.Tensor, part: torch.Tensor) -> None:
+        end, storage = self._end(memory), flat.untyped_storage()
+        wanted = end, storage.data_ptr(), storage.nbytes()
+        if self._registered != wanted:  # once per sync: all buckets share one buffer, unless it was enlarged
+            self.forget()
+            end.register(wanted[1], wanted[2])
+            self._registered = wanted
+        if part.is_cuda:
+            # wait for copies from the previous bucket: RDMA ignores streams
+            torch.cuda.current_stream(part.device).synchronize()
+        end.read(memory, part.data_ptr() - flat.data_ptr(), part.data_ptr(), part.numel())
+
+    def _end(self, memory: RemoteMemory) -> End:
+        if memory.over not in self._ends:
+            self._ends[memory.over] = End(own_address(f"//{memory.session}"), memory.over)
+        return self._ends[memory.over]
+
 
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Names, dtypes and shapes of a bucket's tensors."""
@@ -81,19 +168,24 @@ class Files:
         self._mapped: dict[Path, _Mapped] = {}
         self.remote = RdmaReader()
 
-    def see(self, directory: Path) -> None:
-        """Return if files of this directory can be read. Raises OSError if not.
+    def see(self, directory: Path) -> Answer:
+        """Check whether files of this directory can be read.
 
         This also unmaps files of killed senders, which could not request it.
         """
-        os.listdir(directory)
-        for path in [path for path, mapped in self._mapped.items() if mapped.sender_is_gone()]:
-            self._drop(path)
+        try:
+            os.listdir(directory)
+            for path in [path for path, mapped in self._mapped.items() if mapped.sender_is_gone()]:
+                self._drop(path)
+        except OSError as error:
+            return Answer(f"{directory}: {_here()} cannot read it: {error}")
+        return Answer()
 
-    def forget(self, directory: Path) -> None:
+    def forget(self, directory: Path) -> Answer:
         """Unmap the files of this directory."""
         for path in [path for path in self._mapped if path.parent == directory]:
             self._drop(path)
+        return Answer()
 
     def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: EngineRankGroup = ALONE) -> None:
         """Fill `flat` [bytes] uint8 from a file; returns when the file is no longer needed.
@@ -121,8 +213,13 @@ class Files:
         if path not in self._mapped:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                _check_owner(path, file)
-                opened = _mapping(file) if kind == "mapped" else open_handle(take_handle(path), flat.device)
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    raise ValueError(f"{path} is not a file of user {os.geteuid()}, as which the engine runs")
+                if kind == "mapped":
+                    opened = torch.frombuffer(mmap.mmap(file, found.st_size), dtype=torch.uint8)
+                else:
+                    opened = open_handle(take_handle(path), flat.device)
                 self._mapped[path] = _Mapped(opened, file)
             except BaseException:
                 os.close(file)
@@ -133,16 +230,6 @@ class Files:
 
     def _drop(self, path: Path) -> None:
         os.close(self._mapped.pop(path).file)
-
-
-def _check_owner(path: Path, file: int) -> None:
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise ValueError(f"{path} is not a file of user {os.geteuid()}, as which the engine runs")
-
-
-def _mapping(file: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
 
 
 def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
@@ -191,34 +278,6 @@ FILES = Files()
 """Files of this process."""
 
 
-def read_directory(files: Files, request: ReadDirectory) -> Answer:
-    """Check whether files of a directory can be read."""
-    try:
-        files.see(request.directory)
-    except OSError as error:
-        return Answer(f"{request.directory}: {_here()} cannot read it: {error}")
-    return Answer()
-
-
-def forget_directory(files: Files, request: ForgetDirectory) -> Answer:
-    """Unmap the files of a directory."""
-    files.forget(request.directory)
-    return Answer()
-
-
-def read_memory(files: Files, request: ReadMemory) -> Answer:
-    """Check whether a sender's memory can be read."""
-    try:
-        files.remote.reach(request.memory, bytes.fromhex(request.expected))
-    except (ImportError, OSError, ValueError) as error:
-        return Answer(f"{_here()} cannot read the sender's memory: {error}")
-    return Answer()
-
-
-def _here() -> str:
-    return f"this server, on {os.uname().nodename},"
-
-
 def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, group: str) -> Received:
     """Receive the tensors of a bucket, on every rank of the engine.
 
@@ -258,3 +317,89 @@ def take(
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)
     return Received(bucket, partial(delta.hold, bucket, model, load.path.parent) if load.kind == "base" else None)
+
+
+# Buckets from the trainer rank on the same GPU, by checkpoint-engine's handles.
+#
+# SGLang 0.5.23 supports checkpoint-engine (`/update_weights_from_ipc`). But it gives everything to the model's own
+# loader, finishes the weights within an update's session and before its end, and only logs errors of that.
+#
+# Here SGLang's code still finds the handle and its GPU. But it receives buckets, each one tensor named by its
+# `wire.IpcBucket`. They are loaded, recorded and compared like all others, and the end of the session finishes the
+# weights once.
+
+
+UNABLE = "cannot take buckets from the trainer's rank on its GPU"
+_ENDS_MODULE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
+
+
+def check_ipc() -> Answer:
+    """Check whether checkpoint-engine is installed."""
+    try:
+        importlib.import_module(_ENDS_MODULE)
+    except ImportError as error:
+        return Answer(f"this server {UNABLE}: {error}")
+    return Answer()
+
+
+def take_ipc(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
+    """Load the buckets that the trainer's ranks provide.
+
+    Args:
+        updater, runner: SGLang's objects of this rank.
+
+    Raises:
+        RuntimeError: on every rank of the engine; one of them did not load all of them.
+    """
+    how, failed = "no bucket came", ""
+
+    def load(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        nonlocal how
+        for name, flat in named:
+            how = load_bucket(updater, name, flat)
+
+    try:
+        worker = _worker(runner, request.addresses)
+        worker.get_model_loader, worker.get_post_hook = lambda: load, lambda: None
+        worker.update_weights_from_ipc(request.addresses)
+    except Exception as error:  # the other ranks wait for this report
+        failed = f"{type(error).__name__}: {error}"
+    all_ranks().heard(failed, None)
+    return Loaded(how)
+
+
+def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
+    """SGLang's checkpoint-engine worker on this rank.
+
+    Raises:
+        RuntimeError: on every rank of the engine, if one has no trainer rank on its GPU: the others would wait for it.
+    """
+    worker, failed = None, ""
+    try:
+        worker = importlib.import_module(_ENDS_MODULE).SGLangCheckpointEngineWorkerExtensionImpl(runner)
+        if (gpu := worker.get_device_uuid()) not in addresses:
+            failed = f"{UNABLE}: none of {len(addresses)} trainer ranks is on {gpu}"
+    except Exception as error:  # the other ranks wait for this report
+        failed = f"{UNABLE}: {type(error).__name__}: {error}"
+    all_ranks().heard(failed, None)
+    return worker
+
+
+def load_bucket(updater: Any, name: str, handed: torch.Tensor) -> str:
+    """Load one bucket; returns a message on how it was loaded.
+
+    Args:
+        name: its `wire.IpcBucket`.
+        handed: [bytes] uint8, in the memory of its sender.
+
+    Raises:
+        RuntimeError: the model could not load it.
+    """
+    described = decode(name)
+    assert isinstance(described, IpcBucket)
+    bucket = buckets_of(updater).of(described.names, described.dtypes, described.shapes)
+    bucket.flat.copy_(handed)
+    loaded, said = updater.load_weights_from_distributed(Received(bucket))
+    if not loaded:
+        raise RuntimeError(said)
+    return said

@@ -31,7 +31,7 @@ _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 
 """Operations that clear padding, which stays cleared. But a parameter of one value may be filled with a sent value,
 even 0."""
 Named = list[tuple[str, torch.Tensor]]
-_BUCKETS: dict[int, tuple[Any, Buckets]] = {}
+BUCKETS: dict[int, tuple[Any, Buckets]] = {}
 """Buckets by the `id` of SGLang's updater, which allows no new attribute and no weak reference. The updater is kept
 beside them, so that no other object gets its `id`."""
 
@@ -152,56 +152,40 @@ class _Cloned:
         return [(into, self.sent.detach().as_strided(source.shape, self.sent.stride(), begin))]
 
 
-class Homes:
-    """Addresses of the parameters that some copies fill. Checked at every bucket, so other parameters are ignored.
+class Copies:
+    """The recorded copies that load one bucket into one model.
 
-    Args:
-        into: views of parameters and buffers of the model.
+    They remember the addresses of the filled parameters, which are checked at every bucket: so others are ignored.
+
+    Attributes:
+        into, out_of: views of the model's parameters and buffers, and of the bucket's buffer, pairwise.
+        why_not: why they cannot be repeated; empty if they can.
+        places, apart: see `checksums`; None before the first checksum.
     """
 
-    def __init__(self, model: torch.nn.Module, into: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, into: list[torch.Tensor], out_of: list[torch.Tensor], why_not: str = ""
+    ) -> None:
+        self.into, self.out_of, self.why_not = into, out_of, why_not
+        self.places: list[int] | None = None
+        self.apart = list[tuple[torch.Tensor, torch.Tensor]]()
         filled = {_address(view) for view in into}
         self._model = weakref.ref(model)  # another model may get its `id`
-        self._known = [
+        self._homes = [
             (module, name, tensor.data_ptr())
             for module in model.modules()
             for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             if _address(tensor) in filled
         ]
 
-    def are_in(self, model: torch.nn.Module) -> bool:
-        """Whether it is the same model, with the parameters at the same addresses."""
-        return self._model() is model and all(getattr(home, name).data_ptr() == at for home, name, at in self._known)
-
-
-@dataclass
-class Copies:
-    """The recorded copies that load one bucket into one model.
-
-    Attributes:
-        into, out_of: views of the parameters and of the buffer, pairwise.
-        homes: addresses of the parameters during recording.
-        why_not: why they cannot be repeated; empty if they can.
-        places, apart: see `checksums`; None before the first checksum.
-    """
-
-    into: list[torch.Tensor]
-    out_of: list[torch.Tensor]
-    homes: Homes
-    why_not: str = ""
-    places: list[int] | None = None
-    apart: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
-
     def fit(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still at the same addresses."""
-        return not self.why_not and self.homes.are_in(model)
+        """Whether it is the same model, with the parameters at the same addresses."""
+        if self.why_not or self._model() is not model:
+            return False
+        return all(getattr(home, name).data_ptr() == at for home, name, at in self._homes)
 
     def make(self, packed: list[torch.Tensor] | None = None) -> None:
-        """Make all copies.
-
-        Args:
-            packed: sources to use instead of `out_of`.
-        """
+        """Make all copies, from `out_of` or from the given sources."""
         _copy_all(self.into, self.out_of if packed is None else packed)
 
     def make_backwards(self, flat: torch.Tensor) -> None:
@@ -213,10 +197,6 @@ class Copies:
     def are_all_of(self, flat: torch.Tensor) -> bool:
         """Whether the whole buffer is copied: with several ranks, an engine gives each of them a part."""
         return sum(view.numel() * view.itemsize for view in self.out_of) == flat.numel()
-
-    def keep_bits(self) -> bool:
-        """Whether parameters keep the sent bits and dtype."""
-        return all(into.dtype == out_of.dtype for into, out_of in zip(self.into, self.out_of, strict=True))
 
 
 @dataclass(frozen=True)
@@ -267,12 +247,10 @@ class Buffer:
             self._storage.resize_(size)
 
     def release(self) -> None:
-        """Free the memory."""
         self._storage.resize_(0)
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated now."""
         return self._storage.nbytes()
 
 
@@ -354,7 +332,6 @@ def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[C
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Address of each parameter, by name."""
     return {name: param.data_ptr() for name, param in model.named_parameters()}
 
 
@@ -378,16 +355,7 @@ def record(
     if _addresses(model) != before:
         why_not = f"{type(model).__name__} replaces parameters when it loads"
     into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
-    return Copies(into, out_of, Homes(model, into), why_not), loaded, message
-
-
-def receive(
-    updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], group: str
-) -> Received:
-    """Receive the tensors of a bucket by a broadcast in the updater's process group of this name."""
-    bucket = buckets_of(updater).of(names, dtypes, shapes)
-    torch.distributed.broadcast(bucket.flat, src=0, group=updater._model_update_group[group])
-    return Received(bucket)
+    return Copies(model, into, out_of, why_not), loaded, message
 
 
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:
@@ -423,22 +391,11 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
     return loaded, message
 
 
-def release(original: Any, self: Any, **how: Any) -> None:
-    """Wrapper of the end of an update. Derived weights are updated before weights are packed."""
-    buckets_of(self).release()
-    original(self, **how)
-
-
 def buckets_of(updater: Any) -> Buckets:
     """The updater's buckets. There is one updater for each model of the process, as long as the model lives."""
-    if id(updater) not in _BUCKETS:
-        _BUCKETS[id(updater)] = updater, Buckets(updater.device)
-    return _BUCKETS[id(updater)][1]
-
-
-def all_buckets() -> Iterable[Buckets]:
-    """The buckets of every updater of this process."""
-    return (buckets for _, buckets in _BUCKETS.values())
+    if id(updater) not in BUCKETS:
+        BUCKETS[id(updater)] = updater, Buckets(updater.device)
+    return BUCKETS[id(updater)][1]
 
 
 def _address(tensor: torch.Tensor) -> int:

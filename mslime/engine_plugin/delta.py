@@ -135,7 +135,8 @@ def hold(bucket: RecordedBucket, model: torch.nn.Module, version: Path, total: i
     copies, bucket.held = bucket.copies.get(id(model)), None
     if copies is None or not copies.fit(model):
         return
-    if copies.are_all_of(bucket.flat) and copies.keep_bits():  # the bucket equals its restored contents
+    keeps_bits = all(into.dtype == out_of.dtype for into, out_of in zip(copies.into, copies.out_of, strict=True))
+    if keeps_bits and copies.are_all_of(bucket.flat):  # the bucket equals its restored contents
         bucket.held = Held(version, word_sum(bucket.flat) if total is None else total)
     else:
         bucket.held = Held(version, take_back(bucket, copies))

@@ -10,7 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mslime.engine_plugin import bucket_files, checksums, copy_plan, ipc, memory_release, narrow_routes, relay, wire
+import numpy as np
+import torch
+
+from mslime.engine_plugin import bucket_files, checksums, copy_plan, memory_release, relay, wire
 from mslime.engine_plugin.copy_plan import Named, Received
 from mslime.engine_plugin.engine_ranks import all_ranks
 
@@ -26,7 +29,6 @@ Handler = Callable[[Any, Any], wire.Reply]
 
 
 def install() -> None:
-    """Register all hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method, around in HOOKS.items():
@@ -58,7 +60,9 @@ def receive(
     if isinstance(load, wire.FromFile | wire.FromBroadcast):
         return bucket_files.receive(self, load, (names, dtypes, shapes), group_name)
     if RECORDS and load_format == wire.FLAT and group_name in self._model_update_group:
-        return copy_plan.receive(self, names, dtypes, shapes, group_name)
+        bucket = copy_plan.buckets_of(self).of(names, dtypes, shapes)
+        torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
+        return Received(bucket)
     return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
 
 
@@ -73,9 +77,45 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
 
 
 def end(original: Callable[..., None], self: Any, **how: Any) -> None:
-    """Wrapper of the end of an update, after which buckets have no memory."""
+    """Wrapper of the end of an update, after which buckets have no memory. Derived weights are updated before weights
+    are packed."""
     bucket_files.FILES.remote.forget()
-    copy_plan.release(original, self, **how)
+    copy_plan.buckets_of(self).release()
+    original(self, **how)
+
+
+# Expert ids of tokens in one or two bytes each, instead of four.
+#
+# SGLang 0.5.23 sends the experts of every token and layer as base64 of int32, most of an answer's bytes; few models
+# have more than 256 experts. A narrowed text begins with a tag that is invalid base64 (`wire.NARROW`), so no client
+# decodes it as int32. Other ids are sent unchanged.
+
+
+def narrowed(experts: torch.Tensor | None) -> tuple[str, torch.Tensor | None]:
+    """The tag of the narrowest dtype for a request's experts, and the experts in it.
+
+    Args:
+        experts: int32, of any shape; None if the request needs none.
+    """
+    if experts is None or experts.dtype != torch.int32 or not experts.numel():
+        return "", experts
+    least, most = (int(found) for found in torch.aminmax(experts))
+    for tag, dtype in wire.NARROW.items():
+        if least >= 0 and most <= np.iinfo(dtype).max:
+            return tag, torch.from_numpy(experts.numpy().astype(dtype))
+    return "", experts
+
+
+def narrow(original: Any, self: Any, batch: Any) -> Any:
+    """Wrapper of `DetokenizerManager.handle_batch_token_id_out`."""
+    if not batch.routed_experts:
+        return original(self, batch)
+    found = [narrowed(experts) for experts in batch.routed_experts]
+    batch.routed_experts = [experts for _, experts in found]
+    answers = original(self, batch)
+    texts = zip((tag for tag, _ in found), answers.routed_experts, strict=True)
+    answers.routed_experts = [None if text is None else tag + text for tag, text in texts]
+    return answers
 
 
 HOOKS: Mapping[str, Callable[..., Any]] = {
@@ -85,7 +125,7 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     f"{_UPDATER}.receive_weights_from_distributed": receive,
     f"{_UPDATER}.load_weights_from_distributed": load,
     f"{_UPDATER}.end_weight_update": end,
-    "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out": narrow_routes.narrow,
+    "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out": narrow,
     "sglang.srt.lora.lora.LoRAAdapter._process_weight": checksums.note_shape,
 }
 """Wrapper of each method, called with the original and its arguments."""
@@ -96,7 +136,6 @@ def _runner(manager: Any) -> Any:
 
 
 def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
-    """Checksums of all ranks."""
     try:
         own = sums()
     except Exception as error:  # the other ranks wait for this rank's
@@ -107,16 +146,19 @@ def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
 def _held_weights(manager: Any) -> dict[str, str]:
     if not RECORDS:
         return {wire.CANNOT: "copies are not recorded: weights.loader is model"}
-    return checksums.weight_sums(_runner(manager).weight_updater.get_model(), copy_plan.all_buckets())
+    every = [buckets for _, buckets in copy_plan.BUCKETS.values()]
+    return checksums.weight_sums(_runner(manager).weight_updater.get_model(), every)
 
 
 HANDLERS: Mapping[type[wire.Record], Handler] = {
     wire.Ping: lambda _, request: wire.Answer(),
-    wire.ReadDirectory: lambda _, request: bucket_files.read_directory(bucket_files.FILES, request),
-    wire.ForgetDirectory: lambda _, request: bucket_files.forget_directory(bucket_files.FILES, request),
-    wire.ReadMemory: lambda _, request: bucket_files.read_memory(bucket_files.FILES, request),
-    wire.CheckIpc: lambda _, request: ipc.check(),
-    wire.TakeIpc: lambda manager, request: ipc.take(_runner(manager).weight_updater, _runner(manager), request),
+    wire.ReadDirectory: lambda _, request: bucket_files.FILES.see(request.directory),
+    wire.ForgetDirectory: lambda _, request: bucket_files.FILES.forget(request.directory),
+    wire.ReadMemory: lambda _, request: bucket_files.FILES.remote.reach(request),
+    wire.CheckIpc: lambda _, request: bucket_files.check_ipc(),
+    wire.TakeIpc: lambda manager, request: bucket_files.take_ipc(
+        _runner(manager).weight_updater, _runner(manager), request
+    ),
     wire.JoinRelayGroup: lambda manager, request: relay.join(_runner(manager).weight_updater, request),
     wire.HeldWeights: lambda manager, request: _held(lambda: _held_weights(manager)),
     wire.HeldAdapter: lambda manager, request: _held(

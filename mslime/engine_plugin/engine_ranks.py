@@ -88,7 +88,6 @@ class Ranks:
 
     @property
     def machines(self) -> int:
-        """Number of hosts of the engine."""
         return self.whole.count // self.near.count
 
 

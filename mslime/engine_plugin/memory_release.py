@@ -13,18 +13,19 @@ contents in a file.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import torch
 
-from mslime.backends.cpu.pages import drop_pages
 from mslime.config.base import ENGINE_TAGS
 from mslime.engine_plugin.wire import Released
 
-_RUNS = "requests run"
 _refused = ""
 _BACKUP: list[IO[bytes]] = []
 """Weights of a server on a CPU that restores them: an unnamed file, written once, since they never change."""
@@ -40,7 +41,7 @@ def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> t
         idle: whether no request runs.
     """
     tags = [tag for tag in asked or ENGINE_TAGS if tag not in released]
-    return ([], _RUNS) if tags and not idle else (tags, "")
+    return ([], "requests run") if tags and not idle else (tags, "")
 
 
 def to_resume(asked: Sequence[str] | None, released: set[str]) -> list[str]:
@@ -103,6 +104,29 @@ def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None
         parameter.data.copy_(kept)
 
 
+def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the whole pages within each tensor's storage to the system of a CPU; returns their bytes.
+
+    Addresses and views stay valid. The pages read as zeros and are mapped again when touched.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    page, dropped = mmap.PAGESIZE, 0
+    for start, size in storages.items():
+        first, end = -(-start // page) * page, (start + size) // page * page
+        if end <= first:
+            continue
+        if libc.madvise(first, end - first, mmap.MADV_DONTNEED):
+            error = ctypes.get_errno()
+            raise OSError(error, f"madvise: {os.strerror(error)}")
+        dropped += end - first
+    return dropped
+
+
 def released(manager: Any) -> Released:
     """Released parts of a server. Args: SGLang's `SchedulerWeightUpdaterManager`."""
     return Released(frozenset(manager.offload_tags), _refused)
@@ -112,10 +136,7 @@ def cache_tensors(pool: Any) -> Iterator[torch.Tensor]:
     """Tensors of a pool of keys and values, or of its sub-pools (sliding windows, delta-nets)."""
     for name, value in vars(pool).items():
         if name.endswith("buffer"):
-            yield from (each for each in (value if isinstance(value, (list, tuple)) else (value,)) if _is_tensor(each))
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (each for each in several if isinstance(each, torch.Tensor))
         elif name.endswith("kv_pool"):
             yield from cache_tensors(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -7,7 +7,7 @@ later ones arrive.
 
 One request starts a whole sync. All ranks process the buckets in the plan's order: the rank whose lane received a
 bucket gives it to the others, and each loads it like any other bucket. If loading is recorded, it gives each rank only
-its slice, and buckets of several lanes are exchanged at once (`rank_slices`).
+its slice, and buckets of several lanes are exchanged at once (`slices`).
 
 A rank requests its next bucket after passing on the last one. It waits only for buckets earlier in the plan or in the
 same step, so there is no circular wait. Every sender sends the request to every engine; the first request does the
@@ -17,6 +17,7 @@ work, and the others return its outcome.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -25,20 +26,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mslime.config.base import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import (
-    Buckets,
-    Buffer,
-    Copies,
-    Received,
-    RecordedBucket,
-    buckets_of,
-    fitting,
-)
+from mslime.config.base import NOT_ARRIVED, SHARES_AT_MOST
+from mslime.engine_plugin.copy_plan import Buckets, Buffer, Copies, Received, RecordedBucket, buckets_of, fitting
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
-from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slices_of
-from mslime.engine_plugin.rank_slices import Arrival, ExchangeStep, RankSlice, Route, rank_slice_of
-from mslime.engine_plugin.relay_groups import ArrivalSlot, RelayGroups, aligned, arrival_slots
+from mslime.engine_plugin.slices import (
+    Arrival,
+    ExchangeStep,
+    PackedSlice,
+    RankSlice,
+    Route,
+    aligned,
+    host_slice_bytes,
+    host_slices_of,
+    rank_slice_of,
+)
 from mslime.engine_plugin.wire import (
     RECORDED,
     Answer,
@@ -50,6 +51,89 @@ from mslime.engine_plugin.wire import (
     encode,
     machine_lane,
 )
+
+
+@dataclass(frozen=True)
+class ArrivalSlot:
+    """Position of one arrival in a rank's receive buffer.
+
+    Attributes:
+        start: its first byte.
+        taken: number of earlier arrivals that must be consumed before it may arrive.
+    """
+
+    start: int
+    size: int
+    taken: int
+
+
+def arrival_slots(sizes: Sequence[int], capacity: int) -> list[ArrivalSlot]:
+    """Slots of consecutive arrivals in a ring buffer.
+
+    Args:
+        sizes: bytes of each.
+        capacity: bytes of the buffer. A larger arrival gets the whole buffer, from its start.
+    """
+    found: list[ArrivalSlot] = []
+    start = first = 0  # `first`: first arrival that still occupies memory of the next one
+    for size in sizes:
+        if start + size > capacity:
+            start = 0
+        while any(each.start < start + size and start < each.start + each.size for each in found[first:]):
+            first += 1
+        found.append(ArrivalSlot(start, size, first))
+        start += aligned(size)
+    return found
+
+
+class RelayGroups:
+    """One rank's arrivals; as many are in flight as fit into the buffer.
+
+    Args:
+        arriving: for each arrival, in the plan's order, the groups of the senders of its equal parts, and its slot.
+        room: [bytes] uint8, buffer for all arrivals in flight.
+
+    Attributes:
+        failed: why nothing more arrives; empty without an error.
+    """
+
+    def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], ArrivalSlot]], room: torch.Tensor) -> None:
+        self._room, self._coming, self._taken = room, deque(arriving), 0
+        self._on_the_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
+        self.failed = ""
+        self._ask()
+
+    def take(self, use: Callable[[torch.Tensor], object]) -> None:
+        """Let `use` read the next arrival, [bytes] uint8, then request the arrivals that now fit."""
+        if self.failed:
+            return
+        try:
+            assert self._on_the_way, "nothing is left to come"
+            works, arrived = self._on_the_way.popleft()
+            for work in works:
+                work.wait()
+            use(arrived)
+        except RuntimeError as error:
+            self.failed = f"{NOT_ARRIVED}: {error}"
+        else:
+            self._taken += 1
+            self._ask()
+
+    def _ask(self) -> None:
+        while self._coming and self._coming[0][1].taken <= self._taken:
+            groups, place = self._coming.popleft()
+            room = self._room[place.start : place.start + place.size]
+            parts = room.view(len(groups), -1)
+            try:
+                works = [
+                    dist.broadcast(part, group=group, group_src=0, async_op=True)
+                    for part, group in zip(parts, groups, strict=True)
+                ]
+            except RuntimeError as error:
+                self.failed = f"{NOT_ARRIVED}: {error}"
+                return
+            self._on_the_way.append(([work for work in works if work is not None], room))
+
 
 _RELAYS: dict[int, Relay] = {}
 """Relays by the `id` of SGLang's updater."""
@@ -81,7 +165,6 @@ class Sent:
 
 
 def _largest(plan: Iterable[Sent]) -> int:
-    """Bytes of the largest bucket."""
     return max((len(sent.bucket.flat) for sent in plan), default=0)
 
 
@@ -164,7 +247,13 @@ class Relay:
             self._in_place = place.near.count == 1 and all(known is not None for known in copies)
             if not self._in_place:
                 self._buckets.buffer.make_room(_largest(plan))
-            self._check_cuts(order, copies)
+            if order.cuts:  # this rank's slice must still be the one that senders use
+                if self._told is None or self._told[0].name != order.cuts:
+                    raise RuntimeError("this engine has not told what its machines keep")
+                pairs = zip(self._told[0].buckets, copies, self._told[1], strict=True)
+                if any(cut is not None and now is not then for cut, now, then in pairs):
+                    moved = "the model's parameters were moved since this engine told what its machines keep"
+                    raise RuntimeError(moved)
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
                 pairs = zip(plan, copies, strict=True)
@@ -181,16 +270,6 @@ class Relay:
                 cuts = host_slices_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
         return plan
-
-    def _check_cuts(self, order: RelaySync, copies: Sequence[Copies | None]) -> None:
-        """Check that this rank's slice is still the one that senders use. Raises RuntimeError."""
-        if not order.cuts:
-            return
-        if self._told is None or self._told[0].name != order.cuts:
-            raise RuntimeError("this engine has not told what its machines keep")
-        cuts, then = self._told
-        if any(cut is not None and now is not old for cut, now, old in zip(cuts.buckets, copies, then, strict=True)):
-            raise RuntimeError("the model's parameters were moved since this engine told what its machines keep")
 
     def _ask(
         self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
@@ -271,28 +350,29 @@ class Relay:
         """
         assert self._lanes is not None
         lanes, said, failed, unheard = self._lanes, set[str](), "", 0
-        if broken := beside.first_failure(without or lanes.failed):
-            raise RuntimeError(broken)
+        beside.heard(without or lanes.failed, None)
         assert route is not None
 
         def load(received: Received) -> None:
             nonlocal failed
-            if not failed and not lanes.failed:
-                loaded, words = self._loaded(received)
-                said.add(words)
-                failed = "" if loaded else words
+            if failed or lanes.failed:
+                return
+            try:
+                loaded, words = self._load(received)
+            except Exception as error:  # the other ranks continue, and get the error at the end
+                loaded, words = False, f"{type(error).__name__}: {error}"
+            said.add(words)
+            failed = "" if loaded else words
 
         for step in route.steps:
             if unheard >= beside.count:
                 unheard = 0
-                if broken := beside.first_failure(lanes.failed):
-                    raise RuntimeError(broken)
+                beside.heard(lanes.failed, None)
             unheard += len(step.buckets)
             self._hand_on(step, plan, route, beside, load)
         if plan and plan[0].bucket.flat.is_cuda:  # an answer means that all work is done
             torch.cuda.current_stream().synchronize()
-        if failed := beside.first_failure(lanes.failed or failed):
-            raise RuntimeError(failed)
+        beside.heard(lanes.failed or failed, None)
         self._lanes = None
         self._room.release()
         self._given.release()
@@ -334,12 +414,6 @@ class Relay:
                 beside.pass_on(arrived, arrivals[index].source)
         for each in received:
             load(each)
-
-    def _loaded(self, received: Received) -> tuple[bool, str]:
-        try:
-            return self._load(received)
-        except Exception as error:  # the other ranks continue, and get the error at the end
-            return False, f"{type(error).__name__}: {error}"
 
 
 def join(updater: Any, request: JoinRelayGroup) -> Answer:

@@ -49,7 +49,6 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.width * math.prod(self.sizes)
 
 
@@ -71,8 +70,12 @@ class HostSlices:
 
     @classmethod
     def of(cls, buckets: Sequence[tuple[HostSlice, ...] | None]) -> HostSlices:
-        """The slices with their computed name."""
-        return cls(hashlib.sha256(_encoded(buckets).encode()).hexdigest()[:16], tuple(buckets))
+        rows = [
+            None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
+            for cuts in buckets
+        ]
+        encoded = json.dumps(rows, separators=(",", ":"))
+        return cls(hashlib.sha256(encoded.encode()).hexdigest()[:16], tuple(buckets))
 
 
 def machine_lane(lane: str, machine: int) -> str:
@@ -82,14 +85,6 @@ def machine_lane(lane: str, machine: int) -> str:
         lane: name of the group by which it sends to all of them.
     """
     return f"{lane}-machine{machine}"
-
-
-def _encoded(buckets: Sequence[tuple[HostSlice, ...] | None]) -> str:
-    rows = [
-        None if cuts is None else [[[p.start, p.width, p.sizes, p.strides] for p in cut] for cut in cuts]
-        for cuts in buckets
-    ]
-    return json.dumps(rows, separators=(",", ":"))
 
 
 PATH_ENTRY = Path(__file__).with_name("path_entry")
@@ -347,7 +342,6 @@ class IpcBucket:
 
     @classmethod
     def of(cls, bucket: AnnouncedBucket) -> IpcBucket:
-        """The name of a bucket."""
         return cls(tuple(bucket.names), tuple(bucket.dtypes), tuple(map(tuple, bucket.shapes)))
 
 
@@ -358,7 +352,6 @@ _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Re
 
 
 def encode(record: Record) -> str:
-    """A record as text."""
     kind = type(record)
     return f"{_MARK}{kind.__name__} {_adapter(kind).dump_json(record).decode()}"
 

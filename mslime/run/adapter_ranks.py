@@ -78,11 +78,11 @@ class AdapterActor(RankActor):
 
     def start(self, rendezvous: str) -> dict[str, Any]:
         """Build the base and read its weights; returns this rank's MoE layers."""
-        from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+        from mslime.backends.megatron.step.adapters import AdapterTrainers
         from mslime.backends.megatron.step.base_model import Base
 
         with phase(_log, f"starting at {rendezvous}"):
-            base = Base.start(self._spec, self._rank, self._world, rendezvous)
+            base = Base(self._spec, self._rank, self._world, rendezvous)
         self._adapters, self._ranks = AdapterTrainers(base), dict[str, AdapterRank]()
         return {"moe_layer_ids": base.routing_layers}
 
@@ -134,7 +134,7 @@ class AdapterActor(RankActor):
     def joint_train(self, asked: Sequence[TrainWork]) -> dict[str, dict[str, Any] | TrainerError]:
         """`PolicyRank.train` of several adapters by name, whose micro-batches share passes. An error that all ranks
         find alike affects only its adapter. Work before the first gradient is done one adapter at a time."""
-        from mslime.backends.megatron.step.joint_step import joint_update
+        from mslime.backends.megatron.step.adapters import joint_update
 
         begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in asked}
         for each in asked:

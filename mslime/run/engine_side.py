@@ -42,7 +42,7 @@ class EngineSide:
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check their capabilities; returns how many tokens they refuse to continue."""
         from mslime.backends.sglang.engine_pool import EnginePool
-        from mslime.backends.sglang.handshake import Needs, handshake_all
+        from mslime.backends.sglang.handshake import Needs, handshake
 
         run, r = self._run, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
@@ -53,7 +53,7 @@ class EngineSide:
             memory=spec.gives_back, lora=spec.lora,
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
-        refused_input = await handshake_all(clients, self._needs)
+        refused_input = min(await asyncio.gather(*(handshake(client, self._needs) for client in clients)))
         self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
         return refused_input
 

@@ -419,7 +419,7 @@ class ScoringSide:
         """Connect to the teacher's servers and check them; None if there are none."""
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.engine_pool import EnginePool
-        from mslime.backends.sglang.handshake import meet_teachers
+        from mslime.backends.sglang.handshake import meet_teacher
         from mslime.rollout.teacher import ServedTeacher
 
         if not addresses:
@@ -429,7 +429,7 @@ class ScoringSide:
         longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
         limits = config.deadlines
         clients = [EngineClient(a.url, a.name, limits, None, a.log_path, a.keys, a.identity) for a in addresses]
-        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
+        await asyncio.gather(*(meet_teacher(client, tokenizer, model.vocab_size, longest) for client in clients))
         self._teachers = EnginePool(clients, config.teacher.concurrency)
         return ServedTeacher(self._teachers)
 

@@ -7,7 +7,7 @@ predicted; a run measures it as `weights/seconds`.
 `broadcast` sends one bucket at a time to all engine ranks. With `relay` sender i sends only to rank i mod T of an
 engine's T ranks on a host, its lane. That rank passes the bucket on within its host, while the other lanes receive. If
 engines load by recorded copies, it passes on slices, of several lanes' buckets at once
-(`engine_plugin/rank_slices.py`). Every rank is assumed to keep the same fraction of every bucket.
+(`engine_plugin/slices.py`). Every rank is assumed to keep the same fraction of every bucket.
 """
 
 from __future__ import annotations

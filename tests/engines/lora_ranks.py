@@ -88,7 +88,7 @@ def gradients(trainer: MegatronTrainer, shard: Any) -> float:
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()
     with trainer.routing.gradient_pass(shard, 0) as routes:
-        own = trainer.runner.loss_and_gradients(shard, routes)
+        own = trainer.runner.add_gradients(shard, trainer.runner.loss, routes)
     return finalise(over_all_ranks(own))["loss/total"]
 
 

@@ -219,7 +219,7 @@ def _gradients(trainer: Any, shard: TrainShard) -> tuple[float, dict[str, torch.
         with trainer.routing.old_log_prob_pass(shard, 0) as routes:
             trainer.runner.log_probs(shard, routes)
     with trainer.routing.gradient_pass(shard, 0) as routes:
-        own = trainer.runner.loss_and_gradients(shard, routes)
+        own = trainer.runner.add_gradients(shard, trainer.runner.loss, routes)
     loss = finalise(over_all_ranks(own))["loss/total"]
     named = named_local_params(trainer.chunks, tied_copies=False)
     return loss, {name: tensor.main_grad.clone() for name, tensor in named}  # type: ignore[attr-defined]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import named_local_params
 from mslime.backends.megatron.model.lora_layers import adapters_of
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers, joint_update
 from mslime.backends.megatron.step.base_model import Base
-from mslime.backends.megatron.step.joint_step import joint_update
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import TrainerError
 from mslime.config.resolved import PolicySpec
@@ -55,7 +54,7 @@ def alone(rank: int, world: int, init: str, checkpoint: Path, case: Case, names:
 def in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case, names: Sequence[str]) -> dict[str, Any]:
     """The same adapters on one base: first batches in one pass, then one adapter's turn, then passes of the others."""
     own, every = alone(rank, world, init, checkpoint, case, names), specs(checkpoint, case)
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     before = {name: tensor.clone() for name, tensor in named_local_params(base.chunks)}
     trainers = AdapterTrainers(base)
     for name in names:
@@ -118,7 +117,7 @@ def failing_in_one_pass(
         steps = [outcome(partial(trainer.train, batch)) for batch in broken_batches(name, case, every[name], rank)]
         own[name] = (steps, factors(trainer))
         trainer.close()
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     trainers = AdapterTrainers(base)
     for name in names:
         trainers.create(name, every[name])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mslime.backends.megatron.step import client_steps
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.client_steps import RankPassResult
 from mslime.config.errors import TrainerError
@@ -65,7 +65,7 @@ def run_steps(rank: int, world: int, init: str, checkpoint: Path, case: Case, pa
     `path`."""
     config = lora_config(checkpoint, case, {})
     spec, layout = policy_spec(config), config.layout
-    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base(spec, rank, world, init))
     trainers.create("a", spec)
     with trainers.placed("a") as trainer:
         fill_factors(trainer)
@@ -207,7 +207,7 @@ def placed(trainers: AdapterTrainers, name: str, work: Callable[[Any, Any], Any]
 def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
     """The same requests of three clients, one after the other and in shared passes: results of both ways."""
     spec, layout = policy_spec(lora_config(checkpoint, case, {})), lora_config(checkpoint, case, {}).layout
-    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base(spec, rank, world, init))
     for name, (_, lora) in CLIENTS.items():
         for way in ("turn", "pass"):
             trainers.create(f"{name} {way}", replace(spec, lora=spec.lora.model_copy(update=lora)))

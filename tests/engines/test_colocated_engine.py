@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.cpu.pages import drop_pages
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import EngineError
+from mslime.engine_plugin.memory_release import drop_pages
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_beneath_the_cache, load_from_disk
 from tests.fixtures.memory import written_bytes

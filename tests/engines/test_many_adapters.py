@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import named_factors, named_local_params
 from mslime.backends.megatron.model.lora_layers import adapters_of
-from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
+from mslime.backends.megatron.step.adapters import AdapterTrainers
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError, TrainerError
@@ -101,7 +101,7 @@ def differing(found: tuple[list[dict[str, float]], dict[str, Tensor]], own: Any)
 def together(rank: int, world: int, init: str, checkpoint: Path, case: Case, path: Path) -> dict[str, Any]:
     """The same adapters on one base, in a mixed order; one comes late, two are saved, freed, and resumed elsewhere."""
     own, every = alone(rank, world, init, checkpoint, case), specs(checkpoint, case)
-    base = Base.start(every["plain"], rank, world, init)
+    base = Base(every["plain"], rank, world, init)
     before = {name: tensor.clone() for name, tensor in named_local_params(base.chunks)}
     trainers, shards = AdapterTrainers(base), {n: shards_of(n, case, spec, rank) for n, spec in every.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in every}
@@ -157,13 +157,13 @@ def gradients(trainer: MegatronTrainer) -> list[Tensor]:
 def add_gradients(trainer: MegatronTrainer, shard: TrainShard) -> None:
     """Of a shard, to those since the last step."""
     (prepared,), _ = trainer.prepare([shard])
-    trainer.accumulate(lambda: trainer.runner.loss_and_gradients(prepared, None, 1.0, None, None))
+    trainer.accumulate(lambda: trainer.runner.add_gradients(prepared, trainer.runner.loss))
 
 
 def accumulated(rank: int, world: int, init: str, checkpoint: Path, case: Case) -> dict[str, Any]:
     """Whether gradients of two passes are the sum of each one's; what is refused; whether a freed adapter is gone."""
     spec = specs(checkpoint, case)["plain"]
-    trainers = AdapterTrainers(Base.start(spec, rank, world, init))
+    trainers = AdapterTrainers(Base(spec, rank, world, init))
     trainers.create("a", spec)
     first, second, _ = shards_of("plain", case, spec, rank)
     each: list[list[Tensor]] = []

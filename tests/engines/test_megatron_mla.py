@@ -23,7 +23,7 @@ def attend(rank: int, world_size: int, init_method: str, tp: int, cp: int, packe
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mslime.backends.megatron.model.specs import block_spec
+    from mslime.backends.megatron.model.chunks import block_spec
     from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
 
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)

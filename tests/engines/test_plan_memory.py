@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mslime.backends.megatron.model.chunks import layer_ids
+from mslime.backends.megatron.step.batches import build_micro_batch
 from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.trainer import MegatronTrainer
@@ -196,9 +197,10 @@ def saved_for_backward(trainer: MegatronTrainer) -> float:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    batch = next(trainer.runner.micro_batches(make_shard(layers=trainer.moe_layer_ids)))
+    shard, rows = make_shard(layers=trainer.moe_layer_ids), trainer.parallel.rows
+    batch = build_micro_batch(shard, 0, rows, packed=trainer.runner.packed, device=trainer.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = trainer.wrapped[0](**trainer.runner._model_inputs(batch, embeds=True))
+        output = trainer.wrapped[0](**trainer.runner.model_inputs(batch, embeds=True))
     assert output.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / batch.tokens.numel()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, release
+from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting
 from mslime.engine_plugin.engine_ranks import Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
@@ -61,7 +61,7 @@ class Engine:
         )
         order = RelaySync(f"{version}", "plan", ("lane0", "lane1"), *known)
         said = self.relay.obey(order, *news, self.groups, Ranks()).how
-        release(lambda updater: None, self.updater)
+        buckets_of(self.updater).release()
         expected = shares.FakeModel(0, 1)
         expected.load_weights((name, shares.value(name, version)) for name in names)
         held = dict(self.updater.model.named_parameters())

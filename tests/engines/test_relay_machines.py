@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.engine_plugin.copy_plan import buckets_of, fitting, release
+from mslime.engine_plugin.copy_plan import buckets_of, fitting
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import HostSlices, Loaded, RelaySync, machine_lane
@@ -78,7 +78,7 @@ class Engine:
             loaded = self.relay.obey(order, *news, groups, self.place)
         except RuntimeError as error:
             loaded = Loaded(str(error))
-        release(lambda updater: None, self.updater)
+        buckets_of(self.updater).release()
         expected = FakeModel(self.rank, self.ranks)
         expected.load_weights((name, value(name, version)) for name in NAMES)
         pairs = zip(self.updater.model.named_parameters(), expected.parameters(), strict=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import NOT_ARRIVED
-from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, load, release
+from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, load
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
@@ -125,7 +125,7 @@ class Engine:
             said = self.relay.obey(order, *news, self.groups, self.place).how
         except RuntimeError as error:
             said = str(error)
-        release(lambda updater: None, self.updater)
+        buckets_of(self.updater).release()
         self.rooms.append(self.relay._room)
         route = self.relay._route
         assert route is not None

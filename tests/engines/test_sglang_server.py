@@ -21,8 +21,7 @@ from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.guard import shared_memory_of
 from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
-from mslime.backends.sglang.server_process import ServerProcess
-from mslime.backends.sglang.supervised_process import SupervisedProcess
+from mslime.backends.sglang.server_process import ServerProcess, SupervisedProcess
 from mslime.config.errors import EngineError
 from mslime.config.resolved import engine_spec
 from tests.engines.conftest import SharedServer, cpu_run, serve

@@ -153,7 +153,7 @@ def metrics_and_gradients(
     """What `loss_and_gradients` gives, with all that the loss reports over all ranks."""
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()
-    own = trainer.runner.loss_and_gradients(shard, routes)
+    own = trainer.runner.add_gradients(shard, trainer.runner.loss, routes)
     gradients = {name: p.main_grad.clone() for name, p in named_local_params(trainer.chunks) if p.requires_grad}
     return finalise(over_all_ranks(own)), gradients
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
+from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.config.base import Half
 from mslime.config.resolved import ServerSpec, engine_spec
 from mslime.config.schema import RunConfig
 from tests.fixtures.launch_scripts import MODELS, launch
@@ -105,7 +106,7 @@ INNER: Mapping[str, Callable[[Any], Any]] = {"resolve": resolve, "plug_ins": plu
 # ---------------------------------------------------------------------------------------------------------------- cases
 
 
-def launched_by_mslime(config: RunConfig) -> tuple[ServerSpec, Part | None]:
+def launched_by_mslime(config: RunConfig) -> tuple[ServerSpec, tuple[int, str] | None]:
     """The spec of a run's engines; where the script wants them started by hand, as if mslime started them."""
     spec = engine_spec(config)
     per_machine = config.cluster.gpus_per_node
@@ -113,17 +114,17 @@ def launched_by_mslime(config: RunConfig) -> tuple[ServerSpec, Part | None]:
         return spec, None
     machines = spec.settings.tp_size // per_machine
     settings = spec.settings.model_copy(update={"nnodes": machines, "urls": None})
-    return replace(spec, settings=settings), Part(0, "127.0.0.1:29500")
+    return replace(spec, settings=settings), (0, "127.0.0.1:29500")
 
 
-def engine_of(script: str, root: Path, half: HalfOfPair | None = None) -> list[Check]:
+def engine_of(script: str, root: Path, half: Half | None = None) -> list[Check]:
     """The command line of a launch script's engines, resolved; or of one half of a pair that does the same."""
     config = launch(script, root).config
     spec, part = launched_by_mslime(config)
     if half is not None:
         spec = replace(spec, settings=spec.settings.model_copy(update={"pairs": "mooncake"}))
     routes = config.train.replay == "r3"
-    fields = server_fields(spec, 0, "127.0.0.1", 30000, "mslime-engine0", routes, part, half)
+    fields = server_fields(spec, 0, "127.0.0.1", 30000, "mslime-engine0", routes, part, half, 30001)
     argv = command_line(fields)[3:]
     gpus = min(spec.settings.tp_size, config.cluster.gpus_per_node)
     found = inner("resolve", argv, gpus, config.cluster.gpu_memory_gb)
@@ -164,10 +165,10 @@ def main() -> int:
         "engine: plug-ins": engine_plug_ins,
         **{f"engine of run-{script}.sh": lambda root, script=script: engine_of(script, root) for script in MODELS},
         **{
-            f"engine of run-{PAIRED}.sh that would {half.half} in a pair": lambda root, half=half: engine_of(
+            f"engine of run-{PAIRED}.sh that would {half} in a pair": lambda root, half=half: engine_of(
                 PAIRED, root, half
             )
-            for half in (HalfOfPair("prefill", 30001), HalfOfPair("decode"))
+            for half in get_args(Half)
         },
     }
     chosen = {name: each for name, each in work.items() if given.only in name}

@@ -132,7 +132,7 @@ def mla_layer() -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mslime.backends.megatron.model.specs import block_spec
+    from mslime.backends.megatron.model.chunks import block_spec
 
     config = MLATransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.sglang import adapter_update
+from mslime.backends.sglang import serving_adapters
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.flags import command_line, server_fields
@@ -287,7 +287,7 @@ class FakeRequests:
 async def loaded(client: Any, *numbers: int, alive: int = 3) -> None:
     """Load and switch to versions, one after the other, with a request of each."""
     for number in numbers:
-        await adapter_update.load(client, version(number), alive)
+        await serving_adapters.load_version(client, version(number), alive)
         client.adapters.switch(version(number))
         client.begin(f"r{number}")
         await asyncio.sleep(0)
@@ -299,7 +299,7 @@ def test_requests_of_the_oldest_adapter_make_room_for_the_newest() -> None:
         await loaded(client, 1, 2, 3, 4)
         assert client.aborted == ["r1", "r1"] and client.adapters.unloaded == ["run-v1"]
         assert client.adapters.loaded == (version(2), version(3), version(4)) and client.resumed == 1
-        await adapter_update.load(client, version(4), 3)
+        await serving_adapters.load_version(client, version(4), 3)
         assert len(client.adapters.loaded) == 3 and len(client.aborted) == 2, "it is there already"
 
     asyncio.run(work())
@@ -315,9 +315,9 @@ def test_interrupted_requests_are_told_again_until_they_stop(stubborn: int) -> N
     async def work() -> None:
         client: Any = FakeRequests(stubborn)
         await loaded(client, 1)
-        await adapter_update.load(client, version(2), 3)
+        await serving_adapters.load_version(client, version(2), 3)
         client.adapters.switch(version(2))
-        await adapter_update.interrupt_older(client, 5.0)
+        await serving_adapters.interrupt_older(client, 5.0)
         assert client.adapters.requests_of_older() == [] and client.aborted == [None, *["r1"] * stubborn]
         assert client.adapters.loaded == (version(2),)
 
@@ -452,10 +452,10 @@ def test_room_for_versions_is_each_adapters_own() -> None:
     async def work() -> None:
         client: Any = FakeRequests(stubborn=0)
         for adapter in (of("maths", 1), of("code", 1), of("code", 2)):
-            await adapter_update.load(client, adapter, 2)
+            await serving_adapters.load_version(client, adapter, 2)
             client.adapters.switch(adapter)
         with client.adapters.used("m", "maths"), client.adapters.used("c", "code"):
-            await adapter_update.load(client, of("code", 3), 2)
+            await serving_adapters.load_version(client, of("code", 3), 2)
         assert client.aborted == [] and client.adapters.unloaded == ["code-v1"]
         assert client.adapters.loaded == (of("maths", 1), of("code", 2), of("code", 3))
         assert client.resumed == 1, "it joined once"

@@ -78,7 +78,7 @@ def no_updaters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps what it knows of an updater; the next test's process is the same."""
     from mslime.engine_plugin import copy_plan as plug_in
 
-    monkeypatch.setattr(plug_in, "_BUCKETS", {})
+    monkeypatch.setattr(plug_in, "BUCKETS", {})
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_what_a_model_derives_from_its_weights_it_derives_once_at_the_end_of_a_s
                 assert plug_in.load(updater.original, updater, plug_in.Received(bucket))[0]
             assert model.times == (2 if seed == 0 else 2 + seed - 1)
             for _ in "ab":  # two plug-ins are hooked
-                plug_in.release(updater.end, updater, run_post_load=False)
+                dispatch.end(updater.end, updater, run_post_load=False)
             assert torch.equal(model.derived, model.qk.data.float() * 2) and model.times == 2 + seed
     torch.testing.assert_close(model.state(), expected(values(2)), rtol=0, atol=0)
     assert updater.own == 2 and updater.ended == 6

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from mslime.backends.cpu.attention import CpuCoreAttention, causal_attention  # noqa: E402
+from mslime.backends.cpu.megatron_layers import CpuCoreAttention, causal_attention  # noqa: E402
 
 
 def by_hand(

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.engine_pool import EnginePool
-from mslime.backends.sglang.heartbeat import MISSED
+from mslime.backends.sglang.engine_pool import MISSED, EnginePool
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 from tests.unit.test_sglang_pool import request

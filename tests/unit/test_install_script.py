@@ -314,10 +314,10 @@ def test_apex_is_built_only_when_asked_for() -> None:
 
 
 def test_the_gpu_extra_has_what_every_family_asks_for() -> None:
-    """`model/specs.py` refuses a layer without these packages; and pip before 23.3 drops an extra spelt with `_`."""
+    """`model/chunks.py` refuses a layer without these packages; and pip before 23.3 drops an extra spelt with `_`."""
     gpu = PROJECT["optional-dependencies"]["gpu"]
     names = {re.split(r"[\[=<> ;]", requirement)[0] for requirement in gpu}
-    specs = (ROOT / "mslime/backends/megatron/model/specs.py").read_text()
+    specs = (ROOT / "mslime/backends/megatron/model/chunks.py").read_text()
     packages = {"transformer_engine": "transformer-engine", "fla": "flash-linear-attention"}
     asked = set(re.findall(r'find_spec\("(\w+)"\)', specs)) | set(re.findall(r'_require\("(\w+)"', specs))
     assert asked == set(packages), "a new kernel package: add it to the extra, and here"

@@ -16,9 +16,8 @@ install()
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
-from mslime.backends.megatron.model.chunks import fake_process_group  # noqa: E402
+from mslime.backends.megatron.model.chunks import fake_process_group, stand_norms_alone  # noqa: E402
 from mslime.backends.megatron.model.megatron_config import transformer_config  # noqa: E402
-from mslime.backends.megatron.model.specs import stand_norms_alone  # noqa: E402
 from mslime.config.layout import ParallelLayout  # noqa: E402
 from mslime.config.megatron import MegatronConfig  # noqa: E402
 from mslime.config.resolved import ModelSpec  # noqa: E402

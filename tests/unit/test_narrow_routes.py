@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mslime.backends.sglang.generating import decode_routes
 from mslime.config.model_facts import ModelFacts
-from mslime.engine_plugin.narrow_routes import narrow, narrowed
+from mslime.engine_plugin.dispatch import narrow, narrowed
 
 LAYERS, TOP_K = 3, 2
 

@@ -14,11 +14,8 @@ from mslime.backends.cpu.megatron_patches import install
 
 install()
 
-from mslime.backends.megatron.step import (  # noqa: E402
-    offload,
-    reference,
-)
-from mslime.backends.megatron.step.reference import ReferencePolicy  # noqa: E402
+from mslime.backends.megatron.step import base_model, offload  # noqa: E402
+from mslime.backends.megatron.step.base_model import ReferencePolicy  # noqa: E402
 
 
 @pytest.fixture
@@ -31,8 +28,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Linear:
             for parameter in chunks[0].parameters():
                 parameter.fill_(1.0)
 
-    monkeypatch.setattr(reference, "load_hf_weights", load)
-    monkeypatch.setattr(reference, "named_local_params", lambda chunks: chunks[0].named_parameters())
+    monkeypatch.setattr(base_model, "load_hf_weights", load)
+    monkeypatch.setattr(base_model, "named_local_params", lambda chunks: chunks[0].named_parameters())
     return built
 
 

@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.config.base import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Copies, Homes, RecordedBucket
-from mslime.engine_plugin.host_slices import PackedSlice, host_slice_bytes, host_slice_of, host_slices_of
-from mslime.engine_plugin.rank_slices import ElementView, ExchangeStep, RankSlice, rank_slice_of, steps
-from mslime.engine_plugin.relay_groups import ArrivalSlot, arrival_slots
+from mslime.engine_plugin.copy_plan import Copies, RecordedBucket
+from mslime.engine_plugin.relay import ArrivalSlot, arrival_slots
+from mslime.engine_plugin.slices import (
+    ElementView,
+    ExchangeStep,
+    PackedSlice,
+    RankSlice,
+    host_slice_bytes,
+    host_slice_of,
+    host_slices_of,
+    rank_slice_of,
+    steps,
+)
 from mslime.engine_plugin.wire import HostSlices, Loaded, Slice, decode, encode
 from mslime.weights.relay import pack_cut
 
@@ -185,7 +194,7 @@ def test_buckets_of_several_lanes_are_handed_on_at_once_up_to_what_is_larger_or_
 
 def copies(*views: torch.Tensor) -> Copies:
     into = [torch.empty_like(view) for view in views]
-    return Copies(into, list(views), Homes(torch.nn.Module(), into))
+    return Copies(torch.nn.Module(), into, list(views))
 
 
 def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:

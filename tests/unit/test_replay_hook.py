@@ -31,8 +31,7 @@ from mslime.backends.megatron.replay.route_rows import (
     scored_rows,
     token_keys,
 )
-from mslime.backends.megatron.replay.routing import Routing
-from mslime.backends.megatron.replay.routing_replay import LayerReplay, RoutingReplay, refuse_bypass
+from mslime.backends.megatron.replay.routing_replay import LayerReplay, Routing, RoutingReplay, refuse_bypass
 from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
@@ -265,9 +264,9 @@ def test_no_pass_is_laid_out_with_routes_that_cannot_be_replayed() -> None:
     model = model_facts(100, num_layers=2, top_k=TOP_K, num_experts=EXPERTS)
     replay: Any = SimpleNamespace(layer_ids=(1, 3), tally=lambda: None)
     routing = Routing("r3", replay, model, parallel=None, device=torch.device("cpu"))  # type: ignore[arg-type]
-    routing.gradient_routes(make_shard(), 0)
+    routing.laid_out(make_shard(), 0)
     with pytest.raises(EngineError, match="sequence 3, position 1"):
-        routing.gradient_routes(with_routes(twice), 0)
+        routing.laid_out(with_routes(twice), 0)
 
 
 def fingerprint(shard: TrainShard, layers: Any) -> int:

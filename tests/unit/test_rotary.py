@@ -132,7 +132,7 @@ def test_a_model_is_built_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "use_packed_rotary", fake_install)
     nothing: Any = None
     with pytest.raises(Installed):
-        chunks._build_chunk(nothing, nothing, nothing, None, mtp=False, values=False, adapters=False)
+        chunks.build_chunks(SimpleNamespace(virtual_pipeline_model_parallel_size=None), nothing, nothing)  # type: ignore[arg-type]
 
 
 def test_tables_of_angles_have_few_lengths_and_the_same_angles() -> None:

@@ -20,9 +20,8 @@ import psutil
 import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
-from mslime.backends.sglang.server_process import ServerPart, ServerProcess, attach
-from mslime.backends.sglang.supervised_process import SupervisedProcess, log_tail
+from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.server_process import ServerPart, ServerProcess, SupervisedProcess, attach, log_tail
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS
 from mslime.config.resolved import ServerSpec, engine_spec
@@ -125,7 +124,7 @@ def test_no_process_and_no_shared_memory_outlives_the_guard_the_owner_or_the_ser
     owner_code = f"""
 import os, sys, time
 from pathlib import Path
-from mslime.backends.sglang.supervised_process import SupervisedProcess
+from mslime.backends.sglang.server_process import SupervisedProcess
 p = SupervisedProcess("engine0", [sys.executable, {str(script)!r}], dict(os.environ), Path({str(log)!r}))
 print(p.pid, flush=True)
 time.sleep(300)
@@ -401,7 +400,7 @@ def test_a_part_is_the_same_server_under_another_number(
     part.launch("10.0.0.1:5000")
     part.check()
     assert before is not None and before.poll() is not None, "the one in whose place it is"
-    first = server_fields(spec, 3, "127.0.0.1", 1, None, True, Part(0, "10.0.0.1:5000"))
+    first = server_fields(spec, 3, "127.0.0.1", 1, None, True, (0, "10.0.0.1:5000"))
     different = {name for name in first if first[name] != told[-1][name]}
     assert different == {"port", "node_rank"} and told[-1]["node_rank"] == 1
     assert part._process is not None
@@ -456,8 +455,8 @@ def test_every_flag_is_known_to_the_installed_server_and_keeps_its_value(tiny_ru
     paired = tiny_run.sglang.model_copy(update={"pairs": "mooncake"})
     of_pair = engine_spec(tiny_run.model_copy(update={"sglang": paired}))
     halves = [
-        server_fields(of_pair, 2, "127.0.0.1", 3333, half=half)
-        for half in (HalfOfPair("prefill", 4444), HalfOfPair("decode"))
+        server_fields(of_pair, 2, "127.0.0.1", 3333, half="prefill", bootstrap_port=4444),
+        server_fields(of_pair, 2, "127.0.0.1", 3333, half="decode"),
     ]
     assert [half["disaggregation_mode"] for half in halves] == ["prefill", "decode"]
     code = """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mslime.config.base import version_name
 from mslime.config.errors import WeightSyncError
-from mslime.engine_plugin.copy_plan import Buckets, Copies, Homes, Received
+from mslime.engine_plugin.copy_plan import Buckets, Copies, Received
 from mslime.engine_plugin.copy_plan import RecordedBucket as EngineBucket
 from mslime.engine_plugin.delta import changed as changed_by
 from mslime.engine_plugin.delta import hold, put, read_delta, take_back
@@ -334,7 +334,7 @@ def loaded(half: bool, version: Path) -> tuple[EngineBucket, Holding]:
     bucket = Buckets("cpu").of(["a", "b"], ["float32"] * 2, [[8], [3]])
     first, second = (tensor for _, tensor in bucket.named)
     into, out_of = [model.first.data, model.second.data], [first[4:] if half else first, second]
-    bucket.copies[id(model)] = Copies(into, out_of, Homes(model, into))
+    bucket.copies[id(model)] = Copies(model, into, out_of)
     bucket.flat.view(torch.float32).copy_(torch.arange(11.0))
     bucket.copies[id(model)].make()
     hold(bucket, model, version)

@@ -21,9 +21,9 @@ from torch.multiprocessing import reductions
 
 from mslime.config.errors import WeightSyncError
 from mslime.convert.hf import INDEX_NAME
-from mslime.engine_plugin.bucket_files import Files, open_handle, read_directory
+from mslime.engine_plugin.bucket_files import Files, open_handle
 from mslime.engine_plugin.copy_plan import Buckets
-from mslime.engine_plugin.wire import Answer, ReadDirectory, take_handle, write_handle
+from mslime.engine_plugin.wire import Answer, take_handle, write_handle
 from mslime.weights import memory, transport_contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.files import DiskTransport
@@ -428,4 +428,4 @@ def test_an_engine_on_another_machine_is_refused_when_it_is_met(
 
 
 def test_a_directory_that_is_there_can_be_read() -> None:
-    assert read_directory(Files(), ReadDirectory(Path("/"))) == Answer()
+    assert Files().see(Path("/")) == Answer()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from mslime.backends.sglang.port import compare, why_not
 from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.checksums import weight_sums
-from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket, all_buckets, buckets_of, record
+from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket, buckets_of, record
 from mslime.engine_plugin.wire import format_sum
 from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
 from tests.fixtures.marks import nightly_except
@@ -197,9 +196,7 @@ def spoilt(what: str) -> tuple[FakeEngine, str]:
     if what == "not all":
         copies = engine.buckets[1].loaded[0].copies[id(engine.ranks[1])]
         kept = [index for index, view in enumerate(copies.into) if view.shape != (4, 6)]
-        engine.buckets[1].loaded[0].copies[id(engine.ranks[1])] = dataclasses.replace(
-            copies, into=[copies.into[i] for i in kept], out_of=[copies.out_of[i] for i in kept]
-        )
+        copies.into, copies.out_of = [copies.into[i] for i in kept], [copies.out_of[i] for i in kept]
         return engine, "q': the engine does not hold all of it"
     if what == "replicas":
         engine.ranks[1].norm.data[2] += 1
@@ -272,7 +269,7 @@ def test_tensors_that_are_joined_before_they_are_copied_are_recorded_as_their_pa
 
 
 def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_plan, "_BUCKETS", {})
+    monkeypatch.setattr(copy_plan, "BUCKETS", {})
     model = torch.nn.Linear(3, 2, bias=False).bfloat16()
     updater: Any = SimpleNamespace(device="cpu", get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
     buckets = buckets_of(updater)
@@ -284,7 +281,7 @@ def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatc
     for loaded in (True, True, False):
         bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
         bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
-        assert weight_sums(model, all_buckets()) == {}
+        assert weight_sums(model, [buckets]) == {}
         copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
-        assert weight_sums(model, all_buckets()) == {"a": format_sum(*whole_sum(model.weight.data))}
-        copy_plan.release(lambda *_: None, updater)
+        assert weight_sums(model, [buckets]) == {"a": format_sum(*whole_sum(model.weight.data))}
+        copy_plan.buckets_of(updater).release()

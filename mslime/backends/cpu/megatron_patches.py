@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from mslime.config.errors import TrainerError
 
 PINNED = "0.16.1"
@@ -72,8 +74,6 @@ def install(skip: Iterable[str] = ()) -> tuple[str, ...]:
     global _installed
     if _installed is not None:
         return tuple(_installed)
-    import torch
-
     if torch.cuda.is_available():
         _installed = []
         return ()
@@ -184,8 +184,6 @@ def _(overrides: _Overrides) -> None:
 
 @_patch("current_device", "about 60 call sites pass device=torch.cuda.current_device()", before=True)
 def _(overrides: _Overrides) -> None:
-    import torch
-
     overrides.cuda["current_device"] = lambda: torch.device("cpu")
 
 
@@ -193,8 +191,6 @@ def _(overrides: _Overrides) -> None:
     "factories", "device='cuda' and pin_memory literals in schedules, clip_grads, optimizer and moe_utils", before=True
 )
 def _(overrides: _Overrides) -> None:
-    import torch
-
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
         def make(*args: Any, **options: Any) -> Any:
@@ -232,8 +228,6 @@ def _(overrides: _Overrides) -> None:
 
 @_patch("rng_device", "seeding and the RNG tracker use the CUDA generator; on CPU there is one generator", before=True)
 def _(overrides: _Overrides) -> None:
-    import torch
-
     overrides.cuda.update(
         manual_seed=torch.manual_seed,
         get_rng_state=lambda device=None: torch.get_rng_state(),
@@ -243,15 +237,11 @@ def _(overrides: _Overrides) -> None:
 
 @_patch("tensor_cuda", "x.cuda() in rotary embeddings under CP and in fully parallel checkpoint loading", before=True)
 def _(overrides: _Overrides) -> None:
-    import torch
-
     torch.Tensor.cuda = lambda self, *args, **options: self
 
 
 @_patch("tensor_type", "optimizers and gradient clipping compare t.type() with 'torch.cuda.FloatTensor'", before=True)
 def _(overrides: _Overrides) -> None:
-    import torch
-
     class EitherSpelling(str):
         """A type name that equals both its CPU and its CUDA spelling."""
 
@@ -279,7 +269,6 @@ def _(overrides: _Overrides) -> None:
     before=True,
 )
 def _(overrides: _Overrides) -> None:
-    import torch
     import torch.distributed as dist
 
     original = dist.all_gather
@@ -301,7 +290,6 @@ def _(overrides: _Overrides) -> None:
 
 @_patch("rng_state", "the RNG tracker and activation recomputation save and restore the CUDA generator's state")
 def _(overrides: _Overrides) -> None:
-    import torch
     from megatron.core.tensor_parallel import random
 
     def read(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
@@ -396,8 +384,6 @@ def _(overrides: _Overrides) -> None:
     before=True,
 )
 def _(overrides: _Overrides) -> None:
-    import torch
-
     def l2norm(x: Any) -> Any:
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -416,7 +402,7 @@ def _(overrides: _Overrides) -> None:
 def _(overrides: _Overrides) -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    from mslime.backends.cpu.attention import DuplicatedLinear
+    from mslime.backends.cpu.megatron_layers import DuplicatedLinear
 
     multi_latent_attention.TELinear = DuplicatedLinear
 

@@ -1,7 +1,7 @@
 """The CPU platform of SGLang: lets the stock wheel serve on a machine without a GPU and without AMX.
 
 SGLang imports CUDA-only packages at start and calls a few CUDA-only kernels. Each obstacle is one named entry here,
-with the reason beside it: a `Stub` (`stubs.py`) stands in for a package that is imported and never used on CPU, a
+with the reason beside it: a `Stub` stands in for a package that is imported, never used on CPU and not installed, a
 `SglangPatch` changes one module right after SGLang has imported it. Importing this module is cheap (no torch, no
 sglang); `install` must run before sglang is imported, in every process of the server; `sglang_site/sitecustomize.py`
 does this.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,153 @@ from types import ModuleType
 from typing import Any
 
 from mslime.backends.cpu import sglang_layers
-from mslime.backends.cpu.stubs import STUBS
 from mslime.config.errors import EngineError
 from mslime.config.passthrough import installed_version
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A package that sglang imports and never uses on CPU; replaced only if it is not installed."""
+
+    name: str
+    reason: str
+    install: Callable[[], None]
+
+
+class _Missing:
+    """A name of an absent package: it can be imported, and raises when called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{self._name} is not available on CPU")
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+
+class _StubModule(ModuleType):
+    """A module in which every public name exists."""
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on sys.meta_path: used only if the real package is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != self.name:
+            return None
+        # Other libraries use `importlib.util.find_spec` to test whether a package is installed: report it as absent.
+        if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StubModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+        if module.__name__ == "torchvision":
+            # Let transformers look for torchvision, and remember its absence, before the stub can be seen.
+            sys.modules.pop("torchvision", None)
+            from transformers.utils import import_utils
+
+            import_utils.is_torchvision_available()
+            sys.modules["torchvision"] = module
+
+
+def _stub_last(name: str) -> Callable[[], None]:
+    return lambda: sys.meta_path.append(_StubFinder(name))
+
+
+class _TritonFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on sys.meta_path: puts the mock in place when triton is first imported.
+
+    Not earlier, because sglang's stubs import torch; processes that never use triton avoid that cost.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if fullname == "triton" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        sys.meta_path.remove(self)
+        return _mock_triton()
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: the mock is complete."""
+
+
+def _mock_triton() -> ModuleType:
+    """The mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 needs."""
+    stubs = _load_sglang_platform_stubs()
+    triton = stubs._make_mock("triton")
+    triton.__version__ = "3.0.0"
+    triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
+    for name in _TRITON_MODULES:
+        parent, _, leaf = f"triton.{name}".rpartition(".")
+        setattr(sys.modules[parent], leaf, stubs._make_mock(f"triton.{name}"))
+    triton.language.constexpr = type(
+        "constexpr", (), {"__init__": lambda self, value=None: setattr(self, "value", value)}
+    )
+    for module, names in _TRITON_CLASSES.items():
+        for name in names:
+            setattr(sys.modules[f"triton.{module}"], name, type(name, (stubs._StubBase,), {}))
+    for name in ("OutOfResources", "PTXASError"):
+        setattr(triton.runtime.autotuner, name, type(name, (Exception,), {}))
+    triton.runtime.cache.triton_key = triton.compiler.compiler.triton_key = stubs._triton_key
+    sys.meta_path.append(stubs._TritonFinder())
+    return triton
+
+
+_TRITON_MODULES = (
+    "language", "language.extra", "language.extra.libdevice", "runtime", "runtime.jit", "runtime.cache",
+    "runtime.autotuner", "runtime.driver", "compiler", "compiler.compiler", "testing", "tools",
+    "tools.tensor_descriptor", "backends", "backends.compiler",
+)  # fmt: skip
+_TRITON_CLASSES = {
+    "runtime.jit": ("JITFunction", "KernelInterface"),
+    "compiler": ("CompiledKernel",),
+    "compiler.compiler": ("ASTSource",),
+    "backends.compiler": ("GPUTarget",),
+}
+
+
+def _load_sglang_platform_stubs() -> Any:
+    """sglang/_platform_stubs.py as a module, without importing sglang itself."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations, "sglang is not installed"
+    path = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+STUBS: tuple[Stub, ...] = (
+    Stub("sgl_kernel", "imported unconditionally on CPU; PyPI has a CUDA wheel only", _stub_last("sgl_kernel")),
+    Stub(
+        "torchvision",
+        "imported by sglang's model configs; its PyPI wheel needs a CUDA torch and breaks transformers without one",
+        _stub_last("torchvision"),
+    ),
+    Stub(
+        "triton",
+        "kernels are defined at import; none runs on CPU, and the wheel takes 1 GB",
+        lambda: sys.meta_path.append(_TritonFinder()),
+    ),
+)
 
 SGLANG_VERSION = "0.5.23"
 SITE_DIR = Path(__file__).with_name("sglang_site")
@@ -90,31 +236,14 @@ def _joint_norms(module: Any) -> None:
 
 def _plain_rope(module: Any) -> None:
     original = module.get_rope_wrapper
+    signature = inspect.signature(original)
 
-    def get_rope_wrapper(
-        head_size: int,
-        rotary_dim: int,
-        max_position: int,
-        base: int,
-        is_neox_style: bool = True,
-        rope_scaling: dict[str, Any] | None = None,
-        dtype: Any = None,
-        partial_rotary_factor: float = 1.0,
-        device: str | None = None,
-    ) -> Any:
-        plain = rope_scaling is None or rope_scaling.get("rope_type", "default") == "default"
-        chosen = None if plain else device  # None selects the generic rope, which runs anywhere
-        return original(
-            head_size,
-            rotary_dim,
-            max_position,
-            base,
-            is_neox_style,
-            rope_scaling,
-            dtype,
-            partial_rotary_factor,
-            chosen,
-        )
+    def get_rope_wrapper(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        scaling = given.get("rope_scaling")
+        if scaling is None or scaling.get("rope_type", "default") == "default":
+            given["device"] = None  # selects the generic rope, which runs anywhere
+        return original(**given)
 
     module.get_rope_wrapper = get_rope_wrapper
 
@@ -301,23 +430,8 @@ PATCHES: tuple[SglangPatch, ...] = (
 )
 
 
-class _PatchLoader(importlib.abc.Loader):
-    """Runs the real loader, then the patches of that module."""
-
-    def __init__(self, real: Any, patches: Sequence[SglangPatch]) -> None:
-        self.real, self.patches = real, patches
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.real.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.real.exec_module(module)
-        for patch in self.patches:
-            patch.apply(module)
-
-
 class _PatchFinder(importlib.abc.MetaPathFinder):
-    """First on sys.meta_path: finds the patched modules as usual and wraps their loaders."""
+    """First on sys.meta_path: finds the patched modules as usual; a module is patched right after it has run."""
 
     def __init__(self, patches: Sequence[SglangPatch]) -> None:
         self.patches = {module: [p for p in patches if p.module == module] for module in {p.module for p in patches}}
@@ -326,8 +440,16 @@ class _PatchFinder(importlib.abc.MetaPathFinder):
         if fullname not in self.patches:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
-            spec.loader = _PatchLoader(spec.loader, self.patches[fullname])
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            run = loader.exec_module
+
+            def run_then_patch(module: ModuleType) -> None:
+                run(module)
+                for patch in self.patches[fullname]:
+                    patch.apply(module)
+
+            loader.exec_module = run_then_patch
         return spec
 
 

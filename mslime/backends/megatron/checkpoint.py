@@ -15,6 +15,7 @@ import io
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
@@ -40,7 +41,7 @@ from mslime.backends.megatron.checkpoint_files import SHARDING, InProcessSave, S
 from mslime.backends.megatron.step.optimizer import begin_states, load_states, states_of, without_classes
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
-from mslime.data.checkpoints import FileSum, Manifest, check_sums, read_manifest, share, write_summed
+from mslime.data.checkpoints import FileSum, check_sums, read_manifest, share, write_summed
 
 # The random number generators of one rank, as arrays: Python's, numpy's, torch's and megatron-core's.
 #
@@ -90,7 +91,8 @@ def load_generators(directory: Path) -> None:
     if "cuda" in arrays and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(arrays["cuda"]))
     own = _tracker().get_states()
-    _tracker().set_states({name: _like(own[name], arrays[f"{_MEGATRON}{name}"]) for name in own})
+    stored = {name: torch.from_numpy(arrays[f"{_MEGATRON}{name}"]) for name in own}
+    _tracker().set_states({name: state.to(own[name].device) for name, state in stored.items()})
 
 
 def _load_old(path: Path) -> None:
@@ -111,10 +113,6 @@ def _set_numpy(key: NDArray[np.uint32], pos: int, has_gauss: int, gauss: float) 
     np.random.set_state(
         {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": has_gauss, "gauss": gauss}
     )
-
-
-def _like(own: torch.Tensor, stored: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(stored).to(own.device)
 
 
 def _tracker() -> CudaRNGStatesTracker:
@@ -170,18 +168,32 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if one of them cannot write. Older checkpoints are untouched.
     """
-    saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
+    saving, fail = checkpoints.saving_directory(directory), partial(_cannot_write, directory)
     try:
         if others is None:
             _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
         state = _together(lambda: _state(chunks, optimizer, schedule, is_loading=False), fail)
-        tensors, common = _together(lambda: _split(state, compare_ranks), fail)
+        # The rest, which is the same on every rank, is split off from the sharded tensors.
+        parts = _together(lambda: save_preprocess(state, validate_access_integrity=compare_ranks), fail)
+        tensors, common = cast("tuple[dict[str, Any], dict[str, Any]]", parts)
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
         sums = _together(lambda: save_generators(saving), fail)
-        sums |= _together(lambda: _save_tensors(tensors, saving), fail)
-        sums = _everyones(sums) | dict(others or {})
-        _together(lambda: _on_rank_0(lambda: _finish(saving, directory, layout, extra, sums)), fail)
+        # Each rank writes its share; data-parallel replicas share the writing.
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = InProcessSave()
+        writer = FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group))
+        _together(lambda: writer.save(tensors, saving), fail)
+        sums |= strategy.sums
+        everyone: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, sums)
+        every_sum = {name: total for of_rank in everyone for name, total in of_rank.items()} | dict(others or {})
+
+        def finish() -> None:
+            save_config(CheckpointingConfig("torch_dist", 1), str(saving))
+            checkpoints.complete(saving, directory, layout, dist.get_world_size(), extra, every_sum)
+
+        _together(lambda: _on_rank_0(finish), fail)
     except CheckpointError:
         _on_rank_0(lambda: shutil.rmtree(saving, ignore_errors=True))
         raise
@@ -200,10 +212,19 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged (naming the file) or is of another model.
     """
-    fail = _cannot_read(directory)
+    fail = partial(_cannot_read, directory)
     written = _together(lambda: read_manifest(directory, check_files=dist.get_rank() == 0), fail)
-    _together(lambda: _check_share(directory, written), fail)
-    state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
+    # This rank compares its share of the files with their checksums; the rollout service checks its own file.
+    mine = dict(written.files)
+    mine.pop(checkpoints.rollouts_file(written) or "", None)
+    of_rank = share(mine, dist.get_rank(), dist.get_world_size())
+    _together(lambda: check_sums(directory, of_rank, threads=2), fail)
+
+    def load() -> dict[str, Any]:
+        state = _state(chunks, optimizer, schedule, is_loading=True)
+        return cast("dict[str, Any]", dist_checkpointing.load(state, str(directory), sharded_strategy=SafeLoad()))
+
+    state = _together(load, fail)
 
     def take() -> None:
         for key, chunk in _named(chunks):
@@ -217,28 +238,13 @@ def load_checkpoint(
     return written.extra
 
 
-def _check_share(directory: Path, written: Manifest) -> None:
-    """Compare this rank's share of the files with their checksums; the rollout service checks its own file.
-
-    Raises:
-        CheckpointError: naming the damaged file.
-    """
-    mine = dict(written.files)
-    mine.pop(checkpoints.rollouts_file(written) or "", None)
-    check_sums(directory, share(mine, dist.get_rank(), dist.get_world_size()), threads=2)
-
-
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Chunks under the keys they have in the state; tensors are stored under global layer names, not under these."""
     return [(f"model{stage}", chunk) for stage, chunk in enumerate(chunks)]
 
 
 def _state(
-    chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    *,
-    is_loading: bool,
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, is_loading: bool
 ) -> dict[str, Any]:
     """The sharded state dict of this rank."""
     begin_states(optimizer)
@@ -247,34 +253,10 @@ def _state(
         key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for key, chunk in _named(chunks)
     }
-    model = dict(state)
-    held = states_of(optimizer, model, is_loading=is_loading, metadata=metadata)
+    held = states_of(optimizer, dict(state), is_loading=is_loading, metadata=metadata)
     state["optimizer"] = without_classes(held)
     state["schedule"] = schedule.state_dict()
     return state
-
-
-def _split(state: dict[str, Any], compare_ranks: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split off the sharded tensors from the rest, which is the same on every rank."""
-    tensors, common = save_preprocess(state, validate_access_integrity=compare_ranks)
-    return cast(dict[str, Any], tensors), common
-
-
-def _load_state(
-    directory: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
-) -> dict[str, Any]:
-    state = _state(chunks, optimizer, schedule, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(directory), sharded_strategy=SafeLoad())
-    return cast(dict[str, Any], loaded)
-
-
-def _save_tensors(tensors: dict[str, Any], saving: Path) -> dict[str, FileSum]:
-    """Write this rank's share; data-parallel replicas share the writing. Returns checksums of the files of this
-    rank."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = InProcessSave()
-    FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group)).save(tensors, saving)
-    return strategy.sums
 
 
 def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
@@ -284,7 +266,8 @@ def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
         for tensor in nested_values(tensors)
         if isinstance(tensor, ShardedTensor) and tensor.data is not None and is_main_replica(tensor.replica_id)
     )
-    needed = torch.tensor([mine, 0], dtype=torch.int64, device=_device())
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # of this process group's collectives
+    needed = torch.tensor([mine, 0], dtype=torch.int64, device=device)
     dist.all_reduce(needed)
     if dist.get_rank() == 0:
         needed[1] = shutil.disk_usage(directory.parent).free
@@ -295,18 +278,6 @@ def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
             str(directory), f"{free} bytes free", f"the checkpoint needs {int(size * HEADROOM)} bytes",
             "free space there, lower checkpoint.keep, or point output_dir at a larger disk",
         )  # fmt: skip
-
-
-def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any], sums: Mapping[str, FileSum]) -> None:
-    save_config(CheckpointingConfig("torch_dist", 1), str(saving))
-    checkpoints.complete(saving, directory, layout, dist.get_world_size(), extra, sums)
-
-
-def _everyones(mine: dict[str, FileSum]) -> dict[str, FileSum]:
-    """Checksums of all ranks' files. A collective."""
-    everyone: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: total for sums in everyone for name, total in sums.items()}
 
 
 def _on_rank_0(work: Callable[[], object]) -> None:
@@ -322,7 +293,11 @@ def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError])
     except CheckpointError as error:
         mistake = error
     except FAILURES as error:
-        mistake, cause = describe(_root_cause(error)), error
+        rank, cause = dist.get_rank(), error
+        failure: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:  # it carries the failures of all ranks
+            rank, (failure, _) = next(iter(error.failures.items()))
+        mistake = describe(f"{type(failure).__name__} on rank {rank}: {failure}")
     mistakes: list[CheckpointError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(mistakes, mistake)
     first = next((m for m in mistakes if m is not None), None)
@@ -331,36 +306,16 @@ def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError])
     return cast(T, result)
 
 
-def _root_cause(failure: BaseException) -> str:
-    """One line; torch's collective exceptions carry the failures of all ranks."""
-    rank = dist.get_rank()
-    if isinstance(failure, CheckpointException) and failure.failures:
-        rank, (failure, _) = next(iter(failure.failures.items()))
-    return f"{type(failure).__name__} on rank {rank}: {failure}"
-
-
-def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
-    def describe(reason: str) -> CheckpointError:
-        return CheckpointError(
-            str(directory), f"{shutil.disk_usage(_existing(directory)).free} bytes free", f"saving failed: {reason}",
-            "free space there or mend the file system; older checkpoints are untouched",
-        )  # fmt: skip
-
-    return describe
-
-
-def _cannot_read(directory: Path) -> Callable[[str], CheckpointError]:
-    return lambda reason: CheckpointError(
-        str(directory), reason, "must be a readable checkpoint of the model that is trained",
-        "resume with the model and megatron.use_distributed_optimizer that wrote it, or from an older checkpoint",
+def _cannot_write(directory: Path, reason: str) -> CheckpointError:
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    return CheckpointError(
+        str(directory), f"{shutil.disk_usage(existing).free} bytes free", f"saving failed: {reason}",
+        "free space there or mend the file system; older checkpoints are untouched",
     )  # fmt: skip
 
 
-def _existing(path: Path) -> Path:
-    """The nearest existing parent directory."""
-    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-
-
-def _device() -> torch.device:
-    """Device for tensors of this process group's collectives."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def _cannot_read(directory: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        str(directory), reason, "must be a readable checkpoint of the model that is trained",
+        "resume with the model and megatron.use_distributed_optimizer that wrote it, or from an older checkpoint",
+    )  # fmt: skip

@@ -177,12 +177,13 @@ class SafeLoad(TorchDistLoadShardedStrategy):
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         exact = [tensor for tensor in tensors if not tensor.allow_shape_mismatch]
         loose = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
+        empty = {value.unique_key for value in values if isinstance(value, ShardedObject) and _is_empty(value.data)}
         given = sharded_state_dict
         renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(given)
         found: dict[str, Any] = mcore_to_pyt_state_dict(renamed, True)
         reader = _SafeReader(checkpoint_dir)
         planner = _SafePlanner(
-            shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=loose, empty=_empty(values)
+            shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=loose, empty=empty
         )
         load_state_dict(found, reader, planner=planner)
         self.cached_global_metadata = reader.read_metadata()
@@ -190,11 +191,6 @@ class SafeLoad(TorchDistLoadShardedStrategy):
         restored = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat, names)  # type: ignore[arg-type]
         _restore_dict_types(restored, given)
         return restored
-
-
-def _empty(values: list[Any]) -> set[str]:
-    """Keys of objects without contents."""
-    return {value.unique_key for value in values if isinstance(value, ShardedObject) and _is_empty(value.data)}
 
 
 def _is_empty(value: object) -> bool:
@@ -310,21 +306,10 @@ def _parts(
 def parts_of_entry(entry: object) -> list[ShardedTensor]:
     """Tensors stored by a sharded state dict entry; a factory splits its tensor into views."""
     if isinstance(entry, ShardedTensorFactory):
-        built: list[ShardedTensor] = []
-        for part in _flat(entry.build()):
-            assert isinstance(part, ShardedTensor), part
-            built.append(part)
-        return built
-    assert isinstance(entry, ShardedTensor), entry
-    return [entry]
-
-
-def _flat(built: object) -> list[object]:
-    if isinstance(built, Mapping):
-        return [leaf for part in built.values() for leaf in _flat(part)]
-    if isinstance(built, list | tuple):
-        return [leaf for part in built for leaf in _flat(part)]
-    return [built]
+        entry = entry.build()
+    parts: list[Any] = list(nested_values([entry]))
+    assert all(isinstance(part, ShardedTensor) for part in parts), parts
+    return parts
 
 
 def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.megatron.step.batches import RowLayout
@@ -45,14 +44,26 @@ def start_process_groups(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(spec.threads)
-    longest = max(spec.deadlines.train_step_s, spec.deadlines.weight_sync_s)
+    seconds, longest = spec.deadlines.trainer_start_s, max(spec.deadlines.train_step_s, spec.deadlines.weight_sync_s)
+    try:
+        store = next(rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))[0]
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise TrainerError(
+            "deadlines.trainer_start_s", seconds,
+            f"rank {rank} of {world_size} waited this long at {init_method} for the others: {error}",
+            "see the log of the rank that died or did not start",
+        ) from error  # fmt: skip
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=_meet(init_method, rank, world_size, spec.deadlines.trainer_start_s),
-        rank=rank, world_size=world_size, timeout=timedelta(seconds=longest),
+        store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=longest),
     )  # fmt: skip
     make_model_parallel_groups(layout, distributed_timeout_minutes=math.ceil(longest / 60))
-    _seed(spec.seed)
+    # Stages differ, ranks of one stage agree, tensor-parallel regions follow megatron-core.
+    stage_seed = spec.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
 def make_model_parallel_groups(layout: ParallelLayout, **options: Any) -> None:
@@ -72,32 +83,11 @@ def make_model_parallel_groups(layout: ParallelLayout, **options: Any) -> None:
     )
 
 
-def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> Store:
-    """The rendezvous store of the ranks, once all have connected."""
-    try:
-        return next(rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))[0]
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise TrainerError(
-            "deadlines.trainer_start_s", seconds,
-            f"rank {rank} of {world_size} waited this long at {init_method} for the others: {error}",
-            "see the log of the rank that died or did not start",
-        ) from error  # fmt: skip
-
-
 def stop_process_groups() -> None:
     """Leave all groups; a new trainer may be built in this process afterwards."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _seed(seed: int) -> None:
-    """Seed this rank: stages differ, ranks of one stage agree, tensor-parallel regions follow megatron-core."""
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(stage_seed)
-    np.random.seed(stage_seed)
-    torch.manual_seed(stage_seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
 @dataclass(frozen=True)

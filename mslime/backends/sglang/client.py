@@ -31,7 +31,6 @@ from mslime.backends.sglang.generating import (
     ProbeRequest,
     ScoreRequest,
     answer_limit,
-    format_version,
     of_version,
     parse_generation,
     parse_probe,
@@ -124,7 +123,6 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -241,7 +239,6 @@ class EngineClient:
         return str(answer.get("message"))
 
     async def leave_group(self, name: str) -> None:
-        """Make the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
     async def ask(self, request: wire.Request, reply: type[R], *, repeat: bool = False) -> R:
@@ -283,18 +280,17 @@ class EngineClient:
     async def _unload_adapter(self, name: str) -> None:
         await self._control("/unload_lora_adapter", {"lora_name": name}, self.deadlines.weight_sync_s)
 
-    async def held_weights(self) -> Sequence[Mapping[str, str]] | None:
-        """Checksums of every rank for the tensors that were sent, for `comparison`; None if the server lacks the
-        plug-in."""
-        return await self._held(wire.HeldWeights())
+    async def held_weights(self, version: int | None = None, owner: str = "") -> Sequence[Mapping[str, str]] | None:
+        """Checksums of every rank for the tensors that were sent; None if the server lacks the plug-in.
 
-    async def held_adapter(self, version: int, owner: str = "") -> Sequence[Mapping[str, str]] | None:
-        """Checksums of every rank for the tensors of the loaded adapter of a version; see `held_weights`."""
-        adapter = self.adapters.of_version(version, owner)
-        assert adapter is not None, f"{self.url} has no adapter of version {version}"
-        return await self._held(wire.HeldAdapter(adapter.name))
-
-    async def _held(self, request: wire.Request) -> Sequence[Mapping[str, str]] | None:
+        Args:
+            version: of the owner's loaded adapter, whose tensors they are; None: they are weights.
+        """
+        request = wire.HeldWeights()
+        if version is not None:
+            adapter = self.adapters.of_version(version, owner)
+            assert adapter is not None, f"{self.url} has no adapter of version {version}"
+            request = wire.HeldAdapter(adapter.name)
         try:
             return (await self.ask(request, wire.Sums, repeat=True)).ranks
         except NoPlugIn:
@@ -325,7 +321,7 @@ class EngineClient:
 
     async def stamp(self, version: int) -> None:
         """Set the version of the weights; running requests continue, and their spans show the change."""
-        body = {"new_version": format_version(version), "abort_all_requests": False}
+        body = {"new_version": str(version), "abort_all_requests": False}
         await self._control("/update_weight_version", body, retry=True)
 
     async def version(self) -> int:
@@ -340,18 +336,15 @@ class EngineClient:
 
     async def ready(self) -> bool:
         """Whether the server is up and not paused."""
-        return await self._readiness() == 200
+        return await self._status("/ready", 5.0) == 200
 
     async def answers(self) -> bool:
         """Whether a server answers within 5 s, paused or not."""
-        return await self._readiness() is not None
+        return await self._status("/ready", 5.0) is not None
 
     async def healthy(self, patience_s: float) -> bool:
         """Whether its parts show a sign of life in that time; a paused engine shows none."""
         return await self._status("/health", patience_s) == 200
-
-    async def _readiness(self) -> int | None:
-        return await self._status("/ready", 5.0)
 
     async def _status(self, path: str, patience_s: float) -> int | None:
         try:
@@ -361,7 +354,6 @@ class EngineClient:
             return None
 
     async def model_info(self) -> dict[str, Any]:
-        """GET /model_info."""
         return await self._question("/model_info")
 
     async def server_info(self) -> dict[str, Any]:
@@ -490,7 +482,6 @@ class EngineClient:
 
 
 def _with(adapter: AdapterVersion | None) -> dict[str, Any]:
-    """Adapter fields of a /generate request."""
     return {} if adapter is None else {"lora_path": adapter.name}
 
 

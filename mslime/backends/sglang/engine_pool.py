@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang import adapter_update
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, ProbeRequest, ScoreRequest
-from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.port import Sums, compare, why_not
-from mslime.backends.sglang.serving_adapters import AdapterVersion
-from mslime.backends.sglang.slots import EngineSlot
+from mslime.backends.sglang.serving_adapters import AdapterVersion, interrupt_older, load_version
 from mslime.config.base import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
@@ -36,9 +33,123 @@ T = TypeVar("T")
 MAX_SESSIONS = 65536
 INTERRUPT_S = 5.0
 """Seconds for interrupted requests to return; later ones continue under their own adapter."""
+MISSED = 3
+"""Missed heartbeats in a row until an engine is dead. One alone may be lost if this machine was suspended."""
 _CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
 _NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
+
+
+class EngineSlot:
+    """One engine with its share of the requests.
+
+    Args:
+        concurrency: requests in flight; further ones wait, in order.
+        ready: whether it may get requests at once.
+
+    Attributes:
+        error: cause of its death.
+        answered: time (`time.monotonic`) of its last sign of life.
+        missed: heartbeats since then.
+        served: time (`time.monotonic`) of its last answer to a request: stronger than a sign of life, because SGLang
+            also counts its scheduler's message about an aborted heartbeat.
+        leaving: it gets no further requests, and is removed at the next weight update.
+        ready: set when it has the adapters of the requests; until then they wait.
+        proven: cleared while requests run under weights that are being probed; their answers wait until it is set.
+    """
+
+    def __init__(self, client: EngineClient, concurrency: int, ready: bool = True, *, leaving: bool = False) -> None:
+        self.client = client
+        self.assigned = 0
+        self.limit = asyncio.Semaphore(concurrency)
+        self.error: EngineError | None = None
+        self.answered = self.served = time.monotonic()
+        self.missed = 0
+        self.leaving = leaving
+        self.ready = asyncio.Event()
+        if ready:
+            self.ready.set()
+        self.proven = asyncio.Event()
+        self.proven.set()
+        self._death: asyncio.Future[None] | None = None
+
+    @property
+    def death(self) -> asyncio.Future[None]:
+        """Done when the engine is dead. Shared by all requests: a task for each would cost as much as the requests."""
+        if self._death is None:
+            self._death = asyncio.get_running_loop().create_future()
+        return self._death
+
+    def kill(self, error: EngineError) -> None:
+        """Mark it as dead; the first cause is kept."""
+        if self.error is None:
+            self.error = error
+            self.death.set_result(None)
+
+
+class Heartbeats:
+    """Sends heartbeats to engines while they generate. Belongs to one event loop.
+
+    A hanging engine is thus dead before its requests time out. Answers to requests are signs of life. After a while
+    without any, this sends `GET /health`; SGLang 0.5.23 then waits for output of its scheduler and detokenizer, and
+    generates a token if they are idle. Paused engines would not answer and are skipped. An unanswered heartbeat stays
+    open: SGLang aborts closed ones and counts the scheduler's abort message as a sign of life, so an engine with a
+    hanging detokenizer would seem alive.
+
+    Args:
+        silence_s: seconds after which a silent engine is dead; infinite: no heartbeats.
+        engines: returns the watched engines; called at each beat.
+    """
+
+    def __init__(self, silence_s: float, engines: Callable[[], Iterable[EngineSlot]]) -> None:
+        self._silence_s, self._engines = silence_s, engines
+        self._beat_s = silence_s / (MISSED + 1)
+        self._watching: asyncio.Task[None] | None = None
+        self._asked: dict[EngineSlot, set[asyncio.Task[bool]]] = {}
+
+    def start(self) -> None:
+        """Start heartbeats: engines generate from now on."""
+        now = time.monotonic()
+        for engine in self._engines():
+            engine.answered, engine.missed = now, 0
+        if self._watching is None and math.isfinite(self._silence_s):
+            self._watching = asyncio.create_task(self._watch(), name="heartbeats of engines")
+
+    def stop(self) -> None:
+        """Stop heartbeats: engines are paused, or left."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        for engine in list(self._asked):
+            self._forget(engine)
+
+    async def _watch(self) -> None:
+        while True:
+            began = time.monotonic()
+            silent = [e for e in self._engines() if e.error is None and began - e.answered >= self._beat_s]
+            await asyncio.gather(*(self._ask(engine) for engine in silent))
+            await asyncio.sleep(max(0.0, began + self._beat_s - time.monotonic()))
+
+    async def _ask(self, engine: EngineSlot) -> None:
+        asked = self._asked.setdefault(engine, set())
+        asked.add(asyncio.create_task(engine.client.healthy(self._silence_s)))
+        ends = time.monotonic() + self._beat_s
+        while asked and (left := ends - time.monotonic()) > 0:
+            done, _ = await asyncio.wait(asked, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            asked -= done  # without those that failed
+            if any(task.result() for task in done):
+                self._forget(engine)
+                engine.answered, engine.missed = time.monotonic(), 0
+                return
+        engine.missed += 1
+        if engine.missed >= MISSED:
+            self._forget(engine)
+            engine.kill(engine.client.error("/health", f"no sign of life for {self._silence_s:g} s", EngineDied))
+
+    def _forget(self, engine: EngineSlot) -> None:
+        """Cancel the unanswered heartbeats of an engine."""
+        for task in self._asked.pop(engine, ()):
+            task.cancel()
 
 
 @dataclass(frozen=True)
@@ -71,7 +182,7 @@ class EnginePool:
         self._concurrency = concurrency
         self._slots = [EngineSlot(client, concurrency) for client in clients]
         self._admitted: dict[str, EngineClient] = {}
-        self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
+        self._heartbeats = Heartbeats(silence_s, lambda: self._slots)
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._paused: PauseMode = "retract"
         self._newest: dict[str, AdapterVersion] = {}  # of each owner, for joining engines
@@ -119,10 +230,9 @@ class EnginePool:
             async with client.adapters.lent(directory, request.rid, room, client.load_adapter) as owner:
                 return await _or_abort(client, replace(request, adapter=owner))
 
-        def has_it(client: EngineClient) -> bool:
-            return directory is not None and client.adapters.lends(directory)
-
-        return await self._one(request.session_id, one, has_it)
+        return await self._one(
+            request.session_id, one, lambda client: directory is not None and client.adapters.lends(directory)
+        )
 
     async def take_back(self, directory: Path) -> None:
         """Make engines unload an adapter of `generate_from` after its last request."""
@@ -157,9 +267,8 @@ class EnginePool:
                 slot.kill(slot.client.error("weight update", why, EngineDied))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause every engine."""
         self._paused = mode
-        self._stop_heartbeats()
+        self._heartbeats.stop()
         await self.broadcast(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
@@ -167,8 +276,7 @@ class EnginePool:
         await self.broadcast(lambda client: client.resume())
         for slot in self._slots:
             slot.proven.set()
-        if self._heartbeats is not None:
-            self._heartbeats.start()
+        self._heartbeats.start()
 
     async def flush_cache(self) -> None:
         """Drop cached prefixes on all engines; those that generated during a probe have already done so."""
@@ -191,8 +299,8 @@ class EnginePool:
         self._admitted[client.name] = client
 
     async def _withdraw(self, name: str) -> None:
-        if (client := self._admitted.pop(name, None)) is not None:
-            await client.close()
+        if name in self._admitted:
+            await self._admitted.pop(name).close()
 
     async def retire(self, name: str) -> None:
         """Stop sending requests to an engine, interrupt its running ones (they continue elsewhere, with their tokens),
@@ -210,8 +318,7 @@ class EnginePool:
         declared dead, unless all do. Raises like `broadcast`."""
         await self._change()
         await self.broadcast(lambda client: client.resume(), spare=True)
-        if self._heartbeats is not None:
-            self._heartbeats.start()
+        self._heartbeats.start()
 
     async def _change(self, ready: bool = True) -> None:
         """Add admitted engines and remove leaving ones.
@@ -272,7 +379,7 @@ class EnginePool:
         """
         await self._change(ready=False)
         others = [newest for owner, newest in self._newest.items() if owner != adapter.owner]
-        urls = await self.broadcast(lambda client: adapter_update.load(client, adapter, alive, others), spare=True)
+        urls = await self.broadcast(lambda client: load_version(client, adapter, alive, others), spare=True)
         held = frozenset(a.version for client in self.clients for a in client.adapters.loaded_of(adapter.owner))
         return UpdateMembers(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
 
@@ -287,10 +394,9 @@ class EnginePool:
                 slot.client.adapters.switch(adapter)
                 slot.ready.set()
                 self._newest[owner] = adapter
-        if self._heartbeats is not None:
-            self._heartbeats.start()
+        self._heartbeats.start()
         if interrupt:
-            await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S, owner))
+            await self.broadcast(lambda client: interrupt_older(client, INTERRUPT_S, owner))
 
     async def begin_again(self) -> UpdateMembers:
         """`begin_update` after an aborted update: engines hold a mixture and receive all weights anew. The trainer must
@@ -304,13 +410,7 @@ class EnginePool:
             except EngineError:
                 pass  # the next step detects an engine that refuses to begin
 
-        await self._disprove()
-        await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
-        return await self.begin_update()
-
-    async def _disprove(self) -> None:
-        """Pause engines that generated during a probe again. Their requests fail, because the answers may come from
-        wrong weights."""
+        # Engines that generated during a probe pause again. Their requests fail: the answers may be of wrong weights.
         unproven = [slot for slot in self._slots if slot.error is None and not slot.proven.is_set()]
         for slot in unproven:
             self._slots[self._slots.index(slot)] = EngineSlot(slot.client, self._concurrency, leaving=slot.leaving)
@@ -318,6 +418,8 @@ class EnginePool:
         if unproven:
             await self.broadcast(lambda client: client.pause(self._paused), spare=True)
             await self.broadcast(lambda client: client.abort(), spare=True)
+        await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
+        return await self.begin_update()
 
     async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None, owner: str = "") -> int:
         """Compare every bit of the engines' tensors with those that the trainer sent.
@@ -336,10 +438,7 @@ class EnginePool:
         wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
-            if adapter is None:
-                reported = await client.held_weights()
-            else:
-                reported = await client.held_adapter(adapter, owner)
+            reported = await client.held_weights(adapter, owner)
             with client.reading("sums of its weights"):
                 cannot = _NO_PLUG_IN if reported is None else why_not(reported)
                 if cannot:
@@ -365,7 +464,7 @@ class EnginePool:
         Raises:
             EngineError: all refuse; or all are dead: the cause of the first.
         """
-        self._stop_heartbeats()
+        self._heartbeats.stop()
         for client in list(self._admitted.values()):
             try:
                 await client.hold_memory(tags)
@@ -430,14 +529,9 @@ class EnginePool:
         return all_or_first_failure(lived or answers)
 
     async def close(self) -> None:
-        """Close all connections."""
-        self._stop_heartbeats()
+        self._heartbeats.stop()
         for client in (*self.clients, *self._admitted.values()):
             await client.close()
-
-    def _stop_heartbeats(self) -> None:
-        if self._heartbeats is not None:
-            self._heartbeats.stop()
 
     def _live(self) -> list[EngineSlot]:
         """The live engines. If there are none, raises the cause of the first death."""
@@ -451,16 +545,10 @@ class EnginePool:
         prefers: Callable[[EngineClient], bool] = lambda client: False,
     ) -> T:  # fmt: skip
         """One call to the session's engine, or to the least busy one."""
-        slot = self._choose(session_id, prefers)
-        slot.assigned += 1
-        try:
-            return await self._unless_dead(slot, self._limited(slot, call))
-        finally:
-            slot.assigned -= 1
-
-    def _choose(self, session_id: str, prefers: Callable[[EngineClient], bool]) -> EngineSlot:
-        slot = self._sessions.get(session_id) if session_id else None
-        if slot is None or slot.error is not None or slot.leaving:
+        known = self._sessions.get(session_id) if session_id else None
+        if known is not None and known.error is None and not known.leaving:
+            slot = known
+        else:
             live = self._live()
             # A leaving engine gets no more requests, unless no other is alive.
             slot = min([s for s in live if not s.leaving] or live, key=lambda s: (s.assigned, not prefers(s.client)))
@@ -469,17 +557,21 @@ class EnginePool:
             self._sessions.move_to_end(session_id)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return slot
 
-    @staticmethod
-    async def _limited(slot: EngineSlot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
-        async with slot.limit:
-            await slot.ready.wait()
-            answer = await call(slot.client)
-        slot.answered = slot.served = time.monotonic()
-        slot.missed = 0
-        await slot.proven.wait()
-        return answer
+        async def limited() -> T:
+            async with slot.limit:
+                await slot.ready.wait()
+                answer = await call(slot.client)
+            slot.answered = slot.served = time.monotonic()
+            slot.missed = 0
+            await slot.proven.wait()
+            return answer
+
+        slot.assigned += 1
+        try:
+            return await self._unless_dead(slot, limited())
+        finally:
+            slot.assigned -= 1
 
     @staticmethod
     async def _unless_dead(slot: EngineSlot, work: Awaitable[T]) -> T:

@@ -6,14 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.base import Half
 from mslime.config.model_facts import read_hf_config
-from mslime.config.resolved import ServedLora, ServerSpec
+from mslime.config.resolved import ServerSpec
 from mslime.engine_plugin.wire import LOADER_VARIABLE, PATH_ENTRY
 
 CPU_MAX_TOTAL_TOKENS = 65536
@@ -44,42 +43,19 @@ _NEGATABLE = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """One host's part of a server that spans several.
-
-    Attributes:
-        rank: its index; part 0 answers over HTTP.
-        meeting: `host:port` of the rendezvous at part 0.
-    """
-
-    rank: int
-    meeting: str
-
-
-@dataclass(frozen=True)
-class HalfOfPair:
-    """One of the two servers of a pair.
-
-    Attributes:
-        bootstrap_port: of the prefill server, to which the other one connects for each request.
-    """
-
-    half: Half
-    bootstrap_port: int = 0
-
-
 def server_fields(
     spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False,
-    part: Part | None = None, half: HalfOfPair | None = None,
+    part: tuple[int, str] | None = None, half: Half | None = None, bootstrap_port: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """ServerArgs fields of server `index`; fields that the user passes through override our defaults.
 
     Args:
         identity: name under which it serves its model, which distinguishes it from other servers.
         routes: whether it returns the experts of every token.
-        part: of a server that spans several hosts.
+        part: of a server that spans several hosts: index of the host, of which the first answers over HTTP, and
+            `host:port` of the rendezvous there.
         half: of a pair.
+        bootstrap_port: of the prefill server of a pair, to which the other one connects for each request.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -107,36 +83,27 @@ def server_fields(
         "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory_release`)
         "enable_weights_cpu_backup": spec.gives_back and spec.role == "teacher",
     }
-    if spec.lora is not None:
-        fields |= _lora_fields(spec.lora, cpu)
+    if (lora := spec.lora) is not None:
+        fields |= {
+            "enable_lora": True,
+            "lora_backend": "torch_native" if cpu else None,
+            "max_lora_rank": lora.rank,
+            "lora_target_modules": list(lora.modules),
+            "max_loras_per_batch": lora.alive,
+            "max_loaded_loras": lora.alive + 1,  # the newest is loaded before the oldest is removed
+            "experts_shared_outer_loras": lora.shares_outer or None,
+        }
     if part is not None:
-        fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
+        fields |= {"nnodes": engine.nnodes, "node_rank": part[0], "dist_init_addr": part[1]}
     if half is not None:
-        fields |= _half_fields(half, engine.pairs)
+        fields |= {"disaggregation_mode": half, "disaggregation_transfer_backend": engine.pairs}
+        if half == "prefill":
+            fields["disaggregation_bootstrap_port"] = bootstrap_port
+        else:
+            # It does not requeue requests: their routes are stored with their cache and would be lost. It fails them
+            # with HTTP 503 instead, and they are sent again.
+            fields["disaggregation_decode_retraction_backup"] = "none"
     return fields | engine.extra
-
-
-def _half_fields(half: HalfOfPair, transfer: str | None) -> dict[str, Any]:
-    """Fields of a server in a pair. The decode server does not requeue requests: their routes are stored with their
-    cache and would be lost. It fails them with HTTP 503 instead, and they are sent again."""
-    fields: dict[str, Any] = {"disaggregation_mode": half.half, "disaggregation_transfer_backend": transfer}
-    if half.half == "prefill":
-        return fields | {"disaggregation_bootstrap_port": half.bootstrap_port}
-    return fields | {"disaggregation_decode_retraction_backup": "none"}
-
-
-def _lora_fields(lora: ServedLora, cpu: bool) -> dict[str, Any]:
-    """Fields of a server with adapters. It holds one more than it serves: the newest is loaded before the oldest is
-    removed."""
-    return {
-        "enable_lora": True,
-        "lora_backend": "torch_native" if cpu else None,
-        "max_lora_rank": lora.rank,
-        "lora_target_modules": list(lora.modules),
-        "max_loras_per_batch": lora.alive,
-        "max_loaded_loras": lora.alive + 1,
-        "experts_shared_outer_loras": lora.shares_outer or None,
-    }
 
 
 def command_line(fields: Mapping[str, Any]) -> list[str]:

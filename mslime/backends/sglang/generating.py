@@ -224,11 +224,6 @@ class GenerateResult:
     scores: NDArray[np.float32] | None = None
 
 
-def format_version(version: int) -> str:
-    """A weight version in the engine's format."""
-    return str(version)
-
-
 def parse_version(text: str) -> int:
     """A weight version as a number; `default`, for weights that the engine loaded itself, is version 0."""
     return 0 if text == "default" else int(text)
@@ -301,6 +296,10 @@ def parse_generation(
         assert encoded is not None, "the engine returned no routed experts"
         assert model is not None, "routes were asked of a client that does not know the model"
         routes = decode_routes(encoded, len(request.input_ids) + n - 1 - request.routes_start, model)
+    scores = None
+    if (start := request.scored_from) is not None:
+        scores = np.full(len(request.input_ids), np.nan, np.float32)
+        scores[start:] = read_scores(meta, request.input_ids, start, None if model is None else model.vocab_size)
     return GenerateResult(
         ids,
         _log_probs(meta, ids, restricted),
@@ -312,16 +311,8 @@ def parse_generation(
         str(answer.get("text") or ""),
         engine,
         int(meta.get("num_retractions") or 0),
-        _scores(request, meta, model),
+        scores,
     )
-
-
-def _scores(request: GenerateRequest, meta: Mapping[str, Any], model: ModelFacts | None) -> NDArray[np.float32] | None:
-    if (start := request.scored_from) is None:
-        return None
-    scores = np.full(len(request.input_ids), np.nan, np.float32)
-    scores[start:] = read_scores(meta, request.input_ids, start, None if model is None else model.vocab_size)
-    return scores
 
 
 def of_version(result: GenerateResult, version: int) -> GenerateResult:
@@ -511,21 +502,13 @@ class Endings:
         if n == 0:
             return result
         added = result.output_ids.tolist()
-        if (end := self._straddling(before, added)) is not None:
-            return head(result, end)
-        if result.finish == "abort" and (added[-1] in self._ids or self._ends_in_text(added)):
+        tail = before[-self._reach :].tolist() if self._reach else []
+        for end in range(1, min(len(added), self._reach) + 1) if tail else ():
+            if self._in([*tail, *added[:end]]):  # new tokens complete a stop text that begins in the old ones
+                return head(result, end)
+        if result.finish == "abort" and (added[-1] in self._ids or (self._texts and self._in(added[-self._reach :]))):
             return dataclasses.replace(result, finish="stop")
         return result
-
-    def _straddling(self, before: NDArray[np.int32], added: Sequence[int]) -> int | None:
-        """How many of the new tokens complete a stop text that begins in the old ones; None if there is none."""
-        tail = before[-self._reach :].tolist() if self._reach else []
-        if not tail:
-            return None
-        return next((k for k in range(1, min(len(added), self._reach) + 1) if self._in([*tail, *added[:k]])), None)
-
-    def _ends_in_text(self, added: Sequence[int]) -> bool:
-        return bool(self._texts) and self._in(added[-self._reach :])
 
     def _in(self, ids: Sequence[int]) -> bool:
         text = self._tokenizer.decode(ids, special_tokens=True)

@@ -25,23 +25,14 @@ GRACE_SECONDS = 3.0
 LOOK_SECONDS = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SHARED_MEMORY = Path("/dev/shm")
-_TRACKER = b"multiprocessing.resource_tracker"
 
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_guard(guard: int) -> None:
-    """In the command's process: die with the guard, and end on Ctrl-C's signal as usual."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _stat(pid: int) -> list[int]:
-    """Parent and process group of a process; empty if it has ended."""
+def parent_and_group(pid: int) -> list[int]:
+    """Parent and process group of a process, read from /proc; empty if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +42,7 @@ def _stat(pid: int) -> list[int]:
 
 def _everyone() -> dict[int, list[int]]:
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return {pid: found for pid in pids if (found := _stat(pid))}
+    return {pid: found for pid in pids if (found := parent_and_group(pid))}
 
 
 def descendants(root: int) -> list[int]:
@@ -72,22 +63,17 @@ def process_group(leader: int) -> list[int]:
 def kill_all(pids: Iterable[int]) -> None:
     """SIGKILL each process that still exists."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def kill_but_cleaners(pids: Sequence[int]) -> None:
     """SIGKILL all but Python's helpers, which unlink semaphores once their users have ended."""
-    kill_all(pid for pid in pids if not _cleans_up(pid))
-
-
-def _cleans_up(pid: int) -> bool:
-    try:
-        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    for pid in pids:
+        with suppress(OSError):
+            if b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                continue
+        kill_all([pid])
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
@@ -157,11 +143,19 @@ def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.update({"to end": True}))
     guard = os.getpid()
+
+    def begin() -> None:
+        """In the command's process: die with the guard, and end on Ctrl-C's signal as usual."""
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     # The guard has no threads, so preexec_fn is safe.
     child = subprocess.Popen(
         command,
         env={**os.environ, "TMPDIR": tmp},
-        preexec_fn=lambda: _die_with_guard(guard),  # noqa: PLW1509
+        preexec_fn=begin,  # noqa: PLW1509
         stdin=subprocess.DEVNULL,
     )
     files: set[Path] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,21 +92,17 @@ async def handshake(client: EngineClient, needs: Needs) -> int:
         The smallest number of input tokens that it rejects.
     """
     with client.reading("handshake"):
-        return await _handshake(client, needs)
-
-
-async def _handshake(client: EngineClient, needs: Needs) -> int:
-    roles = ("null",) if len(client.servers) == 1 else get_args(Half)
-    limit = min([await _check_server(*each, needs) for each in zip(client.servers, roles, strict=True)])
-    await _probe(client, "log-probs", _probe_log_probs)
-    if needs.routes:
-        await _probe(client, "routed experts", _probe_routes)
-    if needs.truncation:
-        await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
-    if needs.memory:
-        await _probe(client, "memory that is given back", _probe_memory)
-    await _probe(client, "pause modes", _probe_pause_modes)
-    return limit
+        roles = ("null",) if len(client.servers) == 1 else get_args(Half)
+        limit = min([await _check_server(*each, needs) for each in zip(client.servers, roles, strict=True)])
+        await _probe(client, "log-probs", _probe_log_probs)
+        if needs.routes:
+            await _probe(client, "routed experts", _probe_routes)
+        if needs.truncation:
+            await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
+        if needs.memory:
+            await _probe(client, "memory that is given back", _probe_memory)
+        await _probe(client, "pause modes", _probe_pause_modes)
+        return limit
 
 
 async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
@@ -122,7 +118,10 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
     info = await client.server_info()
     if info.get("version") != SGLANG_VERSION:
         raise _missing(client, f"sglang {SGLANG_VERSION}", f"it runs {info.get('version')}")
-    served_dtype = _served_dtype(str(info.get("dtype", "auto")), needs.checkpoint_dtype)
+    served_dtype = str(info.get("dtype", "auto"))  # resolved as by SGLang (model_config.py: `_get_and_verify_dtype`)
+    if served_dtype == "auto":
+        served_dtype = "float16" if needs.checkpoint_dtype in (None, "float32") else needs.checkpoint_dtype
+    served_dtype = {"half": "float16", "float": "float32"}.get(served_dtype, served_dtype)
     if needs.dtype and served_dtype != needs.dtype:
         raise _missing(
             client, f"weights in {needs.dtype}", f"it holds them in {served_dtype}: start it with --dtype {needs.dtype}"
@@ -156,11 +155,6 @@ async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
     return limit
 
 
-async def handshake_all(clients: Sequence[EngineClient], needs: Needs) -> int:
-    """`handshake` with every engine at once; the smallest number of input tokens that one of them rejects."""
-    return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
-
-
 def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
     """Missing server options for these adapters; empty if none."""
     if not info.get("enable_lora"):
@@ -177,13 +171,6 @@ def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
     return ""
 
 
-def _served_dtype(setting: str, checkpoint: str | None) -> str:
-    """Effective dtype of SGLang 0.5.23 for its `dtype` setting (model_config.py: `_get_and_verify_dtype`)."""
-    if setting == "auto":
-        return "float16" if checkpoint in (None, "float32") else checkpoint
-    return {"half": "float16", "float": "float32"}.get(setting, setting)
-
-
 def _missing(client: EngineClient, feature: str, found: str) -> EngineError:
     return client.error(f"without {feature}", f"mslime needs the engine feature {feature!r}, but {found}")
 
@@ -192,7 +179,11 @@ def _check_declared(client: EngineClient, declared: Declared, schema: Mapping[st
     operations = schema.get("paths", {}).get(declared.route)
     if operations is None:
         raise _missing(client, declared.feature, f"it has no route {declared.route}")
-    body = _body_schema(schema, operations.get("post") or next(iter(operations.values())))
+    operation = operations.get("post") or next(iter(operations.values()))
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if (reference := body.get("$ref")) is not None:
+        body = schema["components"]["schemas"][reference.rpartition("/")[2]]
+    body = body.get("properties", {})
     absent = [name for name in declared.fields if name not in body]
     if absent:
         raise _missing(client, declared.feature, f"{declared.route} does not take {', '.join(absent)}")
@@ -200,15 +191,6 @@ def _check_declared(client: EngineClient, declared: Declared, schema: Mapping[st
     lacking = [choice for choice in declared.choices if choice not in known]
     if lacking:
         raise _missing(client, declared.feature, f"{declared.route} does not know {', '.join(lacking)}")
-
-
-def _body_schema(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Properties of an operation's JSON body; empty if it has none."""
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    reference = content.get("$ref")
-    if reference is not None:
-        content = schema["components"]["schemas"][reference.rpartition("/")[2]]
-    return content.get("properties", {})
 
 
 async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClient], Awaitable[str]]) -> None:
@@ -279,11 +261,6 @@ async def _probe_pause_modes(client: EngineClient) -> str:
 _PROBE = (1, 2, 3, 4)
 
 
-async def meet_teachers(clients: Sequence[EngineClient], tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
-    """`meet_teacher` with every server at once."""
-    await asyncio.gather(*(meet_teacher(client, tokenizer, vocab_size, longest) for client in clients))
-
-
 async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
     """Check one server, and set the number of its embedding rows in its client.
 
@@ -295,36 +272,30 @@ async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: i
         EngineError: the server is unreachable, has other or too few tokens, too short a context, or no scores.
     """
     with client.reading("handshake"):
-        await _meet(client, tokenizer, vocab_size, longest)
-
-
-async def _meet(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
-    info = await client.server_info()
-    rows = embedding_rows(Path(str(info.get("model_path", ""))))
-    if rows is not None and rows < vocab_size:
-        raise EngineError(
-            client.name,
-            f"a vocabulary of {rows}",
-            f"the teacher embeds fewer token ids than the student, which may sample any of {vocab_size}",
-            "serve a teacher of the student's family",
+        info = await client.server_info()
+        rows = embedding_rows(Path(str(info.get("model_path", ""))))
+        if rows is not None and rows < vocab_size:
+            raise EngineError(
+                client.name, f"a vocabulary of {rows}",
+                f"the teacher embeds fewer token ids than the student, which may sample any of {vocab_size}",
+                "serve a teacher of the student's family",
+            )  # fmt: skip
+        await _compare_tokenizers(client, tokenizer)
+        # If its checkpoint is not readable here, it embeds at least its tokenizer's tokens, which are the student's.
+        rows = rows or tokenizer.vocab_size
+        client.model = ModelFacts(
+            vocab_size=rows, max_positions=longest, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
         )
-    await _compare_tokenizers(client, tokenizer)
-    # If its checkpoint is not readable here, it embeds at least its tokenizer's tokens, which are the student's.
-    rows = rows or tokenizer.vocab_size
-    client.model = ModelFacts(
-        vocab_size=rows, max_positions=longest, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
-    )
-    limit = info.get("max_req_input_len")
-    if isinstance(limit, int) and longest >= limit:
-        raise EngineError(
-            client.name,
-            f"at most {limit - 1} tokens",
-            f"the teacher must score sequences of {longest} tokens and more",
-            "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
-        )
-    scores = await client.score(ScoreRequest(f"handshake-{client.name}-{secrets.token_hex(8)}", _PROBE))
-    if not (np.count_nonzero(scores) and scores[0] == 0):
-        raise client.error("scores", f"{len(_PROBE)} tokens were scored as {scores.tolist()}")
+        limit = info.get("max_req_input_len")
+        if isinstance(limit, int) and longest >= limit:
+            raise EngineError(
+                client.name, f"at most {limit - 1} tokens",
+                f"the teacher must score sequences of {longest} tokens and more",
+                "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
+            )  # fmt: skip
+        scores = await client.score(ScoreRequest(f"handshake-{client.name}-{secrets.token_hex(8)}", _PROBE))
+        if not (np.count_nonzero(scores) and scores[0] == 0):
+            raise client.error("scores", f"{len(_PROBE)} tokens were scored as {scores.tolist()}")
 
 
 def embedding_rows(checkpoint: Path) -> int | None:

@@ -16,8 +16,9 @@ import signal
 import socket
 import sys
 from multiprocessing.util import register_after_fork
-from pathlib import Path
 from typing import Any
+
+from mslime.backends.sglang.guard import parent_and_group
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MSLIME_ENGINE_API_KEY", "MSLIME_ENGINE_ADMIN_API_KEY"
 _SERVER_PID = "MSLIME_ENGINE_PID"
@@ -36,12 +37,8 @@ class HiddenKey(str):
 def ancestors(pid: int) -> list[int]:
     """Process ids above `pid`, nearest first, read from /proc."""
     found: list[int] = []
-    while pid > 1:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            break
-        pid = int(stat.rpartition(")")[2].split()[1])
+    while pid > 1 and (stat := parent_and_group(pid)):
+        pid = stat[0]
         found.append(pid)
     return found
 

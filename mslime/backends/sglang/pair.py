@@ -63,7 +63,6 @@ class PairClient(EngineClient):
     """Client of both servers of a pair. Its URL, name and log are the decode server's; see `client_of`."""
 
     def prefills(self, address: EngineAddress) -> None:
-        """Set the address of the prefill server."""
         assert address.prefill is not None and address.prefill.bootstrap_port, "one server is no pair"
         self._prefill = client_of(address.prefill, self.deadlines, self.model)
         self._decode = client_of(replace(address, prefill=None), self.deadlines, self.model)
@@ -73,11 +72,9 @@ class PairClient(EngineClient):
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """The prefill server and the decode server."""
         return self._prefill, self._decode
 
     async def close(self) -> None:
-        """Close the connections to both."""
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -160,19 +160,16 @@ class SGLangPort:
             except EngineError as error:
                 raise sync_error(phase, where, f"{error.value}: {error.rule}") from error
 
-        return asyncio.run_coroutine_threadsafe(named(), self._running())
-
-    def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = loop = asyncio.new_event_loop()
+
+            def run() -> None:
+                loop.run_forever()
+                loop.close()
+
             # Daemon thread: an abandoned wait must not keep the process from ending.
-            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="weight requests").start()
-        return self._loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
+            threading.Thread(target=run, daemon=True, name="weight requests").start()
+        return asyncio.run_coroutine_threadsafe(named(), self._loop)
 
 
 # Comparison of the engine ranks' tensors with the trainer's, by checksums. Pure functions, no requests.

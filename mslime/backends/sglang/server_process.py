@@ -9,18 +9,32 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.client import EngineClient, blocking
-from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
-from mslime.backends.sglang.guard import descendants
+from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.guard import (
+    GRACE_SECONDS,
+    descendants,
+    kill_all,
+    kill_but_cleaners,
+    process_group,
+    remove_unused,
+    shared_memory_of,
+    wait_for,
+)
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
-from mslime.backends.sglang.supervised_process import SupervisedProcess, log_tail
 from mslime.config.base import Half
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
@@ -69,7 +83,6 @@ class EngineAddress:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Address for a client of its HTTP interface."""
         return Endpoint(self.url, self.keys)
 
     @property
@@ -122,7 +135,7 @@ class ServerPart:
         """Start it, replacing an earlier one."""
         self.stop()
         fields = server_fields(
-            self._spec, self._index, self._host, free_port(self._host), None, self._routes, Part(self._rank, meeting)
+            self._spec, self._index, self._host, free_port(self._host), None, self._routes, (self._rank, meeting)
         )
         env = _environment(self._spec, self._keys, self._gpus)
         self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
@@ -218,7 +231,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server was started and still runs."""
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
@@ -229,7 +241,6 @@ class ServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """The guard and every process below it."""
         return [self._process.pid, *descendants(self._process.pid)] if self._process is not None else []
 
     def stop(self) -> None:
@@ -241,9 +252,10 @@ class ServerProcess:
 
     def _launch(self, port: int, identity: str, bootstrap_port: int) -> SupervisedProcess:
         meeting = f"{self.host}:{free_port(self.host)}"
-        part = Part(0, meeting) if self._others else None
-        half = None if self._half is None else HalfOfPair(self._half, bootstrap_port)
-        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes, part, half)
+        fields = server_fields(
+            self.spec, self.index, self.host, port, identity, self.routes,
+            (0, meeting) if self._others else None, self._half, bootstrap_port,
+        )  # fmt: skip
         env = _environment(self.spec, self.keys, self.gpus)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         for other in self._others:
@@ -254,7 +266,8 @@ class ServerProcess:
         """True once the server is ready, False if another process has its port.
 
         Raises:
-            EngineError: it died, or missed the deadline of the whole start (and was stopped).
+            EngineError: it or its part on another host died, or it missed the deadline of the whole start; all of it
+                was stopped.
         """
         limit = self.spec.start_s
         while True:
@@ -265,7 +278,14 @@ class ServerProcess:
                 error = process.died()
                 self.stop()
                 raise error
-            self._check_others()
+            if time.monotonic() - self._asked_others >= ASK_OTHERS_S:
+                self._asked_others = time.monotonic()
+                try:
+                    for other in self._others:
+                        other.check()
+                except EngineError:
+                    self.stop()
+                    raise
             ready, identity = blocking(_ready_as(address))
             if ready:
                 return identity == address.identity
@@ -278,18 +298,6 @@ class ServerProcess:
                     f"read {self.log_path}, or raise deadlines.engine_start_s",
                 )
             time.sleep(0.2)
-
-    def _check_others(self) -> None:
-        """Raise EngineError, with everything stopped, if a part on another host has ended; checked periodically."""
-        if time.monotonic() - self._asked_others < ASK_OTHERS_S:
-            return
-        self._asked_others = time.monotonic()
-        try:
-            for other in self._others:
-                other.check()
-        except EngineError:
-            self.stop()
-            raise
 
     def _port_taken(self, port: int) -> EngineError:
         tried = "" if self.port is not None else f" (after {PORT_ATTEMPTS} other ports)"
@@ -321,3 +329,111 @@ async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
             return True, (await client.model_info()).get("served_model_name")
         except EngineError:
             return True, None
+
+
+# A command under guard: its log, its death, its end, and cleanup after it.
+#
+# The guard (see `guard`) ends the command when this process ends. `SupervisedProcess` handles a killed guard: a thread
+# waits for its end, kills the rest of its process group, and removes their recorded shared memory.
+
+
+TAIL_LINES = 30
+_NOISE = "Ignore import error when loading"  # SGLang logs it for every model file with missing packages
+
+
+def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """The end of a log, without empty lines and import errors of model files."""
+    if not path.exists():
+        return "(no log was written)"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        text = file.read().decode(errors="replace")
+    return "\n".join([line for line in text.splitlines() if line.strip() and _NOISE not in line][-lines:])
+
+
+class SupervisedProcess:
+    """A command under guard, writing to one log.
+
+    Args:
+        name: for messages.
+        command: program and arguments.
+        env: its whole environment.
+        log_path: stdout and stderr are appended here.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
+        self.name, self.log_path = name, log_path
+        read_end, self._write_end = os.pipe()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._tmp = tempfile.mkdtemp(prefix="mslime-", dir=env.get("TMPDIR"))
+        self._shared_memory: set[Path] = set()
+        guard = [sys.executable, "-m", "mslime.backends.sglang.guard", str(read_end), self._tmp, "--", *command]
+        with log_path.open("ab") as log:
+            log.write((" ".join(command) + "\n").encode())
+            log.flush()
+            self._log_start = log.tell()
+            self._guard = subprocess.Popen(
+                guard,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+        os.close(read_end)
+        self._ended = threading.Event()
+        threading.Thread(target=self._clean_up_after_guard, daemon=True, name=f"{name}-guard").start()
+
+    def _clean_up_after_guard(self) -> None:
+        """After the guard has ended: do nothing in the normal case; if it was killed, clean up everything."""
+        with suppress(ChildProcessError):  # not reaped here, so the group id stays its own
+            os.waitid(os.P_PID, self._guard.pid, os.WEXITED | os.WNOWAIT)
+        left = process_group(self._guard.pid)
+        if left:
+            kill_but_cleaners(left)
+            wait_for(lambda: not process_group(self._guard.pid), GRACE_SECONDS)
+            kill_all(process_group(self._guard.pid))
+        remove_unused(self._shared_memory)
+        shutil.rmtree(self._tmp, ignore_errors=True)
+        self._ended.set()
+
+    def remember_shared_memory(self) -> None:
+        """Record which files in /dev/shm belong to the command now; they are removed if its guard is killed."""
+        self._shared_memory |= shared_memory_of(descendants(self.pid))
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id; the server and its workers are below it."""
+        return self._guard.pid
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
+        return self._guard.poll()
+
+    def log_text(self) -> str:
+        with self.log_path.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def died(self) -> EngineError:
+        """The error for a process that ended while still needed."""
+        return EngineError(
+            self.name,
+            f"exit status {self.poll()}",
+            f"the server ended while the run needs it; the end of its log:\n{log_tail(self.log_path)}",
+            f"read {self.log_path}",
+        )
+
+    def stop(self) -> None:
+        """End the command and everything below it; returns when it is gone. Safe to call twice."""
+        if self._write_end < 0:
+            return
+        os.close(self._write_end)
+        self._write_end = -1
+        try:
+            self._guard.wait(4 * GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill_all([*descendants(self.pid), self.pid])
+            self._guard.wait()
+        self._ended.wait(GRACE_SECONDS)

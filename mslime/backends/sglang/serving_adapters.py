@@ -13,12 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mslime.config.errors import EngineError
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.client import EngineClient
 
 _log = logging.getLogger(__name__)
 
@@ -72,15 +78,12 @@ class ServingAdapters:
         return [rid for adapter in self.loaded_of(owner) if adapter != newest for rid in self._loaded[adapter]]
 
     def requests_by(self, owner: str) -> list[str]:
-        """Ids of all requests with an adapter of this owner."""
         return [rid for adapter in self.loaded_of(owner) for rid in self._loaded[adapter]]
 
     def requests_of(self, adapter: AdapterVersion) -> list[str]:
-        """Ids of requests with this adapter."""
         return list(self._loaded.get(adapter, ()))
 
     def add(self, adapter: AdapterVersion) -> None:
-        """Record that the engine has loaded it."""
         self._loaded[adapter] = set()
 
     def switch(self, adapter: AdapterVersion) -> None:
@@ -89,11 +92,6 @@ class ServingAdapters:
         self.newest[adapter.owner] = adapter
         for other in self.loaded_of(adapter.owner):
             self._forget_unused(other)
-
-    def drop(self, adapter: AdapterVersion) -> None:
-        """Unload an adapter that was loaded without ever being used."""
-        if adapter in self._loaded:
-            self._forget_unused(adapter)
 
     def of_version(self, version: int, owner: str = "") -> AdapterVersion | None:
         """The loaded adapter of a version."""
@@ -130,7 +128,11 @@ class ServingAdapters:
         """
         owner = str(directory)
         async with self._lending:
-            while owner not in self.newest and not self._made_room(room):
+            while owner not in self.newest and len(self._loaded) >= room:
+                idle = next((adapter for adapter, requests in self._loaded.items() if not requests), None)
+                if idle is not None:
+                    self._give_up(idle)
+                    break
                 await self._lending.wait()
             if owner not in self.newest:
                 await self.settled()
@@ -148,17 +150,7 @@ class ServingAdapters:
             async with self._lending:
                 self._lending.notify_all()
 
-    def _made_room(self, room: int) -> bool:
-        if len(self._loaded) < room:
-            return True
-        idle = next((adapter for adapter, requests in self._loaded.items() if not requests), None)
-        if idle is None:
-            return False
-        self._give_up(idle)
-        return True
-
     def lends(self, directory: Path) -> bool:
-        """Whether the adapter of a directory is loaded."""
         return str(directory) in self.newest
 
     async def take_back(self, directory: Path) -> None:
@@ -185,12 +177,81 @@ class ServingAdapters:
         if adapter == self.newest.get(adapter.owner) or self._loaded.get(adapter, True):
             return
         del self._loaded[adapter]
-        task = asyncio.create_task(self._unload_one(adapter), name=f"unload {adapter.name}")
+
+        async def unload() -> None:
+            try:
+                await self._unload(adapter.name)
+            except EngineError as error:  # it only uses memory: SGLang unloads the oldest by itself
+                _log.warning("%s is not unloaded: %s", adapter.name, error.brief)
+
+        task = asyncio.create_task(unload(), name=f"unload {adapter.name}")
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
-    async def _unload_one(self, adapter: AdapterVersion) -> None:
-        try:
-            await self._unload(adapter.name)
-        except EngineError as error:  # it only uses memory: SGLang unloads the oldest by itself
-            _log.warning("%s is not unloaded: %s", adapter.name, error.brief)
+
+# One engine's part in a sync of adapters: load the newest one and phase out older ones.
+#
+# Nothing is paused. The newest adapter is loaded beside those in use, and new requests switch to it at one moment.
+# Running requests keep theirs: they are interrupted and continue under the new one, or finish under their own.
+
+
+ABORT_EVERY_S, LOOK_EVERY_S = 0.25, 0.01
+"""A request can reach the engine after an abort sent for it, so the abort is repeated."""
+
+
+async def load_version(
+    client: EngineClient, adapter: AdapterVersion, alive: int, others: Collection[AdapterVersion] = ()
+) -> str:
+    """Load an adapter into an engine; returns the engine's URL.
+
+    Args:
+        alive: how many of this owner it serves at once, including this one. Requests with the oldest are interrupted
+            until a slot is free.
+        others: the newest of other owners, which a joining engine also loads, because it may get requests for each.
+
+    Raises:
+        EngineError: it refuses, or its requests do not end. EngineDied: it died meanwhile.
+    """
+    if adapter in client.adapters.loaded:
+        return client.url
+    while len(loaded := client.adapters.loaded_of(adapter.owner)) >= alive:
+        oldest = loaded[0]
+        requests = partial(client.adapters.requests_of, oldest)
+        if not await _stopped(client, requests, client.deadlines.engine_control_s):
+            raise client.error("/abort_request", f"requests with {oldest.name} were not stopped in time")
+    await client.adapters.settled()
+    joins = not client.adapters.newest
+    if joins:
+        for other in others:
+            await client.load_adapter(other)
+    await client.load_adapter(adapter)
+    if joins:  # it was paused at its admission
+        await client.resume()
+        for other in others:
+            client.adapters.switch(other)
+    return client.url
+
+
+async def interrupt_older(client: EngineClient, patience_s: float, owner: str = "") -> None:
+    """Interrupt requests with an older adapter of this owner than its newest, so they return their tokens so far. A
+    request that does not return within `patience_s` ends under its own adapter."""
+    requests = partial(client.adapters.requests_of_older, owner)
+    if not owner and requests():
+        await client.abort()  # one call for all; the few newer requests continue like the others
+        await asyncio.sleep(LOOK_EVERY_S)
+    await _stopped(client, requests, patience_s)
+
+
+async def _stopped(client: EngineClient, requests: Callable[[], list[str]], patience_s: float) -> bool:
+    """Whether none of these requests runs any more within so many seconds; aborts are repeated."""
+    end = told = time.monotonic()
+    end += patience_s
+    while rids := requests():
+        now = time.monotonic()
+        if now > end:
+            return False
+        if now >= told:
+            await asyncio.gather(*(client.abort(rid) for rid in rids))
+            told = time.monotonic() + ABORT_EVERY_S
+        await asyncio.sleep(LOOK_EVERY_S)
+    return True

@@ -19,7 +19,7 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.engine_plugin import ipc, wire
+from mslime.engine_plugin import bucket_files, wire
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.network import free_port
 from mslime.weights.transport import CollectiveTransport, EnginePort, Link, find_transport
@@ -215,20 +215,20 @@ class Worker:
 def end(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
     ours = type("Ours", (Worker,), {"hooks": []})
     module = SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=ours)
-    monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, module)
-    monkeypatch.setattr(ipc, "all_ranks", EngineRankGroup)
+    monkeypatch.setitem(sys.modules, bucket_files._ENDS_MODULE, module)
+    monkeypatch.setattr(bucket_files, "all_ranks", EngineRankGroup)
     return ours
 
 
 def take(*gpus: str) -> wire.Loaded:
-    return ipc.take("updater", "runner", wire.TakeIpc(dict.fromkeys(gpus, "ipc://@there")))
+    return bucket_files.take_ipc("updater", "runner", wire.TakeIpc(dict.fromkeys(gpus, "ipc://@there")))
 
 
 def test_buckets_are_loaded_in_the_place_of_the_models_loader_and_finished_by_the_session(
     end: type[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[str] = []
-    monkeypatch.setattr(ipc, "load_bucket", lambda updater, name, flat: came.append(name) or f"loaded {name}")
+    monkeypatch.setattr(bucket_files, "load_bucket", lambda updater, name, flat: came.append(name) or f"loaded {name}")
     end.loaded = (("first", torch.zeros(1)), ("second", torch.zeros(1)))
     assert take("GPU-a") == wire.Loaded("loaded second")
     assert came == ["first", "second"] and end.hooks == [None]
@@ -244,16 +244,16 @@ def test_what_fails_in_an_engine_is_told_in_its_words(end: type[Worker], monkeyp
     def fails(*_: object) -> str:
         raise ValueError("no room")
 
-    monkeypatch.setattr(ipc, "load_bucket", fails)
+    monkeypatch.setattr(bucket_files, "load_bucket", fails)
     end.loaded = (("first", torch.zeros(1)),)
     with pytest.raises(RuntimeError, match="ValueError: no room"):
         take("GPU-a")
 
 
 def test_an_engine_says_whether_the_package_is_there(end: type[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ipc.check() == wire.Answer()
-    monkeypatch.setitem(sys.modules, ipc._ENDS_MODULE, cast(Any, None))
-    assert ipc.UNABLE in ipc.check().why_not
+    assert bucket_files.check_ipc() == wire.Answer()
+    monkeypatch.setitem(sys.modules, bucket_files._ENDS_MODULE, cast(Any, None))
+    assert bucket_files.UNABLE in bucket_files.check_ipc().why_not
 
 
 # ------------------------------------------------------------------------------------------------- asking an engine
@@ -263,7 +263,7 @@ def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
     engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for mode, said, way_out in (
-        ("obey", ipc.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "path_entry"),
+        ("obey", bucket_files.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "path_entry"),
     ):  # fmt: skip
         engines[0].set_mode(mode)
         with pytest.raises(WeightSyncError, match=said) as caught:

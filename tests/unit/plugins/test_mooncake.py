@@ -17,10 +17,9 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.engine_plugin import rdma, wire
-from mslime.engine_plugin.bucket_files import Files, read_memory
+from mslime.engine_plugin import bucket_files, wire
+from mslime.engine_plugin.bucket_files import Files, RdmaReader
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
-from mslime.engine_plugin.rdma import RdmaReader
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import End, RemoteMemory
 from mslime.weights import transport_contract
@@ -105,11 +104,11 @@ def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_buck
 def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() -> None:
     end, room = End("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
     place, files = end.share(room.data_ptr(), 16).as_path(), Files()
-    assert read_memory(files, ReadMemory(place, bytes(range(16)).hex())) == Answer()
-    why_not = read_memory(files, ReadMemory(place, bytes(16).hex())).why_not
+    assert files.remote.reach(ReadMemory(place, bytes(range(16)).hex())) == Answer()
+    why_not = files.remote.reach(ReadMemory(place, bytes(16).hex())).why_not
     assert "something else lies in the memory of 127.0.0.1" in why_not
     end.unregister(room.data_ptr())
-    why_not = read_memory(files, ReadMemory(place, bytes(range(16)).hex())).why_not
+    why_not = files.remote.reach(ReadMemory(place, bytes(range(16)).hex())).why_not
     assert "cannot read the sender's memory" in why_not
 
 
@@ -167,8 +166,8 @@ class Recording(EngineRankGroup):
 def end(monkeypatch: pytest.MonkeyPatch) -> FakeEnd:
     """The end that a reader in this process gets."""
     made = FakeEnd()
-    monkeypatch.setattr(rdma, "End", lambda host, over: made)
-    monkeypatch.setattr(rdma, "own_address", lambda url: "here")
+    monkeypatch.setattr(bucket_files, "End", lambda host, over: made)
+    monkeypatch.setattr(bucket_files, "own_address", lambda url: "here")
     return made
 
 
@@ -247,7 +246,7 @@ def test_what_is_missing_is_named_with_a_way_out(
         over_tcp(link).connect([EngineInfo(engines[0].url)])
     assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
     assert re.search(way_out, caught.value.way_out)
-    why_not = read_memory(Files(), ReadMemory(Path("rdma/127.0.0.1:1/1"), b"1".hex())).why_not
+    why_not = RdmaReader().reach(ReadMemory(Path("rdma/127.0.0.1:1/1"), b"1".hex())).why_not
     assert "cannot read the sender's memory" in why_not
 
 

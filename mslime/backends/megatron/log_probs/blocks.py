@@ -69,10 +69,7 @@ def hidden_log_probs(
     """
     assert hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
     assert labels.shape == hidden.shape[:1] and hidden.dtype == weight.dtype, (labels.shape, hidden.dtype, weight.dtype)
-    assert temperature > 0 and chunk > 0, (temperature, chunk)
-    check_labels(labels, vocab_size)
-    if support is not None:
-        support.check(labels)
+    check_labels(labels, vocab_size, support)
     columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     shard = Shard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, hidden))
     width = block_columns(columns, hidden.shape[0] * hidden.element_size(), most_bytes)
@@ -158,27 +155,16 @@ class _BlockedLogProbs(torch.autograd.Function):
                 sparse.add_to(logits, block)
             if of_weight is not None:
                 torch.mm(logits.t(), hidden, out=of_weight[rows])
-            _add_product(of_hidden, logits, weight[rows])
+            if logits.dtype == of_hidden.dtype:
+                of_hidden.addmm_(logits, weight[rows])
+            else:
+                of_hidden += logits @ weight[rows]
             logits = None
         if of_weight is not None:
             of_weight[asked.shard.columns :] = 0
-            _is_whole(weight)
+            # Mark it as the weight's whole gradient for megatron-core. With `gradient_accumulation_fusion` its own
+            # linear layer, which makes the logits of smaller micro-batches, adds to the gradient buffer itself and
+            # marks the weight; the wrapper then treats the returned gradient as a dummy.
+            if "grad_added_to_main_grad" in vars(weight):
+                weight.grad_added_to_main_grad = False
         return of_hidden.to(hidden.dtype), of_weight, None, None
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [n, H] float32 += a @ b, both in the model's dtype."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    else:
-        out += a @ b
-
-
-def _is_whole(weight: Tensor) -> None:
-    """Mark the returned gradient as the weight's whole gradient for megatron-core.
-
-    With `gradient_accumulation_fusion` its own linear layer, which makes the logits of smaller micro-batches, adds to
-    the gradient buffer itself and marks the weight; the wrapper then treats the returned gradient as a dummy.
-    """
-    if "grad_added_to_main_grad" in vars(weight):
-        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]

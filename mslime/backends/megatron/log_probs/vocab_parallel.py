@@ -85,10 +85,7 @@ def vocab_parallel_log_probs(
             checks the labels and reports errors at its next synchronisation.
     """
     assert logits.ndim == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
-    assert temperature > 0 and chunk > 0, (temperature, chunk)
-    check_labels(labels, vocab_size)
-    if support is not None:
-        support.check(labels)
+    check_labels(labels, vocab_size, support)
     columns = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     shard = Shard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, logits))
     assert not (reuse_logits and logits.is_leaf and logits.requires_grad), "the caller keeps a leaf's values"
@@ -96,9 +93,9 @@ def vocab_parallel_log_probs(
     return LogProbs(log_probs, entropy)
 
 
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Check labels: on a CPU with a message; on CUDA with an assertion in the stream, because reading values would
-    wait."""
+def check_labels(labels: Tensor, vocab_size: int, support: LabelSupport | None) -> None:
+    """Check labels and their supports: on a CPU with a message; on CUDA with an assertion in the stream, because
+    reading values would wait."""
     if labels.is_cuda:
         inside = ((labels >= 0) & (labels < vocab_size)).all()
         message = f"a label is outside the vocabulary, which has {vocab_size} ids"
@@ -106,6 +103,8 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     elif labels.numel():
         low, high = (int(x) for x in labels.aminmax())
         assert low >= 0 and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
+    if support is not None:
+        support.check(labels)
 
 
 def is_fused(way: Way, logits: Tensor) -> bool:

@@ -24,6 +24,9 @@ class Shard:
     group: dist.ProcessGroup | None
     fused: bool
 
+    def __post_init__(self) -> None:
+        assert self.temperature > 0 and self.chunk > 0, (self.temperature, self.chunk)
+
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each id (0 if it is another rank's) and whether it is ours."""
         column = ids - self.start

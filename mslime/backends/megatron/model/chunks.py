@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mslime.backends.megatron.model.gated_delta import with_gated_delta_net
 from mslime.backends.megatron.model.layers import ValueHead, is_value_head, use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.model.megatron_config import transformer_config
 from mslime.backends.megatron.model.moe import forget_micro_batches, share_empty_states, use_own_routers
 from mslime.backends.megatron.model.rotary import use_packed_rotary
-from mslime.backends.megatron.model.specs import block_spec
 from mslime.backends.megatron.parallel import make_model_parallel_groups, tensor_shard
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import ModelSpec
 from mslime.convert.families import ModelFields, get_family
@@ -31,8 +36,97 @@ from mslime.convert.families.delta_nets import FLOAT32_PARAMETERS
 from mslime.convert.families.mtp import mtp_depth
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.lora_rules import is_factor
-from mslime.convert.table import BoundRule, RuleTable, canonical_name, of_all_experts
+from mslime.convert.table import BoundRule, canonical_name, of_all_experts
 from mslime.convert.tensor_layouts import padded_vocab_size
+
+
+def block_spec(
+    config: TransformerConfig, device: torch.device, vp_stage: int | None, adapters: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk: Transformer Engine's on CUDA, megatron-core's own on the CPU.
+
+    Only here, outside `backends.cpu`, does the device select the code.
+
+    Args:
+        adapters: linear layers get adapters, which need the layers' exact input: no norm is fused into them.
+
+    Raises:
+        TrainerError: on CUDA without Transformer Engine, or without the kernels of a layer.
+    """
+    has_delta_nets = config.experimental_attention_variant is not None
+    if device.type != "cuda":
+        spec = _cpu_block_spec(config, vp_stage)
+        in_proj, out_proj = ColumnParallelLinear, RowParallelLinear
+        return with_gated_delta_net(spec, config, vp_stage, in_proj, out_proj) if has_delta_nets else spec
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise TrainerError(
+            "transformer-engine", None, "training on GPUs uses its layers",
+            "install mslime with `bash scripts/install.sh --gpu`, or use the image",
+        )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if has_delta_nets and importlib.util.find_spec("fla") is None:
+        raise TrainerError(
+            "flash-linear-attention", None, "gated delta-net layers use its kernels",
+            "install mslime with `bash scripts/install.sh --gpu`, or `pip install flash-linear-attention`",
+        )  # fmt: skip
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    if has_delta_nets:
+        spec = with_gated_delta_net(spec, config, vp_stage, TELayerNormColumnParallelLinear, TERowParallelLinear)
+    if adapters:
+        stand_norms_alone(spec, TELayerNormColumnParallelLinear, TEColumnParallelLinear, TENorm)
+    return spec
+
+
+NORMS_BEFORE = {
+    "linear_qkv": ("layer", "input_layernorm"),
+    "linear_q_proj": ("layer", "input_layernorm"),
+    "linear_q_up_proj": ("attention", "q_layernorm"),
+    "linear_kv_up_proj": ("attention", "kv_layernorm"),
+    "in_proj": ("layer", "input_layernorm"),
+    "linear_fc1": ("layer", "pre_mlp_layernorm"),
+}
+"""Names under which megatron-core stores the norm that Transformer Engine fuses into a layer."""
+
+
+def stand_norms_alone(spec: TransformerBlockSubmodules, fused: type, plain: type, norm: type) -> None:
+    """Replace norms fused into linear layers of attention and dense MLPs by separate norms before them.
+
+    Args:
+        fused: a column-parallel layer that norms its input first. plain: the same without the norm. norm: the norm.
+    """
+    for layer in spec.layer_specs or []:
+        modules: Any = layer.submodules
+        attention, mlp = modules.self_attention.submodules, modules.mlp.submodules
+        places = {"layer": modules, "attention": attention}
+        for holder in (attention, mlp):
+            for name, (where, before) in NORMS_BEFORE.items():
+                if vars(holder).get(name) is fused:
+                    setattr(holder, name, plain)
+                    setattr(places[where], before, norm)
+
+
+def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    from mslime.backends.cpu.megatron_layers import CpuCoreAttention, CpuExperts, DuplicatedLinear
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs or []:
+        modules = cast("Any", layer.submodules)
+        attention = modules.self_attention.submodules
+        attention.core_attention = CpuCoreAttention
+        if modules.mlp.module is MoELayer:
+            modules.mlp.submodules.experts.module = CpuExperts
+        if config.multi_latent_attention:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+    return spec
+
 
 # Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
 #
@@ -58,13 +152,6 @@ def layer_ids(chunk: GPTModel) -> tuple[int, ...]:
 def moe_layer_ids(chunks: Iterable[GPTModel], all_moe_layers: Sequence[int]) -> tuple[int, ...]:
     """Global ids of the MoE layers of these chunks, in order."""
     return tuple(layer for chunk in chunks for layer in layer_ids(chunk) if layer in set(all_moe_layers))
-
-
-def first_local_expert(chunk: GPTModel) -> int:
-    """Global id of this rank's first expert; 0 in a dense model."""
-    experts = chunk.config.num_moe_experts or 0
-    size = parallel_state.get_expert_model_parallel_world_size()
-    return experts // size * parallel_state.get_expert_model_parallel_rank()
 
 
 def named_local_params(chunks: Iterable[GPTModel], *, tied_copies: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +181,9 @@ def named_factors(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(chunk: GPTModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    layers, first = layer_ids(chunk), first_local_expert(chunk)
+    layers, experts = layer_ids(chunk), chunk.config.num_moe_experts or 0
+    of_rank = experts // parallel_state.get_expert_model_parallel_world_size()
+    first = of_rank * parallel_state.get_expert_model_parallel_rank()
     for local, tensor in tensors:
         name = canonical_name(local, first, layers)
         yield (of_all_experts(name) if hasattr(tensor, SHARED_BY_EXPERTS) else name), tensor
@@ -117,12 +206,41 @@ def build_chunks(
     Args:
         mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
         values: a critic, with a value head (at 0) in place of the output layer.
-        adapters: build layers that can take adapters (`adapters.attach_adapters`).
+        adapters: build layers that can take adapters (`lora_layers.trained_adapters`).
 
     `mark_parameters` marks every parameter.
     """
+    chunks: list[GPTModel] = []
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
-    chunks = [_build_chunk(config, model, device, stage, mtp, values, adapters).to(device) for stage in stages]
+    for stage in stages:
+        layers = block_spec(config, device, stage, adapters)
+        use_packed_rotary()
+        use_own_routers(layers, config)
+        if model.joint_qk_norm:
+            use_joint_qk_norms(layers, config)
+        if model.post_norms:
+            use_post_norms(layers, config)
+        mtp_layers = get_gpt_mtp_block_spec(config, layers, device.type == "cuda", vp_stage=stage) if mtp else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layers,  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(model.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=model.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tie_embeddings and not values,
+            position_embedding_type=model.position_embedding,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,  # type: ignore[arg-type]
+            rope_scaling=model.llama3_factor is not None,
+            rope_scaling_factor=model.llama3_factor or 1.0,
+            mtp_block_spec=mtp_layers,  # type: ignore[arg-type]
+            vp_stage=stage,
+        )
+        if values and chunk.post_process:
+            chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
+        chunks.append(chunk.to(device))
     for chunk in chunks:
         mark_parameters(chunk)
         forget_micro_batches(chunk)
@@ -149,45 +267,6 @@ def mark_parameters(chunk: torch.nn.Module) -> None:
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
-def _build_chunk(
-    config: TransformerConfig,
-    model: ModelFields,
-    device: torch.device,
-    stage: int | None,
-    mtp: bool,
-    values: bool,
-    adapters: bool,
-) -> GPTModel:
-    layers = block_spec(config, device, stage, adapters)
-    use_packed_rotary()
-    use_own_routers(layers, config)
-    if model.joint_qk_norm:
-        use_joint_qk_norms(layers, config)
-    if model.post_norms:
-        use_post_norms(layers, config)
-    mtp_layers = get_gpt_mtp_block_spec(config, layers, device.type == "cuda", vp_stage=stage) if mtp else None
-    chunk = GPTModel(
-        config=config,
-        transformer_layer_spec=layers,  # type: ignore[arg-type]
-        vocab_size=padded_vocab_size(model.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=model.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        parallel_output=True,
-        share_embeddings_and_output_weights=model.tie_embeddings and not values,
-        position_embedding_type=model.position_embedding,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,  # type: ignore[arg-type]
-        rope_scaling=model.llama3_factor is not None,
-        rope_scaling_factor=model.llama3_factor or 1.0,
-        mtp_block_spec=mtp_layers,  # type: ignore[arg-type]
-        vp_stage=stage,
-    )
-    if values and chunk.post_process:
-        chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
-    return chunk
-
-
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object], directory: Path) -> None:
     """Fill every parameter of these chunks from a Hugging Face checkpoint, reading only this rank's parts.
@@ -202,17 +281,14 @@ def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object],
     rules.check_hf(checkpoint.shapes, str(directory))
     for chunk in chunks:
         for name, tensor in named_local_params([chunk]):
-            if not is_value_head(chunk, name):
-                tensor.copy_(_local_shard(rules, checkpoint, name, tensor.shape))
-
-
-def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: torch.Size) -> torch.Tensor:
-    rule = rules.bind(name)
-    shard = rule.to_megatron(checkpoint.view, *tensor_shard(rule.is_expert))
-    assert shard.shape == shape, f"{name}: the rule gives {tuple(shard.shape)}, the model has {tuple(shape)}"
-    if not _is_finite(shard):
-        raise _not_finite(rule, checkpoint)
-    return shard
+            if is_value_head(chunk, name):
+                continue
+            rule, wanted = rules.bind(name), tuple(tensor.shape)
+            shard = rule.to_megatron(checkpoint.view, *tensor_shard(rule.is_expert))
+            assert shard.shape == tensor.shape, f"{name}: the rule gives {tuple(shard.shape)}, the model has {wanted}"
+            if not _is_finite(shard):
+                raise _not_finite(rule, checkpoint)
+            tensor.copy_(shard)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

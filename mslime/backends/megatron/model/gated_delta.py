@@ -183,7 +183,10 @@ class PackedGatedDeltaNet(GatedDeltaNet):
 
     def _recurred(self, *columns: Tensor, packed: PackedSequences | None) -> Tensor:
         """The recurrence over queries, keys, values, decays and betas [b, s, ...], within each sequence."""
-        rule = self._rule()
+        # flash-linear-attention's kernel, or megatron-core's rule in torch
+        rule: Any = gated_delta_net.chunk_gated_delta_rule
+        if self.config.deterministic_mode:
+            rule = gated_delta_net.torch_chunk_gated_delta_rule
         given: dict[str, Any] = {"output_final_state": False, "use_qk_l2norm_in_kernel": False}
 
         def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -198,19 +201,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         by_sequence = zip(*(column.split(packed.lengths, 1) for column in columns), strict=True)
         return torch.cat([call(*parts) for parts in by_sequence], 1)
 
-    def _rule(self) -> Any:
-        """The gated delta rule: flash-linear-attention's kernel, or megatron-core's in torch."""
-        if self.config.deterministic_mode:
-            return gated_delta_net.torch_chunk_gated_delta_rule
-        return gated_delta_net.chunk_gated_delta_rule
-
 
 def with_gated_delta_net(
-    spec: TransformerBlockSubmodules,
-    config: TransformerConfig,
-    vp_stage: int | None,
-    in_proj: type,
-    out_proj: type,
+    spec: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None, in_proj: type, out_proj: type
 ) -> TransformerBlockSubmodules:
     """The block with this layer in place of self-attention where `config.linear_attention_freq` is 1.
 

@@ -172,8 +172,6 @@ def output_weight(chunk: GPTModel) -> Tensor:
 
 # A critic's last layer: one number for every token, in place of megatron-core's output layer.
 
-_PREFIX = "output_layer."
-
 
 class ValueHead(nn.Module):
     """Linear layer from hidden states to values; it starts at 0, so the first predictions are 0.
@@ -204,4 +202,4 @@ class ValueHead(nn.Module):
 
 def is_value_head(chunk: GPTModel, name: str) -> bool:
     """Whether the parameter `name` of a model chunk belongs to its value head."""
-    return name.startswith(_PREFIX) and isinstance(chunk.output_layer, ValueHead)
+    return name.startswith("output_layer.") and isinstance(chunk.output_layer, ValueHead)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,16 +117,14 @@ class Adapter(torch.nn.Module):
             h = F.linear(x, _summed(a) if self._axis == 0 else a)
             b = _summed(b) if self._axis == 1 else b
         else:
-            h = self._exchanged(F.linear(x, a))
+            h = F.linear(x, a)
+            # Bring the features between A and B to the ranks that hold B's rows. TP without sequence parallelism: one.
+            if self._axis is not None and self._sequence_parallel:
+                if self._axis == 0:
+                    h = gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
+                else:
+                    h = reduce_scatter_to_sequence_parallel_region(h)
         return self._placed(F.linear(h, self._by_part(b)) * self.scale)
-
-    def _exchanged(self, h: Tensor) -> Tensor:
-        """The features between A and B, brought to the ranks that hold B's rows."""
-        if self._axis is None or not self._sequence_parallel:  # TP without sequence parallelism: one rank
-            return h
-        if self._axis == 0:
-            return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
-        return reduce_scatter_to_sequence_parallel_region(h)
 
     def _by_part(self, b: Tensor) -> Tensor:
         """B [rows, rank] as [rows, parts * rank]: each row in the columns of its own A."""
@@ -197,7 +195,10 @@ class GroupedAdapters(torch.nn.ModuleList):
 def trained_adapters(
     spec: PolicySpec, hf_config: Mapping[str, object], chunks: Sequence[GPTModel], config: TransformerConfig
 ) -> tuple[Adapters, PlacedAdapters] | None:
-    """Create the adapters of a run and put them into its chunks; None if it trains the model itself.
+    """Freeze the chunks and put an adapter into every target layer; None if a run trains the model itself.
+
+    Args:
+        chunks: without adapters: take other adapters out first.
 
     Raises:
         ConfigError: a target that the model does not have, or that this layout cannot split.
@@ -205,25 +206,11 @@ def trained_adapters(
     """
     if not spec.lora.on:
         return None
+    assert next(adapters_of(chunks), None) is None, "the chunks have adapters already"
     stages = spec.megatron.stage_layers(config.num_layers)
     adapters, file = adapters_of_run(get_family(hf_config).rules(hf_config), spec.lora, spec.layout, stages)
-    placed = attach_adapters(chunks, adapters, config, None if file is None else file.reader(), spec.seed)
-    return adapters, placed
-
-
-def attach_adapters(
-    chunks: Sequence[GPTModel], adapters: Adapters, config: TransformerConfig, read: Read | None, seed: int
-) -> PlacedAdapters:
-    """Freeze the chunks and put an adapter into every target layer.
-
-    Args:
-        chunks: without adapters: take other adapters out first.
-        read: returns factors of a saved adapter; None: new ones (`new_factor`).
-        seed: of new ones.
-    """
-    assert next(adapters_of(chunks), None) is None, "the chunks have adapters already"
     shapes = adapters.table.hf_shapes()
-    given = read or (lambda name: new_factor(name, shapes[name], seed))
+    given = (lambda name: new_factor(name, shapes[name], spec.seed)) if file is None else file.reader()
     placed, shared = PlacedAdapters(), dict[str, torch.nn.Parameter]()
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -236,7 +223,7 @@ def attach_adapters(
             # A recomputed layer returns gradients only if one of its inputs requires one.
             placed.inputs.append(chunk.embedding)
     placed.put_in()
-    return placed
+    return adapters, placed
 
 
 class PlacedAdapters:
@@ -244,7 +231,7 @@ class PlacedAdapters:
 
     Attributes:
         inputs: modules whose outputs must require gradients while the adapters are in the model.
-        resting: they add nothing while another adapter computes in a shared pass (`InOnePass`).
+        resting: they add nothing while another adapter computes in a shared pass (`in_one_pass`).
     """
 
     def __init__(self) -> None:
@@ -294,31 +281,30 @@ class PlacedAdapters:
         self._hooks = []
 
 
-class InOnePass:
+@contextmanager
+def in_one_pass(every: Sequence[PlacedAdapters]) -> Iterator[Callable[[PlacedAdapters], None]]:
     """Context manager: adapters of several names on the layers at once, of which one computes at a time.
 
     Args:
         every: all the adapters; none may be in the model.
+
+    Yields:
+        A function that makes the layers compute with the given adapters.
     """
 
-    def __init__(self, every: Sequence[PlacedAdapters]) -> None:
-        self._every = every
+    def choose(chosen: PlacedAdapters) -> None:
+        for placed in every:
+            placed.resting = placed is not chosen
 
-    def __enter__(self) -> Self:
-        for placed in self._every:
-            placed.resting = True
-            placed.hook()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for placed in self._every:
+    for placed in every:
+        placed.resting = True
+        placed.hook()
+    try:
+        yield choose
+    finally:
+        for placed in every:
             placed.unhook()
             placed.resting = False
-
-    def choose(self, chosen: PlacedAdapters) -> None:
-        """Make the layers compute with these adapters."""
-        for placed in self._every:
-            placed.resting = placed is not chosen
 
 
 Output = tuple[Tensor, Tensor | None]
@@ -352,7 +338,6 @@ def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
-    """Every adapter of these chunks."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter))
 
 
@@ -421,7 +406,6 @@ class StoredAdapters(torch.nn.Module):
         return sharded
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
-        """Fill the factors from loaded tensors."""
         assert state.keys() == self._factors.keys() or not strict
         with torch.no_grad():
             for name, tensor in self._factors.items():

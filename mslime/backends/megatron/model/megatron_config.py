@@ -83,70 +83,41 @@ def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device:
         ConfigError: the layout does not divide the model, or a passed-through field contradicts the checkpoint.
         CheckpointError: the checkpoint's architecture is not supported.
     """
-    _refuse_unequal_allgather(spec)
-    family = get_family(hf_config)
-    architecture = family.transformer_fields(hf_config)
-    check_model(spec.megatron, spec.device, architecture, spec.fp8)
-    family.rules(hf_config).check_layout(spec.layout)
-    activation = str(architecture["activation_func"])
-    values: dict[str, Any] = {
-        **architecture,
-        "activation_func": ACTIVATIONS[activation],
-        **_layout_fields(spec, device),
-        **_numeric_fields(spec.megatron, device),
-        **fp8_fields(spec.fp8, cpu=device.type == "cpu"),
-    }
-    if architecture.get("num_moe_experts"):
-        values |= _moe_fields(spec, device)
-    if architecture["add_bias_linear"]:
-        values["bias_dropout_fusion"] = False  # the grouped experts do not support it with biases
-    kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
-    if kind is TransformerConfig and "yarn_rotary_scaling_factor" in architecture:
-        kind = YarnTransformerConfig
-    return _construct(kind, values, spec.megatron.extra)
-
-
-def _refuse_unequal_allgather(spec: ModelSpec) -> None:
-    """Reject the allgather dispatcher: it needs equal token counts on the ranks of an expert group; micro-batches
-    differ."""
-    layout, name = spec.layout, spec.megatron.moe_token_dispatcher_type
-    if name == "allgather" and (layout.pp > 1 or layout.expert_size > layout.tp * layout.cp):
+    megatron, layout = spec.megatron, spec.layout
+    dispatcher, dtype, cuda = megatron.moe_token_dispatcher_type, params_dtype(megatron, device), device.type == "cuda"
+    if dispatcher == "allgather" and (layout.pp > 1 or layout.expert_size > layout.tp * layout.cp):
         raise ConfigError(
-            "megatron.moe_token_dispatcher_type", name,
+            "megatron.moe_token_dispatcher_type", dispatcher,
             "needs equal token counts on the ranks that share experts, and micro-batches of data-parallel ranks differ",
             "use alltoall",
         )  # fmt: skip
-
-
-def _layout_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
-    m, layout = spec.megatron, spec.layout
+    family = get_family(hf_config)
+    architecture = family.transformer_fields(hf_config)
+    check_model(megatron, spec.device, architecture, spec.fp8)
+    family.rules(hf_config).check_layout(layout)
     interleaved = layout.vpp > 1
-    return {
+    values: dict[str, Any] = {
+        **architecture,
+        "activation_func": ACTIVATIONS[str(architecture["activation_func"])],
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        "num_layers_in_first_pipeline_stage": m.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": m.num_layers_in_last_pipeline_stage,
+        "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": layout.tp > 1 if m.sequence_parallel is None else m.sequence_parallel,
+        "sequence_parallel": layout.tp > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel,
         # With batched point-to-point calls the interleaved schedule trains on wrong gradients.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # Stages send each other the shape of every micro-batch: packed and unpacked ones differ in length.
         "variable_seq_lengths": layout.pp > 1,
         # Interleaved stages free an output during its send: a CUDA stream keeps it alive, gloo does not.
-        "deallocate_pipeline_outputs": layout.pp > 1 and device.type == "cuda",
+        "deallocate_pipeline_outputs": layout.pp > 1 and cuda,
         # Also for dense models: the default refuses variable lengths.
-        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        **m.recompute.fields(),
-    }
-
-
-def _numeric_fields(megatron: MegatronConfig, device: torch.device) -> dict[str, Any]:
-    dtype, cuda = params_dtype(megatron, device), device.type == "cuda"
-    return {
+        "moe_token_dispatcher_type": dispatcher,
+        **megatron.recompute.fields(),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -163,19 +134,24 @@ def _numeric_fields(megatron: MegatronConfig, device: torch.device) -> dict[str,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
         "persist_layer_norm": cuda,
+        **fp8_fields(spec.fp8, cpu=not cuda),
     }
-
-
-def _moe_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
-    return {
-        "moe_grouped_gemm": spec.megatron.groups_experts(cuda=device.type == "cuda"),
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        # The fused router kernel computes its own top-k and bypasses routing replay.
-        "moe_router_fusion": False,
-        "moe_enable_routing_replay": spec.replay != "off",
-    }
+    if architecture.get("num_moe_experts"):
+        values |= {
+            "moe_grouped_gemm": megatron.groups_experts(cuda=cuda),
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            # The fused router kernel computes its own top-k and bypasses routing replay.
+            "moe_router_fusion": False,
+            "moe_enable_routing_replay": spec.replay != "off",
+        }
+    if architecture["add_bias_linear"]:
+        values["bias_dropout_fusion"] = False  # the grouped experts do not support it with biases
+    kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    if kind is TransformerConfig and "yarn_rotary_scaling_factor" in architecture:
+        kind = YarnTransformerConfig
+    return _construct(kind, values, megatron.extra)
 
 
 def optimizer_config(t: TrainConfig, megatron: MegatronConfig, device: torch.device) -> OptimizerConfig:

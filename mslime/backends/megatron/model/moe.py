@@ -11,6 +11,7 @@ of padding divides by zero.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,29 +125,23 @@ def use_own_routers(block: TransformerBlockSubmodules, config: TransformerConfig
         ConfigError: a setting that these routers do not support.
     """
     within_groups = config.moe_router_score_function == "softmax" and config.moe_router_group_topk
-    if within_groups:
-        _refuse(config)
-    elif not excludes_padding(config):
-        return
-    for layer in block.layer_specs or []:
-        submodules: Any = layer.submodules.mlp.submodules  # type: ignore[union-attr]
-        if isinstance(submodules, MoESubmodules):
-            submodules.router = BestOfGroupRouter if within_groups else TokenRouter
-
-
-def _refuse(config: TransformerConfig) -> None:
     unused = {
         "moe_router_load_balancing_type": config.moe_router_load_balancing_type != "none",
         "moe_z_loss_coeff": config.moe_z_loss_coeff is not None,
         "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
         "moe_router_fusion": bool(config.moe_router_fusion),
     }
-    for name, is_set in unused.items():
-        if is_set:
-            raise ConfigError(
-                f"megatron.{name}", "set", "the router of DeepSeek-V2 with limited groups is mslime's own, without it",
-                "remove it",
-            )  # fmt: skip
+    if within_groups and (name := next((name for name, is_set in unused.items() if is_set), None)):
+        raise ConfigError(
+            f"megatron.{name}", "set", "the router of DeepSeek-V2 with limited groups is mslime's own, without it",
+            "remove it",
+        )  # fmt: skip
+    if not within_groups and not excludes_padding(config):
+        return
+    for layer in block.layer_specs or []:
+        submodules: Any = layer.submodules.mlp.submodules  # type: ignore[union-attr]
+        if isinstance(submodules, MoESubmodules):
+            submodules.router = BestOfGroupRouter if within_groups else TokenRouter
 
 
 # megatron-core's token dispatchers, without references to a micro-batch after its forward pass.
@@ -162,22 +157,18 @@ KEPT = ("probs", "local_probs", "routing_map", "local_map", "reversed_local_inpu
 def forget_micro_batches(chunk: torch.nn.Module) -> None:
     """Make the dispatchers of all MoE layers drop these attributes at the end of each pass, recomputed ones
     included."""
-    for layer in chunk.modules():
-        if isinstance(layer, MoELayer):
-            _forget_after_combining(layer.token_dispatcher)
 
-
-def _forget_after_combining(dispatcher: Any) -> None:
-    combine = dispatcher.combine_postprocess
-
-    def combine_and_forget(hidden: Tensor) -> Tensor:
+    def combine_and_forget(dispatcher: Any, combine: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         out = combine(hidden)
         for name in KEPT:
             if name in vars(dispatcher):
                 setattr(dispatcher, name, None)
         return out
 
-    dispatcher.combine_postprocess = combine_and_forget
+    for layer in chunk.modules():
+        if isinstance(layer, MoELayer):
+            dispatcher: Any = layer.token_dispatcher
+            dispatcher.combine_postprocess = partial(combine_and_forget, dispatcher, dispatcher.combine_postprocess)
 
 
 # Checkpoints of grouped experts if Transformer Engine keeps no FP8 state.
@@ -191,13 +182,10 @@ _SPLIT = "_split_extra_state"
 
 def share_empty_states(chunk: torch.nn.Module) -> None:
     """Give each expert of a grouped layer the layer's FP8 state if that is empty."""
-    for layer in chunk.modules():
-        if hasattr(layer, _SPLIT):
-            setattr(layer, _SPLIT, _sharing(getattr(layer, _SPLIT), layer))
 
-
-def _sharing(split: Callable[[Tensor], list[Tensor]], layer: Any) -> Callable[[Tensor], list[Tensor]]:
-    def share(state: Tensor) -> list[Tensor]:
+    def share(layer: Any, split: Callable[[Tensor], list[Tensor]], state: Tensor) -> list[Tensor]:
         return split(state) if state.numel() else [state] * layer.num_gemms
 
-    return share
+    for layer in chunk.modules():
+        if hasattr(layer, _SPLIT):
+            setattr(layer, _SPLIT, partial(share, layer, getattr(layer, _SPLIT)))

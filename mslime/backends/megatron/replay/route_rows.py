@@ -153,11 +153,12 @@ class ShardRoutes:
     def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int], max_age: int | None = None) -> ShardRoutes:
         """R3: the routes that came with the shard, without those of weights older than `max_age`."""
         assert shard.routes is not None
-        routes = _layers_of(shard.routes, layer_ids)
+        routes, layers = shard.routes, tuple(layer_ids)
+        routes = routes if routes.layer_ids == layers else routes.stage_slice(layers)
         narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
         experts = routes.experts.astype(narrow, copy=False)
         too_old = np.zeros(len(shard.tokens), np.bool_) if max_age is None else row_ages(shard) > max_age
-        return cls(tuple(layer_ids), experts, routes.mask & ~too_old, scored_rows(shard), too_old, token_keys(shard))
+        return cls(layers, experts, routes.mask & ~too_old, scored_rows(shard), too_old, token_keys(shard))
 
     @classmethod
     def to_record(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
@@ -194,10 +195,6 @@ class ShardRoutes:
             experts, keys, mask = (on_device(c[here], device) for c in (self.experts, self.keys, self.mask))
             total += (row_hashes(experts, keys, self.layer_ids) * mask[:, None]).sum()
         return int(total)
-
-
-def _layers_of(routes: Routes, layer_ids: Sequence[int]) -> Routes:
-    return routes if routes.layer_ids == tuple(layer_ids) else routes.stage_slice(layer_ids)
 
 
 def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,8 +32,15 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mslime.backends.megatron.replay.route_rows import RouteRows, row_hashes
+from mslime.backends.megatron.parallel import ParallelState
+from mslime.backends.megatron.replay.route_rows import RouteRows, ShardRoutes, check_routes, row_hashes
+from mslime.backends.megatron.step.batches import PADDING, MicroBatch, SequenceSlicer
+from mslime.backends.megatron.step.pipeline import RouteHooks
+from mslime.config.base import ReplayMode
 from mslime.config.errors import ConfigError
+from mslime.convert.families import ModelFields
+from mslime.data.probe import RoutedRows
+from mslime.data.shard import TrainShard
 
 
 @dataclass
@@ -53,15 +60,6 @@ class Tally:
     too_old: Tensor
     fingerprint: Tensor
     agreed: dict[int, Tensor]
-
-    @classmethod
-    def zeros(cls, layer_ids: Sequence[int], device: torch.device) -> Tally:
-        """The counts before a pass."""
-
-        def zero() -> Tensor:
-            return torch.zeros((), dtype=torch.int64, device=device)
-
-        return cls(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in layer_ids})
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,10 @@ class RoutingReplay:
         self.records: dict[Hashable, Tensor] = {}
 
     def tally(self) -> Tally:
-        """An empty tally for a trainer's part in the next pass."""
-        return Tally.zeros(self.layer_ids, self.device)
+        def zero() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+
+        return Tally(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in self.layer_ids})
 
     @contextmanager
     def replaying(self, *, gradient: bool) -> Iterator[None]:
@@ -350,3 +350,133 @@ def _attach(chunk: nn.Module) -> Iterator[LayerReplay]:
         yield router.router_replay
     routers = sum(isinstance(module, Router) for module in chunk.modules())
     assert routers == attached, f"{routers} routers in the model chunk, {attached} of them replay"
+
+
+# Routes of each pass of a step: the rollout's (r3), the trainer's own from its first pass (r2), or none.
+#
+# `Routing` binds `RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use
+# the same experts; a reference policy always routes by itself.
+
+
+Records = dict[Hashable, Tensor]
+
+
+@dataclass(frozen=True)
+class _LayOut(RouteHooks):
+    """Replays the rows that `rows_of` gives for each micro-batch."""
+
+    replay: RoutingReplay
+    rows_of: Callable[[MicroBatch], RouteRows]
+    tally: Tally
+
+    def before_forward(self, chunk: int, batch: MicroBatch) -> None:
+        self.replay.lay_out(chunk, self.rows_of(batch), self.tally)
+
+
+@dataclass(frozen=True)
+class _Keep(RouteHooks):
+    """Keeps the routers' choices for each micro-batch."""
+
+    replay: RoutingReplay
+    slicers: dict[Hashable, SequenceSlicer] = field(default_factory=dict[Hashable, SequenceSlicer])
+
+    def after_forward(self, chunk: int, batch: MicroBatch) -> None:
+        self.replay.keep(chunk, batch.index)
+        self.slicers[batch.index] = batch.slicer
+
+    def chosen(self) -> RoutedRows:
+        """Choices for the tokens of this rank's routers."""
+        tokens, experts = [], []
+        for index, slicer in self.slicers.items():
+            known = np.flatnonzero(slicer.layer_rows != PADDING)
+            tokens.append(slicer.layer_rows[known])
+            experts.append(complete(self.replay.records[index]).cpu().numpy()[known])
+        return RoutedRows(np.concatenate(tokens), self.replay.layer_ids, np.concatenate(experts))
+
+
+@dataclass
+class Routing:
+    """The routes of one rank's passes.
+
+    Attributes:
+        mode: as configured; off for a model without routers and for supervised training.
+        replay: attached to the routers; None when off.
+        model: number of experts and top-k, to check routes against.
+        parallel: this rank's parallel state.
+        device: device of the rows.
+        max_age: in weight versions; r3 does not replay older routes. None: replays all.
+    """
+
+    mode: ReplayMode
+    replay: RoutingReplay | None
+    model: ModelFields
+    parallel: ParallelState
+    device: torch.device
+    max_age: int | None = None
+    _recorded: dict[int, Records] = field(default_factory=dict)
+    _tally: Tally | None = None
+
+    @contextmanager
+    def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
+        """Routes of the pass before the shard's first gradient; r2 records them for `step`."""
+        if self.replay is None:
+            yield None
+        elif self.mode == "r3":
+            with self.replay.replaying(gradient=False):
+                yield self.laid_out(shard, step)
+        else:
+            with self.replay.recording():
+                yield _Keep(self.replay)
+                self._recorded[step] = dict(self.replay.records)
+
+    @contextmanager
+    def observed_pass(self) -> Iterator[tuple[RouteHooks | None, Callable[[], RoutedRows | None]]]:
+        """A pass in which the routers choose by themselves: its hooks, and a function that returns their choice after
+        it (None if nothing is attached to them, or this stage has none)."""
+        if self.replay is None or not self.replay.layers:
+            yield None, lambda: None
+            return
+        with self.replay.recording():
+            observed = _Keep(self.replay)
+            yield observed, observed.chosen
+
+    @contextmanager
+    def gradient_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
+        """Routes of the shard's gradient pass, the same as in its old-log-prob pass."""
+        with nullcontext() if self.replay is None else self.replay.replaying(gradient=True):
+            yield self.laid_out(shard, step)
+
+    def laid_out(self, shard: TrainShard, step: int) -> RouteHooks | None:
+        """Routes of a pass, or of a trainer's part in it: inside `RoutingReplay.replaying`."""
+        replay = self.replay
+        if replay is None:
+            return None
+        records: Records = {}
+        if self.mode == "r3":
+            check_routes(shard, self.model.num_experts, self.model.top_k)
+            routes = ShardRoutes.from_rollout(shard, replay.layer_ids, self.max_age)
+        else:
+            records = self._recorded.pop(step)
+            routes = ShardRoutes.to_record(shard, replay.layer_ids)
+
+        def rows_of(batch: MicroBatch) -> RouteRows:
+            recorded = complete(records[batch.index]) if self.mode == "r2" else None
+            return routes.rows(batch.slicer, self.device, recorded)
+
+        self._tally = replay.tally()
+        return _LayOut(replay, rows_of, self._tally)
+
+    def report(self, shard: TrainShard) -> ReplayReport | None:
+        """Replay statistics of this trainer's last pass, over all ranks; None when off. A collective.
+
+        Raises:
+            AssertionError: the consumed routes are not exactly those of the step.
+        """
+        if self.replay is None:
+            return None
+        assert self._tally is not None, "no pass has run"
+        if self.mode == "r2":
+            return self.replay.report(self._tally, None)
+        speaks = self.parallel.tp_rank == 0 and self.parallel.rows.cp_rank == 0
+        routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids, self.max_age)
+        return self.replay.report(self._tally, routes.fingerprint(self.device) if speaks else 0)

@@ -16,8 +16,8 @@ from torch import Tensor
 from mslime.algorithms.client_losses import client_loss
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics, finalise
+from mslime.backends.megatron.step.adapters import AdapterShare, joint_pass
 from mslime.backends.megatron.step.batches import MicroBatch, on_device
-from mslime.backends.megatron.step.joint_step import AdapterShare, joint_pass
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.reductions import over_all_ranks
 from mslime.backends.megatron.step.trainer import MegatronTrainer

@@ -103,5 +103,4 @@ class MegatronCritic(TrainedModel):
 
 
 def _column(output: Tensor) -> Tensor:
-    """[T, 1] -> [T]."""
     return output.squeeze(1).to(torch.float32)

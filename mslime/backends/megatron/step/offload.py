@@ -22,7 +22,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from mslime.backends.cpu.pages import trim_heap
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.config.base import TrainerPart
 from mslime.config.errors import TrainerError
@@ -81,7 +80,7 @@ class FileStore:
     def write(self, at: int, flat: torch.Tensor) -> None:
         """Store `flat` at offset `at`. Raises TrainerError if the disk is full."""
         for start in range(0, flat.numel(), CHUNK):
-            part = _on_host(flat[start : start + CHUNK])
+            part = flat[start : start + CHUNK].cpu()  # itself on a CPU
             view = memoryview(_bytes_of(part))
             try:
                 while view:
@@ -104,10 +103,6 @@ class FileStore:
                 view = view[read:]
             if host is not part:
                 part.copy_(host)
-
-
-def _on_host(flat: torch.Tensor) -> torch.Tensor:
-    return flat.cpu() if flat.device.type != "cpu" else flat
 
 
 def _bytes_of(flat: torch.Tensor) -> Any:
@@ -153,8 +148,13 @@ class DeviceState:
         leaving: list[TrainerPart] = [part for part in PARTS if part in self._here and part not in parts]
         for part in leaving:
             self._put_away(part)
-        if leaving:
-            self._give_back(collect="gradients" in leaving)
+        if "gradients" in leaving:
+            gc.collect()  # reference cycles left by a training step
+        if leaving:  # return unused memory to the driver or the system
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            else:
+                ctypes.CDLL(None).malloc_trim(0)
         for part in PARTS:
             if part in parts and part not in self._here:
                 self._bring_back(part)
@@ -222,19 +222,6 @@ class DeviceState:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _give_back(self, collect: bool) -> None:
-        """Return unused memory to the driver or the system.
-
-        Args:
-            collect: first collect reference cycles left by a training step.
-        """
-        if collect:
-            gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            trim_heap()
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -84,7 +84,14 @@ def states_of(
     chain with such a part. A part with parameters only on other ranks still returns its step count, because the first
     rank saves all non-tensor values.
     """
-    live, idle = _live_parts(optimizer), _idle_parts(optimizer)
+    live = _live_parts(optimizer)
+    # Parts, by their number, with parameters on other ranks only: experts, if no layer of this pipeline stage has an
+    # adapter on one. These parts have empty groups.
+    idle = {
+        number: part
+        for number, part in enumerate(parts_of(optimizer))
+        if part.optimizer is not None and not any(group["params"] for group in part.optimizer.param_groups)
+    }
     given: dict[str, Any] = {"is_loading": is_loading, "metadata": metadata}
     with _counting(optimizer, idle):
         held: dict[Any, Any]
@@ -103,16 +110,6 @@ def _live_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer] | 
     parts = parts_of(optimizer)
     live = {number: part for number, part in enumerate(parts) if part.optimizer is not None}
     return None if len(live) == len(parts) else live
-
-
-def _idle_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer]:
-    """Parts, by their number, with parameters on other ranks only: experts, if no layer of this pipeline stage has an
-    adapter on one. These parts have empty groups."""
-    return {
-        number: part
-        for number, part in enumerate(parts_of(optimizer))
-        if part.optimizer is not None and not any(group["params"] for group in part.optimizer.param_groups)
-    }
 
 
 def _steps_taken(optimizer: MegatronOptimizer) -> Any:
@@ -234,8 +231,3 @@ def follow_config(
 def rates_of(optimizer: MegatronOptimizer) -> list[tuple[float, float]]:
     """The largest and the smallest learning rate of each group; with `decoupled_lr` embeddings have separate ones."""
     return [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-
-
-def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The learning rate of the last step."""
-    return float(optimizer.param_groups[0]["lr"])

@@ -126,28 +126,7 @@ class Pipeline:
         lane = Lane(self, shard, add, routes, enter)
         return lane
 
-    def padded(self, shard: TrainShard) -> TrainShard:
-        """The shard; for interleaved stages padded with empty micro-batches to a multiple of PP."""
-        stages = self.config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
-        missing = -len(shard.micro_batches) % stages
-        return replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
-
-    def micro_batches(self, shard: TrainShard) -> Iterator[MicroBatch]:
-        """This rank's view of each micro-batch, built lazily while a GPU computes the earlier ones."""
-        for index in range(len(shard.micro_batches)):
-            yield build_micro_batch(shard, index, self.parallel.rows, packed=self.packed, device=self.device)
-
-    def forward(self, chunk: int, batch: MicroBatch, routes: RouteHooks | None) -> Tensor:
-        """Output of a model chunk for a micro-batch."""
-        if routes is not None:
-            routes.before_forward(chunk, batch)
-        wrapped = self.chunks[chunk]
-        output = wrapped(**self._model_inputs(batch, embeds=unwrap(wrapped).pre_process))
-        if routes is not None:
-            routes.after_forward(chunk, batch)
-        return output
-
-    def _model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
+    def model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
         """Arguments of a model chunk's call. A chunk with the embedding splits the padding mask like the tokens."""
         inputs: dict[str, Any] = {
             "input_ids": batch.tokens,
@@ -169,7 +148,7 @@ class Lane:
 
     Attributes:
         pipeline: of the model. Several lanes share chunks, each in its own wrappers.
-        shard: its micro-batches, padded (`Pipeline.padded`) at the lane's creation.
+        shard: its micro-batches; for interleaved stages padded with empty ones to a multiple of PP.
         on_output: called on the last stage with a micro-batch and the model's output for it, [T, ...].
         routes: replay hooks of its forward passes.
         enter: makes the chunks this lane's model; called before each forward and backward pass of a micro-batch if
@@ -185,7 +164,9 @@ class Lane:
     statistics: LossStatistics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shard = self.pipeline.padded(self.shard)
+        stages = self.pipeline.config.pipeline_model_parallel_size if len(self.pipeline.chunks) > 1 else 1
+        missing = -len(self.shard.micro_batches) % stages
+        self.shard = replace(self.shard, micro_batches=self.shard.micro_batches + ((),) * missing)
         self.statistics = LossStatistics.zeros(self.pipeline.device)
 
     def begin_backward(self, *gradients: Any) -> None:
@@ -206,8 +187,14 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
     """
     pipeline = lanes[0].pipeline
     total = sum(len(lane.shard.micro_batches) for lane in lanes)
-    work = ((lane, batch) for lane in lanes for batch in lane.pipeline.micro_batches(lane.shard))
     done = 0
+
+    def work() -> Iterator[tuple[Lane, MicroBatch]]:
+        """This rank's view of each micro-batch, built lazily while a GPU computes the earlier ones."""
+        for lane in lanes:
+            rows, packed, device = lane.pipeline.parallel.rows, lane.pipeline.packed, lane.pipeline.device
+            for index in range(len(lane.shard.micro_batches)):
+                yield lane, build_micro_batch(lane.shard, index, rows, packed=packed, device=device)
 
     def forward(iterator: Iterator[tuple[Lane, MicroBatch]], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
         nonlocal done
@@ -215,7 +202,12 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
         index = unwrap(chunk).vp_stage or 0
         if lane.enter is not None:
             lane.enter()
-        output = lane.pipeline.forward(index, batch, lane.routes)
+        if lane.routes is not None:
+            lane.routes.before_forward(index, batch)
+        own = lane.pipeline.chunks[index]
+        output = own(**lane.pipeline.model_inputs(batch, embeds=unwrap(own).pre_process))
+        if lane.routes is not None:
+            lane.routes.after_forward(index, batch)
         if lane.enter is not None and output.grad_fn is not None:
             output.grad_fn.register_prehook(lane.begin_backward)
         if index == len(pipeline.chunks) - 1:
@@ -224,7 +216,7 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
                 progress(done, total)
         return output, lambda output: lane.on_output(batch, output.squeeze(0))
 
-    iterators = list(tee(work, len(pipeline.chunks)))  # a micro-batch is built once, and kept until each chunk has it
+    iterators = list(tee(work(), len(pipeline.chunks)))  # a micro-batch is built once, and kept until each chunk has it
     interleaved = len(pipeline.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -293,34 +285,6 @@ class StepRunner(Pipeline):
 
         return self.per_token(shard, read, routes)
 
-    def loss_and_gradients(
-        self,
-        shard: TrainShard,
-        routes: RouteHooks | None,
-        weight_scale: float = 1.0,
-        progress: OnMicroBatch | None = None,
-        seen: Tensor | None = None,
-    ) -> LossStatistics:
-        """Add the gradient of the shard's loss to the gradient buffers; reduced over the ranks when this returns.
-
-        Args:
-            weight_scale: factor on the off-policy correction's weights (`policy_loss`).
-            seen: [N] float32 to which the log-probs of this rank's tokens are written (`Watch.column`).
-
-        Returns:
-            This rank's share of the statistics: sum and maximise over all ranks.
-        """
-
-        return self.add_gradients(shard, self.loss_of(weight_scale, seen), routes, progress)
-
-    def loss_of(self, weight_scale: float, seen: Tensor | None) -> Callable[[MicroBatch, Tensor], LossOutput]:
-        """The loss of a micro-batch and the model's output for it; see `loss_and_gradients`."""
-
-        def loss(batch: MicroBatch, output: Tensor) -> LossOutput:
-            return self._loss(batch, output, weight_scale, seen)
-
-        return loss
-
     def target_log_probs(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """[T] float32, log pi of the micro-batch's labels at temperature 1; carries the gradient."""
         return self._token_log_probs(batch, output, with_entropy=False, temperature=1.0).log_probs
@@ -342,11 +306,20 @@ class StepRunner(Pipeline):
             "support": batch.support,
         }
         if layer.makes_logits(len(batch.slicer)):
-            reuse = True  # the pipeline passes them to the loss alone
-            return vocab_parallel_log_probs(output, batch.labels, reuse_logits=reuse, **read)
+            # The pipeline passes the logits to the loss alone, which may therefore overwrite them.
+            return vocab_parallel_log_probs(output, batch.labels, reuse_logits=True, **read)
         return hidden_log_probs(output, output_weight(chunk), batch.labels, most_bytes=layer.most_bytes, **read)
 
-    def _loss(self, batch: MicroBatch, output: Tensor, weight_scale: float, seen: Tensor | None) -> LossOutput:
+    def loss(
+        self, batch: MicroBatch, output: Tensor, weight_scale: float = 1.0, seen: Tensor | None = None
+    ) -> LossOutput:
+        """The loss of a micro-batch, on the last stage.
+
+        Args:
+            output: the model's, [T, ...].
+            weight_scale: factor on the off-policy correction's weights (`policy_loss`).
+            seen: [N] float32 to which the log-probs of this rank's tokens are written (`Watch.column`).
+        """
         if self.spec.train.task == "sft":
             found = self._token_log_probs(batch, output, with_entropy=False)
             return sft_loss(found.log_probs, batch.weights, batch.loss_mask)

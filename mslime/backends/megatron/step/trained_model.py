@@ -21,7 +21,7 @@ from mslime.backends.megatron.model.chunks import wrap
 from mslime.backends.megatron.model.megatron_config import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.offload import DeviceState, gradient_buffers
-from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate, rates_of
+from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, rates_of
 from mslime.backends.megatron.step.reductions import over_all_ranks, refuse_not_finite
 from mslime.config.base import TrainerPart
 from mslime.config.errors import TrainerError
@@ -150,7 +150,6 @@ class TrainedModel:
         return [buffer.grad_data for chunk in self.wrapped for buffer in gradient_buffers(chunk)]
 
     def clear_gradients(self) -> None:
-        """Clear the gradient buffers for a pass."""
         self.forget_gradients()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
@@ -203,9 +202,12 @@ class TrainedModel:
         self._gathered = False
         _, norm, _ = cast("tuple[bool, float, object]", self.optimizer.step())
         grad_norm = float(norm)
-        own_norm = grad_norm if math.isfinite(grad_norm) else self._own_gradient_size()
+        own_norm = grad_norm
+        if not math.isfinite(grad_norm):  # the sum of |gradient| of this rank: not finite if one of them is not
+            trained = (p for chunk in self.wrapped for p in chunk.parameters() if p.requires_grad)
+            own_norm = sum(float(p.main_grad.abs().sum()) for p in trained)  # type: ignore[attr-defined]
         refuse_not_finite("grad_norm", grad_norm, self.step, own_norm, self.parallel.rank, self.device)
-        return {"grad_norm": grad_norm, "lr": learning_rate(self.optimizer)}
+        return {"grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
         """Write a checkpoint for any layout (`checkpoint.save_checkpoint`); on all ranks."""
@@ -271,21 +273,9 @@ class TrainedModel:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest)
 
-    def _own_gradient_size(self) -> float:
-        """Sum of |gradient| of this rank: not finite if one of its gradients is not."""
-        return sum(
-            float(p.main_grad.abs().sum())  # type: ignore[attr-defined]
-            for chunk in self.wrapped
-            for p in chunk.parameters()
-            if p.requires_grad
-        )
-
     def speed(self, tokens: int, seconds: float) -> dict[str, float]:
         """Seconds of the slowest rank, and tokens of all data-parallel ranks over them. A collective."""
         slowest = self.slowest(seconds)
         all_tokens = torch.tensor(float(tokens), dtype=torch.float64, device=self.device)
         dist.all_reduce(all_tokens, group=self.parallel.dp_group)
-        return {
-            "perf/train_seconds": slowest,
-            "perf/train_tokens_per_s": float(all_tokens / slowest),
-        }
+        return {"perf/train_seconds": slowest, "perf/train_tokens_per_s": float(all_tokens / slowest)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from mslime.backends.megatron.model.lora_layers import (
     trained_adapters,
 )
 from mslime.backends.megatron.parallel import ParallelState, stop_process_groups
+from mslime.backends.megatron.replay.routing_replay import Routing
 from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
 from mslime.backends.megatron.step.reductions import normalising_scale, with_token_advantages
@@ -40,7 +41,7 @@ from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.lora import LORA_KEY
 from mslime.config.resolved import PolicySpec
-from mslime.convert.encoding import Encoded, encoded_weights
+from mslime.convert.encoding import encoded_weights
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import write_adapter
@@ -132,7 +133,7 @@ class MegatronTrainer(TrainedModel):
             CheckpointError: the checkpoint is incomplete or does not fit.
             TrainerError: the ranks could not connect to each other.
         """
-        self._build(spec, Base.start(spec, rank, world_size, init_method))
+        self._build(spec, Base(spec, rank, world_size, init_method))
 
     @classmethod
     def on(cls, base: Base, spec: PolicySpec) -> Self:
@@ -147,16 +148,13 @@ class MegatronTrainer(TrainedModel):
         return trainer
 
     def _build(self, spec: PolicySpec, base: Base) -> None:
-        self.base, self.hf_config, self.model, self.moe_layer_ids = (
-            base,
-            base.hf_config,
-            base.model,
-            base.routing_layers,
-        )
+        self.base, self.hf_config, self.model = base, base.hf_config, base.model
+        self.moe_layer_ids = base.routing_layers
         trained = trained_adapters(spec, base.hf_config, base.chunks, base.transformer)
         self.adapters, self.placed = trained or (None, None)
         stored = [StoredAdapters(chunk, self.adapters) for chunk in base.chunks] if self.adapters else None
-        self.routing = base.routing(spec)
+        mode = spec.replay if base.model.num_experts else "off"
+        self.routing = Routing(mode, base.replay, base.model, base.parallel, base.device, spec.train.replay_max_age)
         with ExitStack() as undo, phase(_log, "building the optimizer"):
             if self.placed is not None:
                 undo.callback(self.placed.take_out)
@@ -249,7 +247,13 @@ class MegatronTrainer(TrainedModel):
         """
         if policy != "actor":
             assert not replay, f"the {policy} policy routes by itself"
-            with self.weights_in_place(), adapters_off(self.chunks), self._weights_of(policy):
+            if policy == "reference" and self.spec.base_is_reference:  # the frozen base without adapters
+                weights = nullcontext()
+            else:
+                other = self.base.reference if policy == "reference" else self.base.teacher
+                assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
+                weights = other.swapped_in()
+            with self.weights_in_place(), adapters_off(self.chunks), weights:
                 return self.runner.log_probs(shard, None)
         assert not replay or self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
         with self.weights_in_place():
@@ -313,9 +317,15 @@ class MegatronTrainer(TrainedModel):
                 else peft's format, which other software reads, too.
         """
         spec, backend, exported = self.spec, dist.get_backend(), export_dtype(self.hf_config)
+        cpu, dtype, encoded = self.device.type == "cpu", exported, None
+        if spec.train.task == "rl":
+            on_gpu = trainer_dtype(spec.megatron, cpu=False)
+            dtype = served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, on_gpu, cpu=cpu)
+        if spec.as_stored and check_quantisation(self.hf_config) is not None:
+            encoded = encoded_weights(HFCheckpoint(spec.checkpoint), self.hf_config)  # reads the headers of its files
         rules = get_family(self.hf_config).rules(self.hf_config)
         options = SyncOptions(
-            dtype=self._engine_dtype() if spec.train.task == "rl" else exported,
+            dtype=dtype,
             export_dtype=exported,
             bucket_bytes=int(spec.weights.bucket_mib * (1 << 20)),
             backend=backend,
@@ -328,13 +338,15 @@ class MegatronTrainer(TrainedModel):
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = self.base.groups or make_groups(senders, backend, spec.deadlines.weight_sync_s)
         self.base.groups = groups
-        whole = replace(options, encoded=self._encoded())
-        sender = WeightSender(
-            rules, groups, self.named_local_params, whole, engine_port, on_bucket, values=self._as_served
-        )
+        whole = replace(options, encoded=encoded)
+
+        def as_served(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            return params if self.adapters is None else MergedWeights(self.chunks, params)
+
+        sender = WeightSender(rules, groups, self.named_local_params, whole, engine_port, on_bucket, values=as_served)
         self._export = sender.export
         if (adapters := self.adapters) is not None:
-            own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
+            own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=cpu), export_dtype=None)
             files = adapters.as_files
             finish = partial(write_adapter, files)
             self._export = WeightSender(files.table, groups, self.named_factors, own, finish=finish).export
@@ -372,32 +384,8 @@ class MegatronTrainer(TrainedModel):
         """
         self._export(directory, self.spec.checkpoint)
 
-    def _as_served(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Parameters as engines hold them: with adapters merged in."""
-        return params if self.adapters is None else MergedWeights(self.chunks, params)
-
     def close(self) -> None:
-        """Leave the process groups."""
         stop_process_groups()
-
-    def _weights_of(self, policy: Literal["reference", "teacher"]) -> AbstractContextManager[None]:
-        """Put another policy's weights into the model; the frozen base without adapters may be the reference itself."""
-        if policy == "reference" and self.spec.base_is_reference:
-            return nullcontext()
-        other = self.base.reference if policy == "reference" else self.base.teacher
-        assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
-        return other.swapped_in()
-
-    def _encoded(self) -> Encoded | None:
-        """The quantisation of weights for engines. The headers of a plain checkpoint are not read for it."""
-        if not self.spec.as_stored or check_quantisation(self.hf_config) is None:
-            return None
-        return encoded_weights(HFCheckpoint(self.spec.checkpoint), self.hf_config)
-
-    def _engine_dtype(self) -> str:
-        spec, cpu = self.spec, self.device.type == "cpu"
-        trainer = trainer_dtype(spec.megatron, cpu=False)
-        return served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, trainer, cpu=cpu)
 
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
         """The shard with its old, reference and teacher log-probs, as far as they are needed."""
@@ -414,11 +402,12 @@ class MegatronTrainer(TrainedModel):
         return shard
 
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
-        seen, scale = self.watch.column(shard, self.device), self.weight_scale(shard)
+        seen = self.watch.column(shard, self.device)
+        loss = partial(self.runner.loss, weight_scale=self.weight_scale(shard), seen=seen)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:
-                return self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch, seen)
+                return self.runner.add_gradients(shard, loss, routes, self.on_micro_batch)
 
         return self.optimizer_step(add_gradients, len(shard.tokens)) | self.seen(shard, seen)
 

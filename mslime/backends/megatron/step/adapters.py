@@ -1,29 +1,128 @@
-"""Passes that several adapters share: optimizer steps of runs, and gradients for clients of `mslime serve`.
+"""Several adapters on one base; each has its own trainer and takes its turn in the model.
 
-The pipeline fills and drains once for all of them. Each micro-batch computes with its own adapter, forward, recomputed
-and backward, and leaves its gradients in that adapter's buffers; reduction, clipping and step are per adapter. So
-results equal those of separate runs bit for bit, as if adapters took turns.
+An adapter's trainer has its own modules, gradient buffers, optimizer, schedule, step count, loss and recorded routes.
+Only the frozen base is shared. While a trainer works, only its modules are in the model. So its results equal those of
+a separate run bit for bit, regardless of the other adapters.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.model.lora_layers import InOnePass
+from mslime.backends.megatron.model.lora_layers import in_one_pass
+from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import Lane, RouteHooks, run_lanes
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.config.errors import TrainerError
+from mslime.config.errors import ConfigError, TrainerError
+from mslime.config.resolved import PolicySpec
 from mslime.data.shard import TrainShard
+
+SHARED = (
+    "checkpoint", "layout", "megatron", "device", "replay", "teacher", "fp8", "asked_engine_dtype", "weights.senders",
+    "train.logit_bytes",
+)  # fmt: skip
+"""Fields of a spec that belong to the base."""
+
+
+class AdapterTrainers:
+    """One rank's trainers of adapters, by name. All ranks call the same methods in the same order.
+
+    Args:
+        base: model of this rank, without adapters.
+    """
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+        self._trainers: dict[str, MegatronTrainer] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._trainers)
+
+    def create(self, name: str, spec: PolicySpec) -> None:
+        """Create an adapter and its trainer. A collective.
+
+        Args:
+            spec: the same as for a run of this adapter alone.
+
+        Raises:
+            ConfigError: the name is taken, or `spec` is not of an adapter on this base. The base stays unchanged.
+            CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+        """
+        if name in self._trainers:
+            raise ConfigError("adapters.name", name, "another adapter has it", "give each adapter another name")
+        self._check(name, spec)
+        trainer = MegatronTrainer.on(self.base, spec)
+        trainer.take_out()
+        self._trainers[name] = trainer
+
+    def free(self, name: str) -> None:
+        """Delete an adapter and free its memory."""
+        self._of(name)
+        del self._trainers[name]
+
+    @contextmanager
+    def placed(self, name: str) -> Iterator[MegatronTrainer]:
+        """Context manager: the adapter's trainer with its modules in the model, usable like a single run's trainer.
+
+        Raises:
+            ConfigError: the adapter does not exist.
+        """
+        trainer = self._of(name)
+        trainer.put_in()
+        try:
+            yield trainer
+        finally:
+            trainer.take_out()
+
+    def of(self, names: Iterable[str]) -> dict[str, MegatronTrainer]:
+        """Trainers of these adapters for a shared pass (`joint_pass`); none of the adapters is in the model.
+
+        Raises:
+            ConfigError: an adapter does not exist.
+        """
+        return {name: self._of(name) for name in names}
+
+    def _of(self, name: str) -> MegatronTrainer:
+        if name not in self._trainers:
+            raise ConfigError(
+                "adapters.name", name, f"there are {', '.join(self._trainers) or 'none'}", "name one of them"
+            )
+        return self._trainers[name]
+
+    def _check(self, name: str, spec: PolicySpec) -> None:
+        if not spec.lora.on:
+            raise ConfigError(f"adapters.{name}.lora.rank", 0, "must be above 0", "set it, 8 or 16 are usual")
+        for field in SHARED:
+            own, shared = attrgetter(field)(spec), attrgetter(field)(self.base.spec)
+            if own != shared:
+                raise ConfigError(
+                    f"adapters.{name}: {field}", str(own), f"all adapters share the base's, {shared}", "remove it"
+                )
+        if spec.reference not in (None, spec.checkpoint, self.base.spec.reference):
+            raise ConfigError(
+                f"adapters.{name}: model.reference_path", str(spec.reference), "the base holds no such weights",
+                "use the base, or one reference for all adapters",
+            )  # fmt: skip
+
+
+# Passes that several adapters share: optimizer steps of runs, and gradients for clients of `mslime serve`.
+#
+# The pipeline fills and drains once for all of them. Each micro-batch computes with its own adapter, forward,
+# recomputed and backward, and leaves its gradients in that adapter's buffers; reduction, clipping and step are per
+# adapter. So results equal those of separate runs bit for bit, as if adapters took turns.
+
 
 T = TypeVar("T")
 
@@ -75,15 +174,14 @@ def joint_update(
 def _one_step(
     trainers: Mapping[str, MegatronTrainer], shards: Mapping[str, TrainShard], index: int
 ) -> dict[str, dict[str, float] | TrainerError]:
-    """Metrics of one optimizer step on each of these shards."""
     began_at = time.perf_counter()
     seen: dict[str, Tensor | None] = {}
     shares: dict[str, AdapterShare] = {}
     for name, shard in shards.items():
         trainer = trainers[name]
         seen[name] = trainer.watch.column(shard, trainer.device)
-        loss = trainer.runner.loss_of(trainer.weight_scale(shard), seen[name])
-        shares[name] = AdapterShare(trainer, shard, loss, trainer.routing.gradient_routes(shard, index))
+        loss = partial(trainer.runner.loss, weight_scale=trainer.weight_scale(shard), seen=seen[name])
+        shares[name] = AdapterShare(trainer, shard, loss, trainer.routing.laid_out(shard, index))
 
     def step(name: str, statistics: LossStatistics) -> dict[str, float]:
         trainer, shard = trainers[name], shards[name]
@@ -130,13 +228,13 @@ def _gradients(shares: list[AdapterShare]) -> list[LossStatistics]:
     transformer.finalize_model_grads_func = transformer.grad_scale_func = transformer.no_sync_func = None
     lanes: list[Lane] = []
     with ExitStack() as stack:
-        at_once = stack.enter_context(InOnePass([t.placed for t in trainers if t.placed is not None]))
+        choose = stack.enter_context(in_one_pass([t.placed for t in trainers if t.placed is not None]))
         stack.enter_context(nullcontext() if replay is None else replay.replaying(gradient=True))
         for share in shares:
             trainer = share.trainer
             assert trainer.placed is not None
             trainer.clear_gradients()
-            enter = partial(at_once.choose, trainer.placed)
+            enter = partial(choose, trainer.placed)
             lanes.append(trainer.runner.gradient_lane(share.shard, share.loss, share.routes, enter))
             for chunk in trainer.wrapped:
                 stack.enter_context(chunk.no_sync())
