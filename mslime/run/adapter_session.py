@@ -23,10 +23,10 @@ from mslime.observe.progress import NamedProgress, open_lines
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.fleet import Fleet
-from mslime.run.results import Beginning, OfAdapter
-from mslime.run.rollout_process import RolloutProcess
+from mslime.run.rollout_process import RolloutActor, RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
+from mslime.run.sharing import Apart
 from mslime.run.started import Started
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import become
@@ -103,10 +103,6 @@ class AdapterSession(TrainingRun):
         self.name, self._shared = run.config.name, shared
         self._kept = False  # the trainer's turn is kept from a step to the delivery that follows
 
-    def beginning(self) -> Beginning:
-        """How its rollouts begin: state and weight version."""
-        return Beginning(self.checkpoints.rollouts, self.first_step)
-
     def _start(self) -> None:
         shared = self._shared
         self._ray, self._fleet, self._engines = shared.ray, shared.fleet, shared.engines
@@ -119,17 +115,13 @@ class AdapterSession(TrainingRun):
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
+        self._memory = Apart(self._fleet.update_engines)
         self._publisher = self._make_publisher(self.name)
 
     def _open_records(self) -> None:
         steps, done = self.config.train.num_steps, self.first_step
         self._records.open(self._stack, True, NamedProgress(self.name, self._shared.progress, steps, done))
         self._timeline, self.progress = self._records.timeline, self._records.progress
-
-    def _update_engines(self) -> None:
-        if self._fleet.update_engines():
-            for other in self._shared.adapters:
-                other._publisher.force_verify()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
         """See `TrainingRun.train`. Waits for the trainer's turn, and keeps it for the following delivery unless an
@@ -194,11 +186,10 @@ class AdaptersSession(Started):
         self.engines = engines = self._engine_group(cluster)
         (addresses,) = self._start_beside(ranks.start, engines)
         self._take_over(engines.attached, lambda seconds: None)
-        weights = {entry.name: entry.weight for entry in config.adapters}
-        parts = {name: OfAdapter(self._run.adapters[name], weights[name]) for name in names}
-        self.rollouts = rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, parts)
+        self.rollouts = rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, names)
         self._stack.callback(rollouts.stop)
-        rollouts.start_adapters(addresses, ranks.layers, {each.name: each.beginning() for each in self.adapters})
+        begins = {each.name: (each.checkpoints.rollouts, each.first_step) for each in self.adapters}
+        rollouts.process.call(RolloutActor.start, addresses, ranks.layers, begins, ())
         self.fleet = Fleet(rollouts.engines, engines, self._attached, self._at_rest, self.progress)
         for each in self.adapters:
             self._stack.enter_context(each)

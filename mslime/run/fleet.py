@@ -41,6 +41,7 @@ class Fleet:
 
     Attributes:
         orders: requests from outside to change the set.
+        joins: number of engines admitted since the start.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Fleet:
     ) -> None:
         self._members, self._engines = members, engines
         self._attached, self._check, self._progress = attached, check, progress
-        self.orders = Orders()
+        self.orders, self.joins = Orders(), 0
         self._passed = Counter[str]()  # syncs since an engine died
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
@@ -174,6 +175,7 @@ class Fleet:
         except EngineError as error:
             return error
         self._engines.take(address)
+        self.joins += 1
         del self._passed[address.name]
         launched = self._engines.launched(address.name)
         self._states[address.name] = EngineState(address.name, address.url, launched, "joining")

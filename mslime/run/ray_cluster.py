@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import ray
@@ -48,7 +47,7 @@ from mslime.run.placement import (
     refuse_small_cluster,
     spots_of,
 )
-from mslime.run.ray_watch import leave_without_ray
+from mslime.run.stop import leave_without_ray
 from mslime.run.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)
@@ -119,12 +118,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stop()
 
     def _start(self) -> None:

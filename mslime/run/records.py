@@ -9,8 +9,8 @@ from typing import Any
 from mslime.config.schema import RunConfig
 from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
+from mslime.observe.names import are_scores
 from mslime.observe.progress import Progress, open_progress, summary_line
-from mslime.observe.rows import are_scores
 from mslime.observe.timeline import STEP, Timeline
 from mslime.run.run_checkpoints import RunCheckpoints
 

@@ -34,7 +34,7 @@ from mslime.observe.progress import ConversionBars
 from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
 from mslime.offline.lora_checkpoints import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
-from mslime.run.results import SavedState
+from mslime.run.run_rollouts import SavedState
 from mslime.run.stop import StopSignals
 
 
