@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from signal import SIGTERM
 from typing import Any
 
@@ -107,7 +107,6 @@ class AdapterSession(TrainingRun):
         shared = self._shared
         self._ray, self._fleet, self._engines = shared.ray, shared.fleet, shared.engines
         self._turn = shared.ranks.turn
-        self._syncing = partial(self._turn.held, urgent=True)
         self._open_records()
         for note in self.checkpoints.notes():
             self.progress.note(note)
@@ -136,12 +135,13 @@ class AdapterSession(TrainingRun):
                 self._kept = True
         return found | {"perf/turn_seconds": waited}
 
-    def _publish(self, version: int) -> dict[str, float]:
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
         with self._turn.held(urgent=True, on_wait=self._at_rest):
             if self._kept:
                 self._kept = False
                 self._turn.give()
-            return super()._publish(version)
+            yield
 
     def _revive(self, error: EngineError) -> None:
         """See `Publisher.revive`. Returns without waiting if another adapter's thread has found an engine meanwhile."""

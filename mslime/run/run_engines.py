@@ -57,7 +57,7 @@ class EngineSide:
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
         clients, spec = self._clients(addresses), engine_spec(self._config, run.adapted_modules)
         self._needs = Needs(
-            bool(run.replayed_layers), architectures=(run.family.architecture,),
+            run.sends_routes, architectures=(run.family.architecture,),
             dtype=spec.dtype(run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
             memory=spec.gives_back, lora=spec.lora,
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},

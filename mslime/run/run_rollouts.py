@@ -264,8 +264,8 @@ class RunRollouts:
         tokens = probe.fitted(ids, model.vocab_size, min(longest, config.sglang.max_total_tokens or longest))
         if not tokens:
             return {}
-        routes = bool(self._run.replayed_layers)
-        request = ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, routes, self._adapter)
+        name = f"probe-{uuid.uuid4().hex}"
+        request = ProbeRequest(name, tokens, version, self._run.sends_routes, self._adapter)
         with phase(_log, f"probing the engines under version {version}{self._for}"):
             return await self._engines.probe(request)
 

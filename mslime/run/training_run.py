@@ -90,8 +90,6 @@ class TrainingRun(Started):
         self._outlines: dict[int, bytes] = {}  # of the rollout service, by the step a checkpoint continues at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
-        # around changes to the engines' members
-        self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._memory = Apart()
 
     def _start(self) -> None:
@@ -226,7 +224,7 @@ class TrainingRun(Started):
             except EngineError as error:  # groups finished before it remain for the next call
                 with self._syncing():
                     self._revive(error)
-                    self._publish(step)
+                    self._publisher.publish(step, self._records.step_of_spans)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
@@ -262,13 +260,15 @@ class TrainingRun(Started):
         """Publish the trainer's weights to the engines as a new version; see `Publisher.publish`."""
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
-        return self._publish(version)
+        with self._syncing():
+            return self._publisher.publish(version, self._records.step_of_spans)
+
+    def _syncing(self) -> AbstractContextManager[None]:
+        """Context of a weight sync, and of changes to the engines' members."""
+        return nullcontext()
 
     def _revive(self, error: EngineError) -> None:
         self._publisher.revive(error)
-
-    def _publish(self, version: int) -> dict[str, float]:
-        return self._publisher.publish(version, self._records.of_span(self._records.step))
 
     def has_scores(self, step: int) -> bool:
         """Whether the run has recorded scores on held-out sets after `step` steps."""
@@ -307,7 +307,7 @@ class TrainingRun(Started):
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
         for address in self._engines.addresses:
             self._timeline.record(address.name, "evaluate", found.begin, found.end, self._records.of_span(running.step))
-        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.of_span(self._records.step))
+        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.step_of_spans)
         waited = {"perf/eval_seconds": end - begin}
         in_step = self._records.record is not None
         if in_step and self._records.step == running.step:
@@ -324,7 +324,7 @@ class TrainingRun(Started):
                 with self._syncing():
                     if self._rollouts.engines.call(RunEngines.no_engine_alive):
                         self._fleet.revive(error)
-                        self._publish(running.step)
+                        self._publisher.publish(running.step, self._records.step_of_spans)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
                 running = self._rollouts.begin_evaluation(running.step)
 
@@ -416,7 +416,8 @@ class TrainingRun(Started):
         signal."""
         rescue, stopped = self._rescue_state, isinstance(error, Stopped)
         ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # the run may get another trainer
-        reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = f"{ending} ends" if stopped else f"{ending} ends: {first}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
         self._keep_scores()
@@ -452,8 +453,7 @@ class TrainingRun(Started):
 
     def _lost(self, why: str) -> str:
         """Message that steps are not saved."""
-        text = self._rescue_state.lost(why)
-        self.progress.note(text)
+        self.progress.note(text := self._rescue_state.lost(why))
         return text
 
     def finish(self) -> None:
@@ -467,7 +467,3 @@ class TrainingRun(Started):
             self._trainers.export_hf(directory)
         self.progress.note(f"wrote {directory}")
         self._at_rest()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
