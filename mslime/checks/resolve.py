@@ -13,11 +13,10 @@ from mslime.checks.datasets import check_data, check_supervised_data, glance_at_
 from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
-from mslime.config.dtypes import trainer_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
-from mslime.config.model_facts import language_model
+from mslime.config.model_facts import language_model, trainer_dtype
 from mslime.config.output import ObserveConfig
 from mslime.config.plugins import found, load
 from mslime.config.resolved import CriticSpec, ModelSpec, critic_spec, engine_spec, policy_spec

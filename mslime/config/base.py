@@ -238,10 +238,10 @@ Rule = tuple[object, str, object, str, str]
 
 
 def refuse_first(section: str, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError for the first broken rule of a section's settings."""
+    """Raise ConfigError for the first broken rule of a section's settings; of full names, if `section` is empty."""
     for broken, setting, value, rule, way_out in rules:
         if broken:
-            raise ConfigError(f"{section}.{setting}", value, rule, way_out)
+            raise ConfigError(f"{section}.{setting}".lstrip("."), value, rule, way_out)
 
 
 def is_function(value: str) -> bool:

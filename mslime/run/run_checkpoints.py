@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from mslime.config.dtypes import export_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.lora import LORA_KEY
+from mslime.config.model_facts import export_dtype
 from mslime.config.output import CheckpointConfig
 from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import ModelPlacement

@@ -206,8 +206,7 @@ class Started(ABC):
             endpoints: of attached engines only.
             disconnect: makes the trainer leave them at the end, within so many seconds.
         """
-        group = new_group(self.config.name)
-        self._resources.groups.append(group)
+        group = self._new_group()
         self._attached = AttachedEngines(endpoints, group, self._senders, self.config.run_dir, self.config.deadlines)
         self._attached.take_over()
         self._stack.callback(self._attached.leave, disconnect)
@@ -215,9 +214,11 @@ class Started(ABC):
 
     def _other_group(self) -> str:
         """Another prefix, for groups without the dead engines."""
-        group = new_group(self.config.name)
-        self._resources.groups.append(group)
-        self._attached.also(group)
+        self._attached.also(group := self._new_group())
+        return group
+
+    def _new_group(self) -> str:
+        self._resources.groups.append(group := new_group(self.config.name))
         return group
 
 
@@ -243,15 +244,12 @@ def search_seldom(every_s: float = EVERY_S) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
-    _search_later(asyncio.get_running_loop(), every_s)
+    loop = asyncio.get_running_loop()
+
+    def search() -> None:
+        gc.collect()
+        loop.call_later(every_s, search)
+
+    loop.call_later(every_s, search)
     log.info("%d objects are left out of searches for garbage, others are searched every %g s",
              gc.get_freeze_count(), every_s)  # fmt: skip
-
-
-def _search_later(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
-    loop.call_later(every_s, _search, loop, every_s)
-
-
-def _search(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
-    gc.collect()
-    _search_later(loop, every_s)
