@@ -41,7 +41,7 @@ from rich.table import Table
 
 from mslime.config.errors import UserError
 from mslime.config.transports import AUTO, transport_names
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from mslime.run.endpoint import ask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

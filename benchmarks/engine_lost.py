@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.chaos_engines import family, settings, states, wait, whole
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from tests.e2e.harness import Run, start_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 

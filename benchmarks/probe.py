@@ -21,7 +21,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.e2e.harness import start_run

@@ -123,7 +123,7 @@ def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None 
 def _result(run_dir: Path) -> TrainResult:
     from mslime.data.checkpoints import newest
     from mslime.observe.metrics import FILE_NAME, read_metrics
-    from mslime.observe.rows import by_step
+    from mslime.observe.names import by_step
 
     rows, hf = read_metrics(run_dir / FILE_NAME), run_dir / "hf"
     last = dict(by_step(rows)[-1]) if rows else {"step": 0}

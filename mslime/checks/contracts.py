@@ -44,7 +44,6 @@ from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
 from mslime.config.reward import RewardConfig, RewardPartConfig, ScoringConfig
-from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.data.sample import Group
@@ -170,13 +169,9 @@ def _made_up_tokens() -> PolicyLossInputs:
 
 def _part(inputs: PolicyLossInputs, chosen: Tensor, log_probs: Tensor) -> PolicyLossInputs:
     """The tokens `chosen` [n] bool, with log-probs that carry a gradient."""
-    columns = {name: value[chosen] for name, value in _columns(inputs).items()}
-    return replace(inputs, **columns | {"log_probs": log_probs[chosen]})
-
-
-def _columns(inputs: PolicyLossInputs) -> dict[str, Tensor]:
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    columns = {name: value[chosen] for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(inputs, **columns | {"log_probs": log_probs[chosen]})
 
 
 def _whole(
@@ -364,11 +359,13 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
     Args:
         prompt: one of the run's, for the functions that see prompts.
     """
-    algorithm, size = config.algorithm, config.rollout.group_size
+    algorithm, size, limits = config.algorithm, config.rollout.group_size, config.rollout.environment_limits
     contracts: dict[str, Callable[[str], list[str]]] = {
         "data.source": lambda f: check_source(f, config.data, tokenizer, config.seed),
         "rollout.function": lambda f: _try_rollout(f, prompt),
-        "rollout.environment": lambda f: _try_environment(f, config.rollout, prompt),
+        "rollout.environment": lambda f: check_environment(
+            f, config.rollout.environment_options, prompt, limit_s=limits.call_s, memory_mib=limits.memory_mib
+        ),
         "rollout.dynamic_filter": lambda f: check_filter(f, prompt, size),
         "algorithm.advantage": lambda f: check_advantage(f, size),
         "algorithm.loss": lambda f: check_loss(f, algorithm),
@@ -405,12 +402,6 @@ def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | N
         return Tried(setting, function, tuple(contract(function)))
     except Exception as error:  # an arbitrary error must not stop the other functions
         return Tried(setting, function, (), error)
-
-
-def _try_environment(function: str, rollout: RolloutConfig, prompt: Prompt) -> list[str]:
-    limits = rollout.environment_limits
-    options = rollout.environment_options
-    return check_environment(function, options, prompt, limit_s=limits.call_s, memory_mib=limits.memory_mib)
 
 
 def _try_rollout(function: str, prompt: Prompt) -> list[str]:

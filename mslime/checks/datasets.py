@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mslime.checks.user_functions import check_rewards
-from mslime.config.base import SftLossOn
 from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
 from mslime.config.rollout import FUNCTION as ATROPOS
@@ -20,7 +19,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.data.conversation import as_messages, wanted_turns
 from mslime.data.row_files import glance
-from mslime.data.source import Prompt, PromptSource, Row, keys_of_rows, open_prompts, split_slice
+from mslime.data.source import Prompt, PromptSource, keys_of_rows, open_prompts, split_slice
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
 from mslime.network import url_of
@@ -60,7 +59,8 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
     sources = _held_in_files(config.data, open_files)
     for name, source in sources.items():
         if name:
-            _check_held_out(source, templated=config.data.apply_chat_template)
+            for index in _spread(len(source)):  # long ones are cut, not refused
+                _tried(source, index, templated=config.data.apply_chat_template)
     if config.data.source is not None:
         drawn = DrawnPrompts(config.data, config.seed, tokenizer)
         notes, tried = _check_drawn(config.data.source, drawn, limit), {"": drawn, **sources}
@@ -179,12 +179,6 @@ def _no_room(prompt: Prompt, limit: int) -> DataError:
                      "rollout.max_total_tokens")  # fmt: skip
 
 
-def _check_held_out(source: PromptSource, *, templated: bool) -> None:
-    """Try rows of a held-out set. Raises DataError like `_check_prompts`; long ones are cut, not rejected."""
-    for index in _spread(len(source)):
-        _tried(source, index, templated=templated)
-
-
 def _spread(rows: int) -> Iterable[int]:
     """Indices of the rows that are tried."""
     return range(rows) if rows <= TRIED else range(0, rows, -(-rows // TRIED))
@@ -240,7 +234,11 @@ def _check_rows(
         DataError: a row cannot be trained, its text is lost in the template, it is too long, or all are left out.
     """
     for index in range(len(source)):
-        _look_at(data, train.sft_loss_on, source.rows.row(index), tokenizer)
+        row = source.rows.row(index)
+        if data.messages_key is None:
+            refuse_unlabelled(row.label, row.where, tokenizer)
+        else:
+            wanted_turns(as_messages(row.prompt), row.where, train.sft_loss_on)
     found, first = _Found(), ""
     for index in _spread(len(source)):
         shown = _try(data, source, index, found)
@@ -255,14 +253,6 @@ def _check_rows(
         f"({found.longest_at}); {found.skipped:,} are skipped and {found.cut:,} cut as too long"
     )
     return [counts] if name else [f"the first row, with what is trained in [[ ]]: {first}", counts]
-
-
-def _look_at(data: DataConfig, loss_on: SftLossOn, row: Row, tokenizer: Tokenizer) -> None:
-    """Checks of a row that need no rendering."""
-    if data.messages_key is None:
-        refuse_unlabelled(row.label, row.where, tokenizer)
-    else:
-        wanted_turns(as_messages(row.prompt), row.where, loss_on)
 
 
 def _try(data: DataConfig, source: SupervisedSource, index: int, found: _Found) -> str:

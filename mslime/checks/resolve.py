@@ -13,11 +13,10 @@ from mslime.checks.datasets import check_data, check_supervised_data, glance_at_
 from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.base import Task
 from mslime.config.cluster import WHOLE, Parts, check_machines
-from mslime.config.dtypes import trainer_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
-from mslime.config.model_facts import language_model
+from mslime.config.model_facts import language_model, trainer_dtype
 from mslime.config.output import ObserveConfig
 from mslime.config.plugins import found, load
 from mslime.config.resolved import CriticSpec, ModelSpec, critic_spec, engine_spec, policy_spec
@@ -122,9 +121,9 @@ class ResolvedRun:
     adapters: Mapping[str, ResolvedRun] = field(default_factory=dict[str, "ResolvedRun"])
 
     @property
-    def replayed_layers(self) -> tuple[int, ...]:
-        """Layers whose routes the engines return and the trainer replays."""
-        return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
+    def sends_routes(self) -> bool:
+        """Whether engines return routes, which the trainer replays."""
+        return self.model.sends_routes(self.config.train.replay)
 
     @property
     def adapted_modules(self) -> tuple[str, ...]:
@@ -132,12 +131,9 @@ class ResolvedRun:
         if not self.config.syncs_adapters:
             return ()
         table = self.family.rules(self.hf_config)
-        of_each = [served_modules(make_adapters(table, run.lora)) for run in self._with_adapters()]
+        runs = [*self.config.adapter_runs.values()] or [self.config]
+        of_each = [served_modules(make_adapters(table, run.lora)) for run in runs]
         return tuple(dict.fromkeys(module for modules in of_each for module in modules))
-
-    def _with_adapters(self) -> list[RunConfig]:
-        """Runs whose adapters the engines hold."""
-        return [*self.config.adapter_runs.values()] or [self.config]
 
     @property
     def probe_tolerance(self) -> float:

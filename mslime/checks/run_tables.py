@@ -94,30 +94,15 @@ def _model_table(run: ResolvedRun) -> Table:
             ("checkpoint", str(run.config.model.path)),
             ("family", run.family.architecture),
             ("MoE", moe),
-            (
-                "vocabulary",
-                f"{model.vocab_size:,} tokens, {model.max_positions:,} positions",
-            ),
+            ("vocabulary", f"{model.vocab_size:,} tokens, {model.max_positions:,} positions"),
         ],
     )
 
 
 def _layout_table(layout: ParallelLayout) -> Table:
-    table = Table(
-        title=f"Trainer layout: {layout.world_size} ranks, {layout.describe()}",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in (
-        "rank",
-        "pipeline",
-        "data",
-        "context",
-        "tensor",
-        "expert data",
-        "expert",
-        "expert tensor",
-    ):
+    title = f"Trainer layout: {layout.world_size} ranks, {layout.describe()}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("rank", "pipeline", "data", "context", "tensor", "expert data", "expert", "expert tensor"):
         table.add_column(name, justify="right")
     shown = range(layout.world_size) if layout.world_size <= 16 else [*range(8), layout.world_size - 1]
     for rank in shown:
@@ -130,7 +115,9 @@ def _batch_table(r: RolloutConfig, t: TrainConfig, engines: SGLangConfig, cp: in
     responses = r.groups_per_step * r.group_size
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
     budget = t.max_tokens_per_micro_batch * cp
-    in_flight = SubmitGate.of(r).limit(0)
+    in_flight, even = SubmitGate.of(r).limit(0), t.quadratic_tokens
+    assert even != "auto", "`checks.resolve` counts it from the model"
+    by = "tokens alone" if even is None else f"n + n^2 / {even:,.0f} for a sequence of n tokens"
     return facts_table(
         "One step",
         [
@@ -142,7 +129,7 @@ def _batch_table(r: RolloutConfig, t: TrainConfig, engines: SGLangConfig, cp: in
                 "optimizer",
                 f"{t.optimizer_steps_per_rollout} step(s) of {per_step} groups, {budget:,} tokens a micro-batch",
             ),
-            ("balance", _balance(t.quadratic_tokens)),
+            ("balance", f"micro-batches by {by}"),
             (
                 "engines",
                 f"{engines.servers} x {engines.shape}, {r.concurrency} requests each; {in_flight} groups in flight"
@@ -153,15 +140,10 @@ def _batch_table(r: RolloutConfig, t: TrainConfig, engines: SGLangConfig, cp: in
     )
 
 
-def _balance(quadratic_tokens: float | str | None) -> str:
-    if quadratic_tokens is None:
-        return "micro-batches by tokens alone"
-    return f"micro-batches by n + n^2 / {quadratic_tokens:,.0f} for a sequence of n tokens"
-
-
 def _switch_table(run: ResolvedRun) -> Table:
     config = run.config
     r, a = config.rollout, config.algorithm
+    partial = "aborted responses are continued" if r.partial else "off: aborted responses start again"
     stale = (
         "synchronous, on-policy"
         if r.max_staleness == 0
@@ -170,27 +152,11 @@ def _switch_table(run: ResolvedRun) -> Table:
     return facts_table(
         "On and off",
         [
-            (
-                "staleness",
-                f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[config.on_stale]}",
-            ),
-            (
-                "partial rollouts",
-                "aborted responses are continued" if r.partial else "off: aborted responses start again",
-            ),
-            (
-                "over-sampling",
-                f"{r.spare_groups} spare groups" if r.spare_groups else "off",
-            ),
+            ("staleness", f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[config.on_stale]}"),
+            ("partial rollouts", partial),
+            ("over-sampling", f"{r.spare_groups} spare groups" if r.spare_groups else "off"),
             ("dynamic filter", r.dynamic_filter),
-            (
-                "routing replay",
-                {
-                    "r3": "R3, the engine's routes",
-                    "r2": "R2, the trainer's own routes",
-                    "off": "off",
-                }[config.train.replay],
-            ),
+            ("routing replay", _REPLAY[config.train.replay]),
             ("advantage and loss", f"{a.advantage}, {a.loss}"),
             (
                 "correction",
@@ -253,4 +219,5 @@ def _distillation(teacher: TeacherConfig, coefficient: float, held: Path | None)
     return f"{coefficient:g} x (log pi_old - log teacher); teacher {where}"
 
 
+_REPLAY = {"r3": "R3, the engine's routes", "r2": "R2, the trainer's own routes", "off": "off"}
 _PAST = {"keep": "trained under the correction", "mask": "masked", "reroll": "generated again", "drop": "dropped"}

@@ -26,7 +26,7 @@ from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt, PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import check_parameters, load_function
-from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentPool, OpenEnvironment
+from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentPool
 from mslime.rollout.environments.protocol import (
     SETTING,
     EnvironmentJob,
@@ -35,7 +35,6 @@ from mslime.rollout.environments.protocol import (
     Step,
     load_environment,
 )
-from mslime.rollout.environments.protocol import SETTING as ENVIRONMENT
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.reward_kinds import alternatives, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
@@ -76,17 +75,15 @@ def check_rewards(
         found = _check_labels(source, scoring or reward, place, data.label_key)
         notes += [f"{name or 'training'}: {note}" for note in found]
         if scoring is not None or not name:
-            _check_tokens(scoring or reward, place)
-            notes += _try_functions(scoring or reward, place, source, tokenizer, sizes[name])
+            own_scoring = scoring or reward
+            for i, part in enumerate(own_scoring.graders):  # the tokens of served reward models
+                where = f"{place}.parts[{i}]" if own_scoring.parts else place
+                if part.servers is not None and (variable := part.servers[1].auth_env) is not None:
+                    token_of(variable, f"{where}.{part.servers[0]}")
+            if any(part.kind == "custom" for part in own_scoring.graders):
+                rows = [source.at(i) for i in range(min(len(source), OTHER_ROWS))]
+                notes += try_reward_functions(own_scoring, place, rows, tokenizer, sizes[name])
     return notes
-
-
-def _check_tokens(scoring: ScoringConfig, place: str) -> None:
-    """Check that the tokens of served reward models are set. Raises ConfigError."""
-    for i, part in enumerate(scoring.graders):
-        where = f"{place}.parts[{i}]" if scoring.parts else place
-        if part.servers is not None and (variable := part.servers[1].auth_env) is not None:
-            token_of(variable, f"{where}.{part.servers[0]}")
 
 
 def _check_labels(
@@ -103,16 +100,6 @@ def _check_labels(
                 )  # fmt: skip
     notes = dict.fromkeys(kind.notes for kind in kinds.values() if kind.notes is not None)
     return [note for write in notes for note in write(source.labels(), len(source))]
-
-
-def _try_functions(
-    scoring: ScoringConfig, place: str, source: PromptSource | DrawnPrompts, tokenizer: Tokenizer, group_size: int
-) -> list[str]:
-    """Import every custom function, and score the first row. Raises ConfigError."""
-    if not any(part.kind == "custom" for part in scoring.graders):
-        return []
-    rows = [source.at(i) for i in range(min(len(source), OTHER_ROWS))]
-    return try_reward_functions(scoring, place, rows, tokenizer, group_size)
 
 
 def try_reward_functions(
@@ -251,20 +238,16 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
 
 
 async def _played(pool: EnvironmentPool, task: EnvironmentTask) -> tuple[Observation, list[Step]]:
-    environment = await pool.open(alone=True)
+    environment, steps = await pool.open(alone=True), list[Step]()
     try:
-        return await environment.reset(task), await _steps(environment)
+        first = await environment.reset(task)
+        for action in ACTIONS:
+            steps.append(await environment.step(action))
+            if steps[-1].done:
+                break
+        return first, steps
     finally:
         await environment.close()
-
-
-async def _steps(environment: OpenEnvironment) -> list[Step]:
-    steps: list[Step] = []
-    for action in ACTIONS:
-        steps.append(await environment.step(action))
-        if steps[-1].done:
-            break
-    return steps
 
 
 def _told(step: Step) -> str:
@@ -317,7 +300,7 @@ def rollout_seams(
     return [
         *_seam("data.source", data.source, "data", "seed"),
         *_seam("rollout.function", rollout.function, "task", "engine"),
-        *_seam(ENVIRONMENT, rollout.environment, options=rollout.environment_options),
+        *_seam(SETTING, rollout.environment, options=rollout.environment_options),
         *_seam("rollout.dynamic_filter", rollout.dynamic_filter, "group"),
         *_seam("hooks.sample", hooks.sample, "sample"),
         *_seam("algorithm.advantage", algorithm.advantage, "rewards"),

@@ -17,8 +17,7 @@ from mslime.cli.convert import CONVERT, CONVERT_RUN
 from mslime.cli.scale import SCALE
 from mslime.config.errors import ConfigError, UserError, nearest
 from mslime.config.plugins import found, load
-from mslime.run.ray_watch import end
-from mslime.run.stop import Stopped, outliving_readers
+from mslime.run.stop import Stopped, end, outliving_readers
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig

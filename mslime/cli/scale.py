@@ -71,17 +71,13 @@ def order_of(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _wait(run_dir: Path, number: int, found: Mapping[str, Any], console: Any) -> dict[str, Any]:
     with console.status("waiting for the run's next weight sync") as status:
-        while number in found["waiting"] or _changing(found["engines"]):
+        while number in found["waiting"] or any(engine["state"] in CHANGING for engine in found["engines"]):
             if number not in found["waiting"]:
                 names = ", ".join(f"{e['name']} {e['state']}" for e in found["engines"] if e["state"] in CHANGING)
                 status.update(f"{found['told'].get(str(number), '')}; {names}")
             time.sleep(LOOK_EVERY_S)
             found = asyncio.run(_ask(run_dir, None))
     return dict(found)
-
-
-def _changing(engines: Sequence[Mapping[str, Any]]) -> bool:
-    return any(engine["state"] in CHANGING for engine in engines)
 
 
 async def _ask(run_dir: Path, order: dict[str, Any] | None) -> dict[str, Any]:

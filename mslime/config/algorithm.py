@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import KLType, Known, Section, check_choice, is_function
+from mslime.config.base import KLType, Known, Rule, Section, check_choice, is_function, refuse_first
 from mslime.config.errors import ConfigError
 from mslime.config.train import TrainConfig
 
@@ -324,76 +324,57 @@ class CorrectionConfig(Section):
         return self.function is not None or self.action != "none" or self.reference == "rollout"
 
     @model_validator(mode="after")
-    def _check_function(self) -> CorrectionConfig:
-        if self.function is None:
-            return self
-        check_choice("algorithm.correction.function", self.function, ())
-        unused = {"preset": None, "action": "none"}
-        for name in ("level", "metric", "low", "high", "kept_weight", "negative_advantage_only", "outward_only"):
-            unused[name] = type(self).model_fields[name].default
-        for name, idle in unused.items():
-            if getattr(self, name) != idle:
-                raise ConfigError(
-                    f"algorithm.correction.{name}", getattr(self, name),
+    def _check(self) -> CorrectionConfig:
+        if self.function is not None:
+            check_choice("algorithm.correction.function", self.function, ())
+        refuse_first("algorithm.correction", self._rules())
+        return self
+
+    def _rules(self) -> Iterator[Rule]:
+        action, low, high, level, metric = self.action, self.low, self.high, self.level, self.metric
+        if self.function is not None:
+            unused = {"preset": None, "action": "none"}
+            for name in ("level", "metric", "low", "high", "kept_weight", "negative_advantage_only", "outward_only"):
+                unused[name] = type(self).model_fields[name].default
+            for name, idle in unused.items():
+                yield (
+                    getattr(self, name) != idle, name, getattr(self, name),
                     f"has no effect beside function = {self.function}, which decides weights and mask",
                     "remove it, or the function",
                 )  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> CorrectionConfig:
-        if self.high is not None and self.high < 0 and self.metric != "k1":  # only k1 can be negative
-            raise ConfigError("algorithm.correction.high", self.high, f"the metric {self.metric} is never negative, so "
-                              "nothing would be inside", "give a bound above 0, or null for none")  # fmt: skip
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ConfigError(
-                "algorithm.correction.low", self.low, f"must be below high = {self.high}", "swap or widen the bounds"
-            )
-        if self.action in ("truncate", "clip") and self.high is None:
-            raise ConfigError("algorithm.correction.high", None, f"{self.action} needs an upper bound", "set high: 2.0")
-        if self.action == "clip" and self.low is None:
-            raise ConfigError(
-                "algorithm.correction.low", None, "clip needs a lower bound", "set low, or use action: truncate"
-            )
-        if self.action in ("mask", "drop") and self.low is None and self.high is None:
-            raise ConfigError(
-                "algorithm.correction.high", None, f"{self.action} needs a bound", "set low, high or both"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pairs(self) -> CorrectionConfig:
-        weighs = self.action in ("truncate", "clip")
-        if weighs and self.metric != "ratio":
-            raise ConfigError(
-                "algorithm.correction.metric",
-                self.metric,
-                f"{self.action} bounds the ratio itself",
-                "use metric: ratio, or action: mask or drop",
-            )
-        for field in ("negative_advantage_only", "outward_only"):
-            if weighs and getattr(self, field):
-                raise ConfigError(
-                    f"algorithm.correction.{field}",
-                    True,
-                    "applies to mask and drop only",
-                    "use action: drop, or leave it false",
-                )
-        if self.outward_only and self.level != "token":
-            raise ConfigError(
-                "algorithm.correction.outward_only",
-                True,
-                f"is about single tokens, and level is {self.level}",
-                "use level: token, or leave it false",
-            )
-        if self.normalise and self.reference == "rollout":
-            raise ConfigError(
-                "algorithm.correction.normalise",
-                True,
-                "there are no weights when reference is rollout",
-                "set normalise: false, or reference: recompute",
-            )
-        return self
+        yield (  # only k1 can be negative
+            high is not None and high < 0 and metric != "k1", "high", high,
+            f"the metric {metric} is never negative, so nothing would be inside",
+            "give a bound above 0, or null for none",
+        )  # fmt: skip
+        yield (
+            low is not None and high is not None and low >= high, "low", low, f"must be below high = {high}",
+            "swap or widen the bounds",
+        )  # fmt: skip
+        weighs, leaves = action in ("truncate", "clip"), action in ("mask", "drop")
+        yield weighs and high is None, "high", None, f"{action} needs an upper bound", "set high: 2.0"
+        yield (
+            action == "clip" and low is None, "low", None, "clip needs a lower bound",
+            "set low, or use action: truncate",
+        )  # fmt: skip
+        yield leaves and low is None and high is None, "high", None, f"{action} needs a bound", "set low, high or both"
+        yield (
+            weighs and metric != "ratio", "metric", metric, f"{action} bounds the ratio itself",
+            "use metric: ratio, or action: mask or drop",
+        )  # fmt: skip
+        for name in ("negative_advantage_only", "outward_only"):
+            yield (
+                weighs and getattr(self, name), name, True, "applies to mask and drop only",
+                "use action: drop, or leave it false",
+            )  # fmt: skip
+        yield (
+            self.outward_only and level != "token", "outward_only", True,
+            f"is about single tokens, and level is {level}", "use level: token, or leave it false",
+        )  # fmt: skip
+        yield (
+            self.normalise and self.reference == "rollout", "normalise", True,
+            "there are no weights when reference is rollout", "set normalise: false, or reference: recompute",
+        )  # fmt: skip
 
 
 class AlgorithmConfig(AdvantageConfig):
@@ -481,11 +462,9 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """Reject settings with which nothing is learned. Raises ConfigError."""
     if algorithm.advantage == "none" and algorithm.opd_coef == 0:
         raise ConfigError(
-            "algorithm.advantage",
-            "none",
-            "every advantage would be 0, so nothing would be learnt from rewards",
+            "algorithm.advantage", "none", "every advantage would be 0, so nothing would be learnt from rewards",
             "distil a teacher (algorithm.opd_coef), or choose another advantage",
-        )
+        )  # fmt: skip
 
 
 def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig, *, trained: bool) -> None:
@@ -497,31 +476,20 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainC
     Raises:
         ConfigError: the first broken rule.
     """
+    defaults, total = CriticConfig(), train.num_steps * train.optimizer_steps_per_rollout
     if not trained:
-        defaults = CriticConfig()
-        given = [name for name in CriticConfig.model_fields if getattr(critic, name) != getattr(defaults, name)]
-        if given:
-            raise ConfigError(
-                f"critic.{given[0]}",
-                getattr(critic, given[0]),
-                f"algorithm.advantage {algorithm.advantage} and train.task {train.task} have no critic",
-                "set algorithm.advantage: gae, or remove the section",
-            )
+        refuse_first("critic", (
+            (value != getattr(defaults, name), name, value,
+             f"algorithm.advantage {algorithm.advantage} and train.task {train.task} have no critic",
+             "set algorithm.advantage: gae, or remove the section")
+            for name, value in critic
+        ))  # fmt: skip
         return
-    if critic.warmup_steps >= train.num_steps:
-        raise ConfigError(
-            "critic.warmup_steps",
-            critic.warmup_steps,
-            f"must be below train.num_steps = {train.num_steps}, or the policy is never trained",
-            "shorten the warm-up, or raise train.num_steps",
-        )
-    if critic.min_lr > critic.lr:
-        raise ConfigError("critic.min_lr", critic.min_lr, f"must not exceed critic.lr = {critic.lr}", "lower it")
-    total = train.num_steps * train.optimizer_steps_per_rollout
-    if critic.lr_warmup_steps >= total > 1:
-        raise ConfigError(
-            "critic.lr_warmup_steps",
-            critic.lr_warmup_steps,
-            f"must be below the run's {total} optimizer steps",
-            "shorten it, or raise train.num_steps",
-        )
+    refuse_first("critic", [
+        (critic.warmup_steps >= train.num_steps, "warmup_steps", critic.warmup_steps,
+         f"must be below train.num_steps = {train.num_steps}, or the policy is never trained",
+         "shorten the warm-up, or raise train.num_steps"),
+        (critic.min_lr > critic.lr, "min_lr", critic.min_lr, f"must not exceed critic.lr = {critic.lr}", "lower it"),
+        (critic.lr_warmup_steps >= total > 1, "lr_warmup_steps", critic.lr_warmup_steps,
+         f"must be below the run's {total} optimizer steps", "shorten it, or raise train.num_steps"),
+    ])  # fmt: skip

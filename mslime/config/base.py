@@ -233,6 +233,17 @@ def adapter_directory(version: int) -> str:
     return f"adapter_{version:06d}"
 
 
+Rule = tuple[object, str, object, str, str]
+"""(Whether it is broken, a setting, its value, the rule in words, one remedy)."""
+
+
+def refuse_first(section: str, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for the first broken rule of a section's settings; of full names, if `section` is empty."""
+    for broken, setting, value, rule, way_out in rules:
+        if broken:
+            raise ConfigError(f"{section}.{setting}".lstrip("."), value, rule, way_out)
+
+
 def is_function(value: str) -> bool:
     """Whether a text names a function, `module:function`, and not one of a setting's choices."""
     return ":" in value

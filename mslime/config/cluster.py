@@ -27,10 +27,6 @@ _OWN_VARIABLES: dict[str, str] = {
 RAY_START = "`ray start --head` on one machine and `ray start --address=THAT_MACHINE:6379` on the others"
 
 
-def _ray_address() -> str | None:
-    return os.environ.get("RAY_ADDRESS") or None
-
-
 class ClusterConfig(Section):
     """Machines and Ray: devices, placement of trainer and engines, environment of the processes."""
 
@@ -86,7 +82,7 @@ class ClusterConfig(Section):
         "assumption.",
     )
     ray_address: str | None = Field(
-        default_factory=_ray_address,
+        default_factory=lambda: os.environ.get("RAY_ADDRESS") or None,
         description="Address of a Ray cluster (HOST:6379, or auto on one of its hosts). Default: RAY_ADDRESS, else a "
         "Ray of the run's own on this host.",
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from mslime.config.base import Section, check_choice
+from mslime.config.base import Section, check_choice, refuse_first
 from mslime.config.errors import ConfigError
 from mslime.config.reward import ScoringConfig, check_scoring
 from mslime.config.train import TrainConfig
@@ -85,43 +85,13 @@ def check_data(data: DataConfig, train: TrainConfig, *, own_prompts: bool) -> No
     _check_messages(data, train)
     if data.source is not None:
         check_choice("data.source", data.source, ())
-        if train.task == "sft":
-            raise ConfigError("data.source", data.source, "supervised training reads files",
-                              "write the rows to a file, and name it in data.prompts")  # fmt: skip
-    if not data.prompts and data.source is None and not own_prompts:
-        raise ConfigError(
-            "data.prompts",
-            [],
-            "at least one file of prompts is needed",
-            "name a .jsonl or .parquet file in the run's file, or give --data.prompts",
-        )
-    _check_sets(data)
-
-
-def _check_messages(data: DataConfig, train: TrainConfig) -> None:
-    """Reject settings that have no effect on rows of messages."""
-    if data.tools_key is not None and data.messages_key is None and not data.apply_chat_template:
-        rule = "tools are offered by a chat template, and none is used"
-        raise ConfigError("data.tools_key", data.tools_key, rule, "set data.apply_chat_template, or remove it")
-    if data.messages_key is None:
-        if train.sft_loss_on != "all":
-            rule = "acts on conversations, and data.messages_key names none"
-            raise ConfigError("train.sft_loss_on", train.sft_loss_on, rule, "set data.messages_key, or remove it")
-        return
-    if train.task == "rl":
-        raise ConfigError(
-            "data.messages_key", data.messages_key, "conversations are for train.task: sft",
-            "name the prompt's messages with data.prompt_key, and set data.apply_chat_template: true",
-        )  # fmt: skip
-    if data.max_prompt_tokens is not None:
-        raise ConfigError(
-            "data.max_prompt_tokens", data.max_prompt_tokens, "a conversation has no prompt to measure",
-            "set train.sft_too_long, and rollout.max_total_tokens",
-        )  # fmt: skip
-
-
-def _check_sets(data: DataConfig) -> None:
-    """Check names and scoring of the held-out sets."""
+    refuse_first("data", [
+        (data.source is not None and train.task == "sft", "source", data.source, "supervised training reads files",
+         "write the rows to a file, and name it in data.prompts"),
+        (not data.prompts and data.source is None and not own_prompts, "prompts", [],
+         "at least one file of prompts is needed",
+         "name a .jsonl or .parquet file in the run's file, or give --data.prompts"),
+    ])  # fmt: skip
     names = [s.name for s in data.eval_sets]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
@@ -129,18 +99,31 @@ def _check_sets(data: DataConfig) -> None:
     for i, s in enumerate(data.eval_sets):
         if s.reward:
             check_scoring(f"data.eval_sets[{i}].reward", s.reward)
-        if re.fullmatch(r"[\w.@+-]+", s.name) is None:
-            raise ConfigError(
-                f"data.eval_sets[{i}].name",
-                s.name,
-                "a name is letters, digits and _ . @ + -",
-                "it becomes the metrics eval/NAME/...; write for example "
-                + (re.sub(r"[^a-zA-Z0-9_.@+-]+", "_", s.name) or "test"),
-            )
-        if s.samples_per_prompt > 1 and s.temperature == 0:
-            raise ConfigError(
-                f"data.eval_sets.{s.name}.temperature",
-                0.0,
-                f"{s.samples_per_prompt} greedy responses would be equal, so pass@k means nothing",
-                "set a temperature, or samples_per_prompt: 1",
-            )
+        usable = re.sub(r"[^a-zA-Z0-9_.@+-]+", "_", s.name) or "test"
+        refuse_first("data", [
+            (re.fullmatch(r"[\w.@+-]+", s.name) is None, f"eval_sets[{i}].name", s.name,
+             "a name is letters, digits and _ . @ + -",
+             f"it becomes the metrics eval/NAME/...; write for example {usable}"),
+            (s.samples_per_prompt > 1 and s.temperature == 0, f"eval_sets.{s.name}.temperature", 0.0,
+             f"{s.samples_per_prompt} greedy responses would be equal, so pass@k means nothing",
+             "set a temperature, or samples_per_prompt: 1"),
+        ])  # fmt: skip
+
+
+def _check_messages(data: DataConfig, train: TrainConfig) -> None:
+    """Reject settings that have no effect on rows of messages."""
+    messages = data.messages_key
+    refuse_first("data", [(
+        data.tools_key is not None and messages is None and not data.apply_chat_template, "tools_key", data.tools_key,
+        "tools are offered by a chat template, and none is used", "set data.apply_chat_template, or remove it",
+    )])  # fmt: skip
+    refuse_first("train", [(
+        messages is None and train.sft_loss_on != "all", "sft_loss_on", train.sft_loss_on,
+        "acts on conversations, and data.messages_key names none", "set data.messages_key, or remove it",
+    )])  # fmt: skip
+    refuse_first("data", [
+        (messages is not None and train.task == "rl", "messages_key", messages, "conversations are for train.task: sft",
+         "name the prompt's messages with data.prompt_key, and set data.apply_chat_template: true"),
+        (messages is not None and data.max_prompt_tokens is not None, "max_prompt_tokens", data.max_prompt_tokens,
+         "a conversation has no prompt to measure", "set train.sft_too_long, and rollout.max_total_tokens"),
+    ])  # fmt: skip

@@ -6,15 +6,15 @@ compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mslime.config.base import EngineSection, KVTransfer, Placement, check_url
+from mslime.config.base import EngineSection, KVTransfer, Placement, Rule, check_url, refuse_first
 from mslime.config.cluster import ClusterConfig, engine_nccl, not_colocated
-from mslime.config.errors import ConfigError
-from mslime.config.keys import EngineKeys, Secret, read_secret
+from mslime.config.keys import EngineKeys, Secret, not_empty, read_secret
 from mslime.config.rollout import RolloutConfig
 
 MASK_LIMIT = 4096
@@ -72,6 +72,9 @@ SGLANG_TESTED = frozenset(
 )
 
 
+ServerKey = Annotated[Secret, not_empty("sglang.api_key")]
+
+
 class SGLangConfig(EngineSection):
     """The generation engines, under SGLang's own names."""
 
@@ -86,12 +89,12 @@ class SGLangConfig(EngineSection):
         "left, the run waits.",
     )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
-    api_key: Secret | None = Field(
+    api_key: ServerKey | None = Field(
         default=None,
         description="Key of the servers: env:NAME, file:PATH, or the key itself. Default: launched servers get a "
         "random key for each run.",
     )
-    admin_api_key: Secret | None = Field(
+    admin_api_key: ServerKey | None = Field(
         default=None,
         description="Key of the servers' control endpoints (weights, pauses), where it is not api_key; the same forms.",
     )
@@ -129,12 +132,16 @@ class SGLangConfig(EngineSection):
         """Configured keys of the servers; None without any. Raises ConfigError if they cannot be found."""
         if self.api_key is None and self.admin_api_key is None:
             return None
-        name = self.section or self.engine
         api, admin = (
-            read_secret(setting, f"{name}.{key}") if setting is not None else ""
+            read_secret(setting, f"{self.name}.{key}") if setting is not None else ""
             for key, setting in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
         )
         return EngineKeys(api, admin)
+
+    @property
+    def name(self) -> str:
+        """Name of the section."""
+        return self.section or self.engine
 
     @property
     def drafts(self) -> bool:
@@ -148,20 +155,15 @@ class SGLangConfig(EngineSection):
 
     def check_machines(self, gpus_per_node: int) -> None:
         """Raise ConfigError if a launched engine does not fit its machines with `gpus_per_node` GPUs each."""
-        name = self.section or self.engine
         where = "its machine" if self.nnodes == 1 else f"each of its {self.nnodes} machines"
-        if self.tp_size % self.nnodes:
-            raise ConfigError(
-                f"{name}.nnodes", self.nnodes, f"{self.tp_size} GPUs ({name}.tp_size) cannot be shared out equally",
-                "choose a divisor of tp_size",
-            )  # fmt: skip
-        if self.gpus_a_machine > gpus_per_node:
-            raise ConfigError(
-                f"{name}.tp_size", self.tp_size,
-                f"an engine has {self.gpus_a_machine} GPUs on {where}, and a machine has {gpus_per_node} "
-                "(cluster.gpus_per_node)",
-                f"let it span more machines ({name}.nnodes: {-(-self.tp_size // gpus_per_node)}), or lower it",
-            )  # fmt: skip
+        refuse_first(self.name, [
+            (self.tp_size % self.nnodes, "nnodes", self.nnodes,
+             f"{self.tp_size} GPUs ({self.name}.tp_size) cannot be shared out equally", "choose a divisor of tp_size"),
+            (self.gpus_a_machine > gpus_per_node, "tp_size", self.tp_size,
+             f"an engine has {self.gpus_a_machine} GPUs on {where}, and a machine has {gpus_per_node} "
+             "(cluster.gpus_per_node)",
+             f"let it span more machines ({self.name}.nnodes: {-(-self.tp_size // gpus_per_node)}), or lower it"),
+        ])  # fmt: skip
 
     @property
     def parts(self) -> int:
@@ -247,15 +249,23 @@ def check_sglang(
     Raises:
         ConfigError: the first broken rule.
     """
-    _check_urls("sglang", engine)
+    for url in engine.urls:
+        check_url("sglang.urls", url, "http://10.0.0.5:30000")
     if engine.pairs is not None:
-        _check_pairs(engine, engine.pairs, cluster, rollout.pause_mode, syncs_adapters=syncs_adapters)
+        refuse_first("", _pairs(engine, engine.pairs, cluster, rollout.pause_mode, syncs_adapters=syncs_adapters))
     if cluster.colocated:
         _check_colocated(engine, cluster, ranks, teacher_gpus)
     if not engine.urls:
         engine.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else engine.tp_size)
-    _check_nccl(engine, cluster)
-    _check_sampling(engine.extra, rollout)
+    # SGLang flags that override NCCL's environment: the trainer would use other values.
+    refuse_first("cluster.env", (
+        (given == "1" and cluster.env.get(name, given) != given, name, cluster.env.get(name),
+         "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails where trainer "
+         "and engines disagree", "remove it, or those flags")
+        for name, given in engine_nccl(engine.extra).items()
+    ))  # fmt: skip
+    if rollout.truncated:
+        refuse_first("rollout", _sampling(engine.extra, rollout))
 
 
 def check_teacher(
@@ -278,48 +288,40 @@ def check_teacher(
     Raises:
         ConfigError: the first broken rule.
     """
-    _check_urls("teacher", teacher)
+    for url in teacher.urls:
+        check_url("teacher.urls", url, "http://10.0.0.5:30000")
     if teacher.placement == "colocated":
-        _check_colocated_teacher(teacher, cluster, rollout.managers, ranks)
-    if teacher.urls and teacher.path is not None:
-        raise ConfigError(
-            "teacher.path",
-            str(teacher.path),
-            f"the teacher is served already, at {teacher.urls[0]}",
-            "remove teacher.path to attach to teacher.urls, or teacher.urls to launch servers",
-        )
-    if teacher.serves and held is not None:
-        raise ConfigError(
-            "model.teacher_path",
-            str(held),
-            "SGLang serves the teacher already (teacher.urls or teacher.path)",
-            "keep one: servers for any model with the student's tokenizer, model.teacher_path for a small one",
-        )
-    if (coefficient > 0) != (teacher.serves or held is not None):
-        field = "teacher.urls" if teacher.urls else "teacher.path" if teacher.path else "model.teacher_path"
-        value = teacher.urls or teacher.path or held
-        raise ConfigError(
-            field,
-            value if value is None or isinstance(value, list) else str(value),
-            f"a teacher goes together with algorithm.opd_coef, which is {coefficient}",
-            "set both or neither; the teacher is one of teacher.urls, teacher.path and model.teacher_path",
-        )
-    if teacher.serves:
-        _check_served(teacher, engine, cluster, rollout)
+        refuse_first("teacher", _colocated_teacher(teacher, cluster, rollout.managers, ranks))
+        refuse_first("teacher", _machines(teacher, cluster, ranks))
+    served, holds = teacher.serves, held is not None
+    field = "teacher.urls" if teacher.urls else "teacher.path" if teacher.path else "model.teacher_path"
+    value = teacher.urls or (None if (path := teacher.path or held) is None else str(path))
+    refuse_first("", [
+        (teacher.urls and teacher.path is not None, "teacher.path", str(teacher.path),
+         f"the teacher is served already, at {next(iter(teacher.urls), '')}",
+         "remove teacher.path to attach to teacher.urls, or teacher.urls to launch servers"),
+        (served and holds, "model.teacher_path", str(held),
+         "SGLang serves the teacher already (teacher.urls or teacher.path)",
+         "keep one: servers for any model with the student's tokenizer, model.teacher_path for a small one"),
+        ((coefficient > 0) != (served or holds), field, value,
+         f"a teacher goes together with algorithm.opd_coef, which is {coefficient}",
+         "set both or neither; the teacher is one of teacher.urls, teacher.path and model.teacher_path"),
+    ])  # fmt: skip
+    if served:
+        refuse_first("", _served(teacher, engine, rollout))
+    if teacher.launched:
+        teacher.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else teacher.tp_size)
 
 
-def _check_urls(section: str, engine: SGLangConfig) -> None:
-    for url in engine.urls:
-        check_url(f"{section}.urls", url, "http://10.0.0.5:30000")
-
-
-def _check_pairs(
+def _pairs(
     engine: SGLangConfig, pairs: KVTransfer, cluster: ClusterConfig, pause_mode: str, *, syncs_adapters: bool
-) -> None:
-    """Reject settings that pairs of a prefill and a decode server do not support."""
-    if engine.urls:
-        raise _no_pairs(pairs, f"engines are attached to ({engine.urls[0]}), and mslime pairs what it starts",
-                       "remove sglang.urls, or pairs")  # fmt: skip
+) -> Iterator[Rule]:
+    """Settings that pairs of a prefill and a decode server do not support."""
+    yield (
+        engine.urls, "sglang.pairs", pairs,
+        f"engines are attached to ({next(iter(engine.urls), '')}), and mslime pairs what it starts",
+        "remove sglang.urls, or pairs",
+    )  # fmt: skip
     for field, value, needed, why in (
         ("sglang.nnodes", engine.nnodes, 1, "each half of a pair lies on one machine"),
         ("cluster.placement", cluster.placement, "separate", "a pair was never put to sleep"),
@@ -327,19 +329,21 @@ def _check_pairs(
          "a request that waits in a pair while its weights change would be prefilled by one version, and decoded by "
          "another"),
     ):  # fmt: skip
-        if value != needed:
-            raise ConfigError(field, value, f"{why} (sglang.pairs: {pairs})", f"set it to {needed}, or remove "
-                              "sglang.pairs")  # fmt: skip
-    if syncs_adapters:
-        raise _no_pairs(pairs, "adapters alone are given to engines of one server (lora.sync: adapter)",
-                       "remove it, or set lora.sync: merged")  # fmt: skip
-    cpu, tcp = cluster.device == "cpu", pairs == "mooncake_tcp"
-    if cpu and not tcp:
-        raise _no_pairs(pairs, "it moves memory of GPUs", "set it to mooncake_tcp, which is for tests")
-
-
-def _no_pairs(pairs: KVTransfer, rule: str, way_out: str) -> ConfigError:
-    return ConfigError("sglang.pairs", pairs, rule, way_out)
+        yield (
+            value != needed,
+            field,
+            value,
+            f"{why} (sglang.pairs: {pairs})",
+            f"set it to {needed}, or remove sglang.pairs",
+        )
+    yield (
+        syncs_adapters, "sglang.pairs", pairs,
+        "adapters alone are given to engines of one server (lora.sync: adapter)", "remove it, or set lora.sync: merged",
+    )  # fmt: skip
+    yield (
+        cluster.device == "cpu" and pairs != "mooncake_tcp", "sglang.pairs", pairs, "it moves memory of GPUs",
+        "set it to mooncake_tcp, which is for tests",
+    )  # fmt: skip
 
 
 def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, teacher_gpus: int) -> None:
@@ -349,141 +353,109 @@ def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, t
             f"engines are attached to ({engine.urls[0]}), and are where somebody else has started them",
             "remove sglang.urls, so that mslime launches engines on the trainer's GPUs, or set separate",
         )
-    if engine.tp_size > ranks:
-        raise ConfigError(
-            "sglang.tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
-            f"set it to {ranks} or less, or raise cluster.trainer_ranks",
-        )  # fmt: skip
-    if engine.gpus > ranks - teacher_gpus:
-        beside = f" that the teacher's {teacher_gpus} leave (teacher.placement)" if teacher_gpus else ""
-        raise ConfigError(
-            "sglang.num_engines", engine.num_engines,
-            f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
-            f"{ranks - teacher_gpus}{beside}",
-            f"set it to {(ranks - teacher_gpus) // engine.tp_size} or less, or raise cluster.trainer_ranks",
-        )  # fmt: skip
-    _check_machines("sglang", engine, cluster, ranks)
-    if engine.extra.get("enable_memory_saver") is False:
-        raise ConfigError("sglang.enable_memory_saver", False, "an engine gives its memory back through it",
-                          "remove it (mslime sets it on GPUs)")  # fmt: skip
-    if (mode := engine.extra.get("weight_cache_mode", "off")) != "off":
-        raise ConfigError("sglang.weight_cache_mode", mode, "weights that a daemon shares are not given back",
-                          "remove it")  # fmt: skip
+    free, more = ranks - teacher_gpus, engine.extra
+    beside = f" that the teacher's {teacher_gpus} leave (teacher.placement)" if teacher_gpus else ""
+    mode = more.get("weight_cache_mode", "off")
+    refuse_first("sglang", [
+        (engine.tp_size > ranks, "tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
+         f"set it to {ranks} or less, or raise cluster.trainer_ranks"),
+        (engine.gpus > free, "num_engines", engine.num_engines,
+         f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
+         f"{free}{beside}", f"set it to {free // engine.tp_size} or less, or raise cluster.trainer_ranks"),
+    ])  # fmt: skip
+    refuse_first("sglang", _machines(engine, cluster, ranks))
+    refuse_first("sglang", [
+        (more.get("enable_memory_saver") is False, "enable_memory_saver", False,
+         "an engine gives its memory back through it", "remove it (mslime sets it on GPUs)"),
+        (mode != "off", "weight_cache_mode", mode, "weights that a daemon shares are not given back", "remove it"),
+    ])  # fmt: skip
 
 
-def _check_machines(section: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
-    """Check that servers use neighbouring GPUs of the trainer, within one machine or on whole machines."""
+def _machines(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> Iterator[Rule]:
+    """Servers that do not use neighbouring GPUs of the trainer, within one machine or on whole machines."""
     each, machine = engine.gpus_a_machine, cluster.gpus_per_node
     if cluster.device == "cpu" or ranks <= machine:
         return
-    if machine % each:
-        raise ConfigError(
-            f"{section}.tp_size", engine.tp_size,
-            f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a "
-            "machine (cluster.gpus_per_node)", "choose a divisor",
-        )  # fmt: skip
-    if engine.nnodes > 1 and each != machine:
-        raise ConfigError(
-            f"{section}.nnodes", engine.nnodes,
-            f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
-            f"let it have whole machines: {section}.tp_size {engine.nnodes * machine}, or fewer nnodes",
-        )  # fmt: skip
+    yield (
+        machine % each, "tp_size", engine.tp_size,
+        f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a machine "
+        "(cluster.gpus_per_node)", "choose a divisor",
+    )  # fmt: skip
+    yield (
+        engine.nnodes > 1 and each != machine, "nnodes", engine.nnodes,
+        f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
+        f"let it have whole machines: {engine.name}.tp_size {engine.nnodes * machine}, or fewer nnodes",
+    )  # fmt: skip
 
 
-def _check_colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers: int, ranks: int) -> None:
-    """Check that the teacher's servers are the last ones on the trainer's GPUs."""
-    more = teacher.extra
-
-    def refused(rule: str, way_out: str) -> ConfigError:
-        return ConfigError("teacher.placement", "colocated", rule, way_out)
-
-    if not cluster.colocated:
-        raise refused("the trainer's GPUs are shared with nobody (cluster.placement: separate)",
-                      "set cluster.placement: colocated, or remove it")  # fmt: skip
-    if not teacher.launched:
-        raise refused("mslime launches no teacher, so it cannot let one sleep", "set teacher.path, or remove it")
-    if managers > 1:
-        raise refused(f"each of {managers} rollout managers asks the teacher by itself, and all would "
-                      "have to stop before it sleeps", "set rollout.managers: 1, or remove it")  # fmt: skip
-    if teacher.gpus >= ranks or ranks % teacher.tp_size:
-        raise ConfigError(
-            "teacher.tp_size", teacher.tp_size,
-            f"{teacher.num_engines} servers (teacher.num_engines) must leave some of the trainer's {ranks} GPUs to "
-            "engines, and the size of one divide them", "lower it, or raise cluster.trainer_ranks",
-        )  # fmt: skip
-    if more.get("enable_memory_saver") is False or more.get("enable_weights_cpu_backup") is False:
-        raise refused("it gives its memory back through SGLang's memory saver, and keeps its weights by its backup",
-                      "remove teacher.enable_memory_saver and teacher.enable_weights_cpu_backup")  # fmt: skip
-    _check_machines("teacher", teacher, cluster, ranks)
-
-
-def _check_nccl(engine: SGLangConfig, cluster: ClusterConfig) -> None:
-    """Reject SGLang flags that override NCCL's environment: the trainer would use other values."""
-    for name, value in engine_nccl(engine.extra).items():
-        if value == "1" and cluster.env.get(name, value) != value:
-            raise ConfigError(
-                f"cluster.env.{name}",
-                cluster.env[name],
-                "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails where "
-                "trainer and engines disagree",
-                "remove it, or those flags",
-            )
+def _colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers: int, ranks: int) -> Iterator[Rule]:
+    """Whatever keeps the teacher's servers from being the last ones on the trainer's GPUs."""
+    more, shares = teacher.extra, ("placement", "colocated")
+    yield (
+        not cluster.colocated, *shares, "the trainer's GPUs are shared with nobody (cluster.placement: separate)",
+        "set cluster.placement: colocated, or remove it",
+    )  # fmt: skip
+    yield (
+        not teacher.launched, *shares, "mslime launches no teacher, so it cannot let one sleep",
+        "set teacher.path, or remove it",
+    )  # fmt: skip
+    yield (
+        managers > 1, *shares, f"each of {managers} rollout managers asks the teacher by itself, and all would have to "
+        "stop before it sleeps", "set rollout.managers: 1, or remove it",
+    )  # fmt: skip
+    yield (
+        teacher.gpus >= ranks or ranks % teacher.tp_size, "tp_size", teacher.tp_size,
+        f"{teacher.num_engines} servers (teacher.num_engines) must leave some of the trainer's {ranks} GPUs to "
+        "engines, and the size of one divide them", "lower it, or raise cluster.trainer_ranks",
+    )  # fmt: skip
+    yield (
+        more.get("enable_memory_saver") is False or more.get("enable_weights_cpu_backup") is False, *shares,
+        "it gives its memory back through SGLang's memory saver, and keeps its weights by its backup",
+        "remove teacher.enable_memory_saver and teacher.enable_weights_cpu_backup",
+    )  # fmt: skip
 
 
-def _check_sampling(extra: dict[str, Any], r: RolloutConfig) -> None:
-    """Check that SGLang 0.5.23 reports truncated sampling exactly (managers/scheduler.py, layers/sampler.py)."""
-    if not r.truncated:
-        return
-    if r.top_k == -1:
-        given, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
-        raise ConfigError(
-            "rollout.top_k", -1,
-            f"with {given}: {value:g} the trainer needs the ids that each token was drawn from, and SGLang returns "
-            "them only where their number is bounded",
-            f"set rollout.top_k, for example to {MASK_LIMIT}: {given} then decides in nearly every draw",
-        )  # fmt: skip
+def _sampling(extra: dict[str, Any], r: RolloutConfig) -> Iterator[Rule]:
+    """Truncated sampling that SGLang 0.5.23 does not report exactly (managers/scheduler.py, layers/sampler.py)."""
+    given, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
+    yield (
+        r.top_k == -1, "top_k", -1,
+        f"with {given}: {value:g} the trainer needs the ids that each token was drawn from, and SGLang returns them "
+        "only where their number is bounded",
+        f"set rollout.top_k, for example to {MASK_LIMIT}: {given} then decides in nearly every draw",
+    )  # fmt: skip
     limit = extra.get("sampling_mask_max_tokens") or MASK_LIMIT
-    if r.top_k > limit:
-        raise ConfigError(
-            "rollout.top_k", r.top_k, f"SGLang returns at most {limit} of the ids that a token was drawn from",
-            "lower it, or raise sglang.sampling_mask_max_tokens",
-        )  # fmt: skip
+    yield (
+        r.top_k > limit, "top_k", r.top_k, f"SGLang returns at most {limit} of the ids that a token was drawn from",
+        "lower it, or raise sglang.sampling_mask_max_tokens",
+    )  # fmt: skip
     fixed = next((n for n in ("enable_deterministic_inference", "rl_on_policy_target") if extra.get(n)), None)
-    if r.min_p > 0 and fixed is not None:
-        raise ConfigError(
-            "rollout.min_p", r.min_p, f"SGLang has no min-p draws from a seed, which sglang.{fixed} asks for",
-            f"set it to 0, or remove sglang.{fixed}",
-        )  # fmt: skip
+    yield (
+        r.min_p > 0 and fixed is not None, "min_p", r.min_p,
+        f"SGLang has no min-p draws from a seed, which sglang.{fixed} asks for",
+        f"set it to 0, or remove sglang.{fixed}",
+    )  # fmt: skip
 
 
-def _check_served(served: TeacherConfig, engine: SGLangConfig, cluster: ClusterConfig, rollout: RolloutConfig) -> None:
-    temperature = rollout.temperature
-    if served.pairs is not None:
-        raise ConfigError("teacher.pairs", served.pairs, "a teacher only prefills", "remove it")
-    if temperature != 1.0:
-        raise ConfigError(
-            "rollout.temperature",
-            temperature,
-            "SGLang 0.5.23 scores the tokens of a prompt at temperature 1 whatever it is asked for, so the teacher's "
-            "log-probs would not be comparable with the policy's",
-            "set it to 1.0, or let the trainer hold the teacher (model.teacher_path), which scores at any temperature",
-        )
-    if rollout.truncated:
-        raise ConfigError(
-            "rollout.top_k",
-            rollout.top_k,
-            "SGLang 0.5.23 scores the tokens of a prompt over the whole vocabulary, so the teacher's log-probs would "
-            "not be comparable with those of a policy that draws from a part of it",
-            "draw from all of it (top_p: 1, top_k: -1, min_p: 0), or let the trainer hold the teacher "
-            "(model.teacher_path), which scores over the same part",
-        )
+def _served(served: TeacherConfig, engine: SGLangConfig, rollout: RolloutConfig) -> Iterator[Rule]:
+    """Whatever a served teacher does not support."""
+    yield served.pairs is not None, "teacher.pairs", served.pairs, "a teacher only prefills", "remove it"
+    yield (
+        rollout.temperature != 1.0, "rollout.temperature", rollout.temperature,
+        "SGLang 0.5.23 scores the tokens of a prompt at temperature 1 whatever it is asked for, so the teacher's "
+        "log-probs would not be comparable with the policy's",
+        "set it to 1.0, or let the trainer hold the teacher (model.teacher_path), which scores at any temperature",
+    )  # fmt: skip
+    yield (
+        rollout.truncated, "rollout.top_k", rollout.top_k,
+        "SGLang 0.5.23 scores the tokens of a prompt over the whole vocabulary, so the teacher's log-probs would not "
+        "be comparable with those of a policy that draws from a part of it",
+        "draw from all of it (top_p: 1, top_k: -1, min_p: 0), or let the trainer hold the teacher "
+        "(model.teacher_path), which scores over the same part",
+    )  # fmt: skip
     shared = sorted({u.rstrip("/") for u in served.urls} & {u.rstrip("/") for u in engine.urls})
-    if shared:
-        raise ConfigError(
-            "teacher.urls",
-            shared[0],
-            "this server is one of sglang.urls: it gets the student's weights after every step",
-            "give the teacher servers of its own",
-        )
-    if served.launched:
-        served.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else served.tp_size)
+    yield (
+        shared, "teacher.urls", next(iter(shared), None),
+        "this server is one of sglang.urls: it gets the student's weights after every step",
+        "give the teacher servers of its own",
+    )  # fmt: skip

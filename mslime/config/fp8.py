@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from mslime.config.base import Device, Fp8Recipe
+from mslime.config.base import Device, Fp8Recipe, refuse_first
 from mslime.config.errors import ConfigError
 
 FORMATS: Mapping[Fp8Recipe, str] = {"blockwise": "e4m3", "tensorwise": "hybrid"}
@@ -61,20 +61,15 @@ def check_fp8(
         return
     if device == "cpu":
         raise _on_cpu(recipe)
-    if params_dtype == "float32":
-        raise ConfigError(
-            "train.fp8", recipe, "FP8 layers are made of bfloat16 parameters, and megatron.params_dtype is float32",
-            f"set megatron.params_dtype: bfloat16, or {_REMOVE}",
-        )  # fmt: skip
-    if adapters:
-        raise ConfigError(
-            "train.fp8", recipe, "adapters are not built for layers that compute so", f"{_REMOVE}, or lora.rank"
-        )
-    if colocated:
-        raise ConfigError(
-            "train.fp8", recipe, "Transformer Engine's FP8 copies of the weights stay on the GPU while engines have it",
-            f"set cluster.placement: separate, or {_REMOVE}",
-        )  # fmt: skip
+    refuse_first("train", [
+        (params_dtype == "float32", "fp8", recipe,
+         "FP8 layers are made of bfloat16 parameters, and megatron.params_dtype is float32",
+         f"set megatron.params_dtype: bfloat16, or {_REMOVE}"),
+        (adapters, "fp8", recipe, "adapters are not built for layers that compute so", f"{_REMOVE}, or lora.rank"),
+        (colocated, "fp8", recipe,
+         "Transformer Engine's FP8 copies of the weights stay on the GPU while engines have it",
+         f"set cluster.placement: separate, or {_REMOVE}"),
+    ])  # fmt: skip
 
 
 def _on_cpu(recipe: Fp8Recipe) -> ConfigError:

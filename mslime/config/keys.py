@@ -46,10 +46,13 @@ def shown_secret(value: SecretStr) -> str:
     return text if text.startswith(FORMS) else REDACTED
 
 
-Secret = Annotated[
-    SecretStr, AfterValidator(partial(refuse_empty, "sglang.api_key")), PlainSerializer(shown_secret, return_type=str)
-]
+Secret = Annotated[SecretStr, PlainSerializer(shown_secret, return_type=str)]
 """A setting that holds a secret, or names its source (`env:NAME`, `file:PATH`). Only a source is ever written out."""
+
+
+def not_empty(name: str) -> AfterValidator:
+    """Validator of the secret setting `name`."""
+    return AfterValidator(partial(refuse_empty, name))
 
 
 @dataclass(frozen=True)

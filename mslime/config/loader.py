@@ -8,6 +8,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -52,13 +53,7 @@ def add_help(parser: argparse.ArgumentParser) -> None:
 class _Help(argparse.Action):
     """Prints an overview, one section, or everything, and ends the process."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> None:
         asked = str(values or "")
         print(parser.format_help() if asked == "all" else _help_of(parser, asked), end="")
         parser.exit()
@@ -122,9 +117,12 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         told = f"{setting.description} [{setting.expected}; default {setting.default or 'none, required'}]"
         count = "*" if setting.listed else "?" if setting.boolean else None
         _add(groups[setting.section], setting.path, count, told.replace("%", "%%"))
-    for name in dict.fromkeys(map(_without_no, _other_names(parser, argv))):
+    known = set(cast("Any", parser)._option_string_actions)
+    flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--") and len(word) > 2)
+    others = [flag[2:].replace("-", "_") for flag in flags if flag not in known]  # fields of the engines, and mistakes
+    for name in dict.fromkeys(map(_without_no, others)):
         if "." not in name and name not in about:  # every field of an engine has its section
-            flag, known = "--" + name.replace("_", "-"), cast("Any", parser)._option_string_actions
+            flag = "--" + name.replace("_", "-")
             raise ConfigError("command line", flag, "there is no such flag",
                               nearest(flag, known) or f"see {parser.prog} --help")  # fmt: skip
         _add(parser, name, _words_of(name), argparse.SUPPRESS)
@@ -165,29 +163,19 @@ def _add(group: Any, path: str, count: str | None, told: str) -> None:
 class _Words(argparse.Action):
     """Stores the words of an option as a list."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, *_: object) -> None:
         words = [values] if isinstance(values, str) else list(values or [])
         setattr(namespace, self.dest, words)
-
-
-def _other_names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Names of flags in `argv` unknown to the parser: fields of the engines, and mistakes."""
-    known = set(cast("Any", parser)._option_string_actions)
-    flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--") and len(word) > 2)
-    return [flag[2:].replace("-", "_") for flag in flags if flag not in known]
 
 
 def _words_of(name: str) -> str | None:
     """Number of words of a flag that is not a setting of mslime."""
     if (setting := _setting_of_adapter(name)) is not None:
         return "*" if setting.listed else "?" if setting.boolean else None
-    field = _engine_field(name)
+    section, _, leaf = name.partition(".")
+    field: EngineField | None = None
+    with suppress(KeyError, ConfigError):  # unknown section, or the engine is not installed
+        field = engine_fields(engine_sections()[section].engine).get(leaf.removeprefix("extra.")) if leaf else None
     if field is None:
         return "*"
     if field.kinds == (bool,):
@@ -208,14 +196,6 @@ def _without_no(name: str) -> str:
     plain = f"{section}.{leaf.removeprefix('no_')}"
     setting = _setting_of_adapter(plain)
     return plain if setting is not None and setting.boolean else name
-
-
-def _engine_field(name: str) -> EngineField | None:
-    section, _, leaf = name.partition(".")
-    try:
-        return engine_fields(engine_sections()[section].engine).get(leaf.removeprefix("extra.")) if leaf else None
-    except (KeyError, ConfigError):  # unknown section, or the engine is not installed
-        return None
 
 
 def _assign(values: dict[str, Any], path: str, value: Any, flag: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import LoraExperts, LoraSync, PauseMode, Section
+from mslime.config.base import LoraExperts, LoraSync, PauseMode, Rule, Section, refuse_first
 from mslime.config.cluster import not_colocated
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, UserError
@@ -125,53 +125,52 @@ def check_lora(
         ConfigError: the first broken rule.
     """
     if not lora.on:
-        if lora.init is not None:
-            raise ConfigError("lora.init", str(lora.init), "adapters are off", "set lora.rank to its rank")
-        if lora.sync == "adapter":
-            raise ConfigError("lora.sync", "adapter", "adapters are off", "set lora.rank, or remove it")
-        if lora.shares_outer:
-            raise ConfigError("lora.experts", "shared_outer", "adapters are off", "set lora.rank, or remove it")
+        off, way_out = "adapters are off", "set lora.rank, or remove it"
+        refuse_first("lora", [
+            (lora.init is not None, "init", str(lora.init), off, "set lora.rank to its rank"),
+            (lora.sync == "adapter", "sync", "adapter", off, way_out),
+            (lora.shares_outer, "experts", "shared_outer", off, way_out),
+        ])  # fmt: skip
         return
     if colocated:
         raise not_colocated("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
     if syncs_adapters:
-        _check_adapter_sync(engine, pause_mode, transport)
-    for name in ("moe_shared_expert_overlap", "fp4", "delay_wgrad_compute"):
-        if megatron.extra.get(name):
-            raise ConfigError(
-                f"megatron.{name}", megatron.extra[name], "adapters are not built for layers that compute so",
-                "remove it, or train without lora",
-            )  # fmt: skip
+        refuse_first("", _adapter_sync(engine, pause_mode, transport))
+    refuse_first("megatron", (
+        (megatron.extra.get(name), name, megatron.extra.get(name), "adapters are not built for layers that compute so",
+         "remove it, or train without lora")
+        for name in ("moe_shared_expert_overlap", "fp4", "delay_wgrad_compute")
+    ))  # fmt: skip
 
 
-def _check_adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -> None:
-    """Reject settings that engines with unmerged adapters do not support."""
-    if pause_mode == "retract":
-        raise ConfigError(
-            "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
-            "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
+def _adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -> Iterator[Rule]:
+    """Settings that engines with unmerged adapters do not support."""
+    merged = "set lora.sync: merged"
+    yield (
+        pause_mode == "retract", "rollout.pause_mode", "retract",
+        "a request keeps its adapter as long as it runs (lora.sync: adapter)",
+        "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
+    )  # fmt: skip
+    yield (
+        transport not in (AUTO, FALLBACK), "weights.transport", transport,
+        "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",
+        f"remove it, or {merged}",
+    )  # fmt: skip
+    yield (
+        engine.ep_size > 1, "sglang.ep_size", engine.ep_size,
+        "engines whose ranks share experts out were never run with adapters (lora.sync: adapter)",
+        f"set it to 1, or {merged}",
+    )  # fmt: skip
+    for name in _SERVER_FIELDS:
+        yield (
+            name in engine.extra, f"sglang.{name}", engine.extra.get(name),
+            "it follows from the section lora (lora.sync: adapter)", "remove it",
         )  # fmt: skip
-    if transport not in (AUTO, FALLBACK):
-        raise ConfigError(
-            "weights.transport", transport,
-            "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",
-            "remove it, or set lora.sync: merged",
+    for name in ("quantization", "speculative_algorithm"):
+        yield (
+            name in engine.extra, f"sglang.{name}", engine.extra.get(name),
+            "it was never run with adapters (lora.sync: adapter)", f"remove it, or {merged}",
         )  # fmt: skip
-    if engine.ep_size > 1:
-        raise ConfigError(
-            "sglang.ep_size", engine.ep_size,
-            "engines whose ranks share experts out were never run with adapters (lora.sync: adapter)",
-            "set it to 1, or set lora.sync: merged",
-        )  # fmt: skip
-    for name in (*_SERVER_FIELDS, "quantization", "speculative_algorithm"):
-        if name in engine.extra:
-            follows = name in _SERVER_FIELDS
-            raise ConfigError(
-                f"sglang.{name}", engine.extra[name],
-                "it follows from the section lora (lora.sync: adapter)" if follows
-                else "it was never run with adapters (lora.sync: adapter)",
-                "remove it" if follows else "remove it, or set lora.sync: merged",
-            )  # fmt: skip
 
 
 # Several adapters on one base (`adapters`): allowed settings of an entry, and its merge with the run's.
@@ -231,15 +230,11 @@ def plain_entry(entry: Any) -> dict[str, Any]:
 
 def _merged(below: Any, above: Any) -> Any:
     """Merge key by key, `above` takes precedence; validated sections are replaced by their given values."""
-    below, above = (_as_given(each) for each in (below, above))
+    below, above = (each.given() if isinstance(each, Section) else each for each in (below, above))
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     known = cast("dict[str, Any]", below)
     return {**known, **{k: _merged(known[k], v) if k in known else v for k, v in cast("dict[str, Any]", above).items()}}
-
-
-def _as_given(section: Any) -> Any:
-    return section.given() if isinstance(section, Section) else section
 
 
 def merged_entry(values: Mapping[str, Any], entry: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -7,13 +7,13 @@ trains on silently wrong gradients. The trainer contains workarounds for other c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from mslime.config.base import Device, EngineSection, Fp8Recipe, ReplayMode
+from mslime.config.base import Device, EngineSection, Fp8Recipe, ReplayMode, Rule, refuse_first
 from mslime.config.cluster import ClusterConfig
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import check_fp8_model
@@ -241,211 +241,145 @@ def check_megatron(
         ConfigError: the first broken rule.
     """
     if cluster.colocated:
-        _fixed_addresses(m)
-    _pipeline_p2p(m)
-    _sequence_parallel(m)
-    _dropout(m)
-    _fused_cross_entropy(m)
-    _router_dispatch(m, layout, replay)
-    _recompute(m, cluster.device)
-    _cpu_limits(m, cluster.device)
-    _overlap(m)
-    _float32_offload(m, cluster.device, has_critic=has_critic)
-    _tensor_parallel_on_one_node(m, cluster)
-
-
-_FIXED_ADDRESSES = {
-    "enable_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
-    "external_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
-    "nccl_ub": "NCCL keeps the addresses of registered buffers, which change while they are away",
-}
-
-
-def _fixed_addresses(m: MegatronConfig) -> None:
-    """Reject settings that need fixed memory addresses: an offloaded trainer releases its memory."""
-    for name, why in _FIXED_ADDRESSES.items():
-        if m.extra.get(name):
-            raise ConfigError(f"megatron.{name}", m.extra[name], why, "remove it, or set cluster.placement: separate")
-    if m.extra.get("cuda_graph_impl", "none") != "none":
+        refuse_first("megatron", _fixed_addresses(m))
+    refuse_first("megatron", _gradients(m))
+    refuse_first("megatron", _router_dispatch(m, layout, replay))
+    refuse_first("megatron", _recompute(m, cluster.device))
+    if cluster.device == "cpu":
+        refuse_first("megatron", _cpu_limits(m))
+    refuse_first("megatron", _optimizer(m, cluster.device, has_critic=has_critic))
+    tp = m.tensor_model_parallel_size
+    if cluster.device == "cuda" and tp > cluster.gpus_per_node:
         raise ConfigError(
-            "megatron.cuda_graph_impl", m.extra["cuda_graph_impl"], _FIXED_ADDRESSES["enable_cuda_graph"],
-            "remove it, or set cluster.placement: separate",
+            "megatron.tensor_model_parallel_size", tp,
+            f"a tensor-parallel group lives on one machine, which has {cluster.gpus_per_node} GPUs "
+            "(cluster.gpus_per_node)", "lower it, and use more pipeline or expert parallelism",
         )  # fmt: skip
 
 
-def _pipeline_p2p(m: MegatronConfig) -> None:
-    """VPP with batched p2p gives wrong gradients (an error of 43 in |d grad| was measured)."""
-    if (m.virtual_pipeline_model_parallel_size or 1) < 2:
-        return
-    for key, wanted in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
-        if m.extra.get(key, wanted) is not wanted:
-            raise ConfigError(
-                f"megatron.{key}",
-                m.extra[key],
-                "virtual pipeline stages with batched p2p communication train on "
-                "wrong gradients in megatron-core 0.16.1",
-                f"remove it (mslime sets {str(wanted).lower()})",
-            )
+def _fixed_addresses(m: MegatronConfig) -> Iterator[Rule]:
+    """Settings that need fixed memory addresses: an offloaded trainer releases its memory."""
+    graphs = "CUDA graphs hold addresses of parameters, which change while they are away"
+    buffers = "NCCL keeps the addresses of registered buffers, which change while they are away"
+    off = "remove it, or set cluster.placement: separate"
+    for name, why in (("enable_cuda_graph", graphs), ("external_cuda_graph", graphs), ("nccl_ub", buffers)):
+        yield m.extra.get(name), name, m.extra.get(name), why, off
+    impl = m.extra.get("cuda_graph_impl", "none")
+    yield impl != "none", "cuda_graph_impl", impl, graphs, off
 
 
-def _sequence_parallel(m: MegatronConfig) -> None:
-    if m.sequence_parallel is False and m.tensor_model_parallel_size > 1:
-        raise ConfigError(
-            "megatron.sequence_parallel",
-            False,
-            "MoE layers with tensor parallelism need sequence parallelism",
-            "remove it (it follows tensor_model_parallel_size)",
-        )
-    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        raise ConfigError(
-            "megatron.sequence_parallel",
-            True,
-            "sequence parallelism splits over the tensor-parallel group, which has one rank",
-            "remove it, or raise tensor_model_parallel_size",
-        )
+def _gradients(m: MegatronConfig) -> Iterator[Rule]:
+    """Settings with wrong gradients, or with another policy than the one that sampled."""
+    # VPP with batched p2p: an error of 43 in |d grad| was measured.
+    for name, wanted in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
+        batched = (m.virtual_pipeline_model_parallel_size or 1) > 1 and m.extra.get(name, wanted) is not wanted
+        yield (
+            batched, name, m.extra.get(name), "virtual pipeline stages with batched p2p communication train on wrong "
+            "gradients in megatron-core 0.16.1", f"remove it (mslime sets {str(wanted).lower()})",
+        )  # fmt: skip
+    split = m.tensor_model_parallel_size > 1
+    yield (
+        m.sequence_parallel is False and split, "sequence_parallel", False,
+        "MoE layers with tensor parallelism need sequence parallelism",
+        "remove it (it follows tensor_model_parallel_size)",
+    )  # fmt: skip
+    yield (
+        m.sequence_parallel and not split, "sequence_parallel", True,
+        "sequence parallelism splits over the tensor-parallel group, which has one rank",
+        "remove it, or raise tensor_model_parallel_size",
+    )  # fmt: skip
+    for name, what in (
+        ("hidden_dropout", "dropout"),
+        ("attention_dropout", "dropout"),
+        ("moe_input_jitter_eps", "jitter"),
+    ):
+        yield (
+            m.extra.get(name), name, m.extra.get(name), f"{what} makes the trainer's policy differ from the one that "
+            "sampled, and from the one that is evaluated", "remove it (mslime sets none)",
+        )  # fmt: skip
+    yield (
+        m.extra.get("cross_entropy_loss_fusion"), "cross_entropy_loss_fusion", True,
+        "the fused kernel casts gradients to bfloat16 and bypasses mslime's log-probs", "remove it",
+    )  # fmt: skip
 
 
-def _dropout(m: MegatronConfig) -> None:
-    for key in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
-        if m.extra.get(key):
-            what = "jitter" if key == "moe_input_jitter_eps" else "dropout"
-            raise ConfigError(
-                f"megatron.{key}",
-                m.extra[key],
-                f"{what} makes the trainer's policy differ from the one that sampled, and from the one that is "
-                "evaluated",
-                "remove it (mslime sets none)",
-            )
-
-
-def _fused_cross_entropy(m: MegatronConfig) -> None:
-    if m.extra.get("cross_entropy_loss_fusion"):
-        raise ConfigError(
-            "megatron.cross_entropy_loss_fusion",
-            True,
-            "the fused kernel casts gradients to bfloat16 and bypasses mslime's log-probs",
-            "remove it",
-        )
-
-
-def _router_dispatch(m: MegatronConfig, layout: ParallelLayout, replay: ReplayMode) -> None:
-    """Reject settings under which a token may reach other experts than the replayed ones, or none."""
-    extra = m.extra
-    if extra.get("moe_router_fusion") and replay != "off":
-        raise ConfigError(
-            "megatron.moe_router_fusion",
-            True,
-            f"the fused router kernel bypasses routing replay (train.replay = {replay})",
-            "remove it, or set train.replay: off",
-        )
-    if extra.get("cuda_graph_impl", "none") != "none" and replay != "off":
-        raise ConfigError(
-            "megatron.cuda_graph_impl",
-            extra["cuda_graph_impl"],
-            f"a captured graph replays the routes of its capture (train.replay = {replay})",
-            "remove it, or set train.replay: off",
-        )
-    if extra.get("moe_expert_capacity_factor") is not None:
-        raise ConfigError(
-            "megatron.moe_expert_capacity_factor",
-            extra["moe_expert_capacity_factor"],
-            "capacity drops tokens per "
-            "rank, so the loss depends on the layout and the engine's routes are not honoured",
-            "remove it",
-        )
-    if extra.get("moe_router_load_balancing_type") == "sinkhorn":
-        raise ConfigError(
-            "megatron.moe_router_load_balancing_type",
-            "sinkhorn",
-            "sinkhorn routing does not go through the top-k that replay forces",
-            "use none, aux_loss or seq_aux_loss",
-        )
+def _router_dispatch(m: MegatronConfig, layout: ParallelLayout, replay: ReplayMode) -> Iterator[Rule]:
+    """Settings under which a token may reach other experts than the replayed ones, or none."""
+    extra, replays = m.extra, replay != "off"
+    balancing, graphs = extra.get("moe_router_load_balancing_type"), extra.get("cuda_graph_impl", "none")
+    capacity, without = extra.get("moe_expert_capacity_factor"), "remove it, or set train.replay: off"
+    yield (
+        extra.get("moe_router_fusion") and replays, "moe_router_fusion", True,
+        f"the fused router kernel bypasses routing replay (train.replay = {replay})", without,
+    )  # fmt: skip
+    yield (
+        graphs != "none" and replays, "cuda_graph_impl", graphs,
+        f"a captured graph replays the routes of its capture (train.replay = {replay})", without,
+    )  # fmt: skip
+    yield (
+        capacity is not None, "moe_expert_capacity_factor", capacity, "capacity drops tokens per "
+        "rank, so the loss depends on the layout and the engine's routes are not honoured", "remove it",
+    )  # fmt: skip
+    yield (
+        balancing == "sinkhorn", "moe_router_load_balancing_type", "sinkhorn",
+        "sinkhorn routing does not go through the top-k that replay forces", "use none, aux_loss or seq_aux_loss",
+    )  # fmt: skip
     several = layout.dp * layout.cp > 1 or layout.vpp > 1
-    if extra.get("moe_router_load_balancing_type") == "global_aux_loss" and several:
-        raise ConfigError(
-            "megatron.moe_router_load_balancing_type",
-            "global_aux_loss",
-            "its running mean differs between data-parallel layouts by design, and counts micro-batches of padding",
-            "use aux_loss or seq_aux_loss",
-        )
+    yield (
+        balancing == "global_aux_loss" and several, "moe_router_load_balancing_type", "global_aux_loss",
+        "its running mean differs between data-parallel layouts by design, and counts micro-batches of padding",
+        "use aux_loss or seq_aux_loss",
+    )  # fmt: skip
 
 
-def _recompute(m: MegatronConfig, device: Device) -> None:
-    if m.recompute_granularity is None and (m.recompute_method or m.recompute_num_layers or m.recompute_modules):
-        raise ConfigError(
-            "megatron.recompute_granularity",
-            None,
-            "recompute settings have no effect without it",
-            "set it to full or selective",
-        )
-    if m.recompute_granularity == "full" and m.recompute_modules:
-        raise ConfigError(
-            "megatron.recompute_modules",
-            m.recompute_modules,
-            "applies to selective recompute only",
-            "set recompute_granularity: selective, or remove the modules",
-        )
-    if m.recompute_granularity == "selective" and (m.recompute_method or m.recompute_num_layers):
-        name = "recompute_method" if m.recompute_method else "recompute_num_layers"
-        raise ConfigError(
-            f"megatron.{name}",
-            getattr(m, name),
-            "applies to full recompute only",
-            f"set recompute_granularity: full, or remove {name}",
-        )
-    if "moe_act" in (m.recompute_modules or []) and not m.groups_experts(cuda=device == "cuda"):
-        raise ConfigError(
-            "megatron.recompute_modules",
-            m.recompute_modules,
-            "moe_act needs grouped GEMM",
-            "use the module 'moe', or cluster.device: cuda, where experts have it",
-        )
+def _recompute(m: MegatronConfig, device: Device) -> Iterator[Rule]:
+    granularity, modules = m.recompute_granularity, m.recompute_modules
+    yield (
+        granularity is None and (m.recompute_method or m.recompute_num_layers or modules), "recompute_granularity",
+        None, "recompute settings have no effect without it", "set it to full or selective",
+    )  # fmt: skip
+    yield (
+        granularity == "full" and modules, "recompute_modules", modules, "applies to selective recompute only",
+        "set recompute_granularity: selective, or remove the modules",
+    )  # fmt: skip
+    name = "recompute_method" if m.recompute_method else "recompute_num_layers"
+    yield (
+        granularity == "selective" and (m.recompute_method or m.recompute_num_layers), name, getattr(m, name),
+        "applies to full recompute only", f"set recompute_granularity: full, or remove {name}",
+    )  # fmt: skip
+    yield (
+        "moe_act" in (modules or []) and not m.groups_experts(cuda=device == "cuda"), "recompute_modules", modules,
+        "moe_act needs grouped GEMM", "use the module 'moe', or cluster.device: cuda, where experts have it",
+    )  # fmt: skip
 
 
-def _cpu_limits(m: MegatronConfig, device: Device) -> None:
-    """Reject settings that need CUDA kernels if the device is cpu."""
-    if device != "cpu":
-        return
-    needs_cuda = {
-        "moe_grouped_gemm": m.extra.get("moe_grouped_gemm"),
-        "moe_router_fusion": m.extra.get("moe_router_fusion"),
-        "apply_rope_fusion": m.extra.get("apply_rope_fusion"),
-    }
-    for key, value in needs_cuda.items():
-        if value:
-            raise ConfigError(f"megatron.{key}", value, "needs CUDA kernels, and cluster.device is cpu", "remove it")
-    if m.moe_token_dispatcher_type == "flex":
-        raise ConfigError(
-            "megatron.moe_token_dispatcher_type", "flex", "DeepEP needs CUDA, and cluster.device is cpu", "use alltoall"
-        )
+def _cpu_limits(m: MegatronConfig) -> Iterator[Rule]:
+    """Settings that need CUDA kernels, for the device cpu."""
+    for name in ("moe_grouped_gemm", "moe_router_fusion", "apply_rope_fusion"):
+        value = m.extra.get(name)
+        yield value, name, value, "needs CUDA kernels, and cluster.device is cpu", "remove it"
+    yield (
+        m.moe_token_dispatcher_type == "flex", "moe_token_dispatcher_type", "flex",
+        "DeepEP needs CUDA, and cluster.device is cpu", "use alltoall",
+    )  # fmt: skip
 
 
-def _overlap(m: MegatronConfig) -> None:
-    if m.overlap_param_gather and not (m.use_distributed_optimizer and m.overlap_grad_reduce):
-        raise ConfigError(
-            "megatron.overlap_param_gather",
-            True,
-            "needs use_distributed_optimizer and overlap_grad_reduce",
-            "turn both on, or remove it",
-        )
-
-
-def _float32_offload(m: MegatronConfig, device: Device, *, has_critic: bool) -> None:
-    """Reject float32 parameters: megatron-core 0.16.1 passes views of them to its offloading optimizer, which torch
-    rejects as non-leaf tensors (distrib_optimizer.py). 16-bit ones are copied.
-    """
-    if device == "cpu" or not _offloads(m):
-        return
-    if m.params_dtype == "float32":
-        raise ConfigError(
-            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and megatron.params_dtype is float32",
-            "set megatron.params_dtype: bfloat16, or remove it",
-        )  # fmt: skip
-    if has_critic:
-        raise ConfigError(
-            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and a critic's value head is float32",
-            "remove it, or choose an algorithm.advantage without a critic",
-        )  # fmt: skip
+def _optimizer(m: MegatronConfig, device: Device, *, has_critic: bool) -> Iterator[Rule]:
+    yield (
+        m.overlap_param_gather and not (m.use_distributed_optimizer and m.overlap_grad_reduce), "overlap_param_gather",
+        True, "needs use_distributed_optimizer and overlap_grad_reduce", "turn both on, or remove it",
+    )  # fmt: skip
+    # megatron-core 0.16.1 passes views of float32 parameters to its offloading optimizer, which torch rejects as
+    # non-leaf tensors (distrib_optimizer.py). 16-bit ones are copied.
+    offloads = device != "cpu" and _offloads(m)
+    yield (
+        offloads and m.params_dtype == "float32", "optimizer_cpu_offload", True,
+        f"{_OFFLOADED}, and megatron.params_dtype is float32", "set megatron.params_dtype: bfloat16, or remove it",
+    )  # fmt: skip
+    yield (
+        offloads and has_critic, "optimizer_cpu_offload", True, f"{_OFFLOADED}, and a critic's value head is float32",
+        "remove it, or choose an algorithm.advantage without a critic",
+    )  # fmt: skip
 
 
 _OFFLOADED = "megatron-core offloads the optimizer of 16-bit parameters alone"
@@ -453,18 +387,6 @@ _OFFLOADED = "megatron-core offloads the optimizer of 16-bit parameters alone"
 
 def _offloads(megatron: MegatronConfig) -> bool:
     return bool(megatron.extra.get("optimizer_cpu_offload")) and megatron.use_distributed_optimizer
-
-
-def _tensor_parallel_on_one_node(m: MegatronConfig, cluster: ClusterConfig) -> None:
-    tp = m.tensor_model_parallel_size
-    if cluster.device == "cuda" and tp > cluster.gpus_per_node:
-        raise ConfigError(
-            "megatron.tensor_model_parallel_size",
-            tp,
-            f"a tensor-parallel group lives on one machine, which has {cluster.gpus_per_node} GPUs "
-            "(cluster.gpus_per_node)",
-            "lower it, and use more pipeline or expert parallelism",
-        )
 
 
 def check_model(
@@ -477,38 +399,23 @@ def check_model(
         fp8: FP8 recipe of linear layers (`train.fp8`).
     """
     megatron.stage_layers(cast("int", derived["num_layers"]))
-    for key, value in megatron.extra.items():
-        if key in derived and derived[key] != value:
-            raise ConfigError(
-                f"megatron.{key}",
-                value,
-                f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
-                "remove it; the architecture comes from the checkpoint",
-            )
-    _context_parallel_attention(megatron, device, derived)
-    check_fp8_model(fp8, megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, derived)
-    if device != "cpu" and _offloads(megatron) and derived.get("experimental_attention_variant"):
-        raise ConfigError(
-            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 ones",
-            "remove it; megatron.use_precision_aware_optimizer with 16-bit moments takes less memory, too",
-        )  # fmt: skip
-    if derived.get("rotary_interleaved") and megatron.extra.get("apply_rope_fusion"):
-        raise ConfigError(
-            "megatron.apply_rope_fusion",
-            True,
-            "megatron-core's fused kernel for packed sequences rotates halves, this model rotates interleaved pairs",
-            "remove it",
-        )
-
-
-def _context_parallel_attention(m: MegatronConfig, device: Device, derived: Mapping[str, object]) -> None:
-    """Reject sinks and sliding windows with context parallelism: Transformer Engine 2.20 lacks their ring kernels."""
+    cp, extra = megatron.context_parallel_size, megatron.extra
     special = derived.get("softmax_type") not in (None, "vanilla") or derived.get("window_size") is not None
-    if device == "cuda" and special and m.context_parallel_size > 1 and m.extra.get("cp_comm_type") != "a2a":
-        raise ConfigError(
-            "megatron.context_parallel_size",
-            m.context_parallel_size,
-            "on GPUs, attention with sinks or a sliding window cannot be shared out in a ring (Transformer Engine 2.20 "
-            "has no kernel for it)",
-            "set it to 1, or set megatron.cp_comm_type: a2a, which no test of mslime has run",
-        )
+    refuse_first("megatron", [
+        *((key in derived and derived[key] != value, key, value,
+           f"contradicts the checkpoint's config.json, which says {derived.get(key)!r}",
+           "remove it; the architecture comes from the checkpoint") for key, value in extra.items()),
+        # Transformer Engine 2.20 lacks ring kernels for them.
+        (device == "cuda" and special and cp > 1 and extra.get("cp_comm_type") != "a2a", "context_parallel_size", cp,
+         "on GPUs, attention with sinks or a sliding window cannot be shared out in a ring (Transformer Engine 2.20 "
+         "has no kernel for it)", "set it to 1, or set megatron.cp_comm_type: a2a, which no test of mslime has run"),
+    ])  # fmt: skip
+    check_fp8_model(fp8, megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, derived)
+    refuse_first("megatron", [
+        (device != "cpu" and _offloads(megatron) and derived.get("experimental_attention_variant"),
+         "optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 ones",
+         "remove it; megatron.use_precision_aware_optimizer with 16-bit moments takes less memory, too"),
+        (derived.get("rotary_interleaved") and extra.get("apply_rope_fusion"), "apply_rope_fusion", True,
+         "megatron-core's fused kernel for packed sequences rotates halves, this model rotates interleaved pairs",
+         "remove it"),
+    ])  # fmt: skip

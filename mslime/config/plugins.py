@@ -65,11 +65,8 @@ def load(group: Group, name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(point.module), point.attr)
     except Exception as error:  # another package's module may raise anything during import
+        package = point.dist.name if point.dist is not None else "an installed package"
         raise ConfigError(
-            setting, name, f"{point.value!r} of {_distribution(point)} cannot be imported "
+            setting, name, f"{point.value!r} of {package} cannot be imported "
             f"({type(error).__name__}: {error})", "repair or uninstall that package",
         ) from error  # fmt: skip
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an installed package"

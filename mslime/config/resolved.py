@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.base import Device, Fp8Recipe, ReplayMode
-from mslime.config.dtypes import served_dtype, trainer_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
+from mslime.config.model_facts import served_dtype, trainer_dtype
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.weights import WeightsConfig
@@ -79,7 +79,7 @@ class PolicySpec(TrainingSpec):
         temperature: of the softmax, as in sampling; 1 for supervised training.
         reference, teacher: checkpoints of further weights for the same model; None without one.
         weights: settings of the sync; the directory is absolute and belongs to this run only.
-        asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` resolves `auto`.
+        asked_engine_dtype: `sglang.dtype`; `config.model_facts.served_dtype` resolves `auto`.
         lora: adapters that are trained instead of the model; rank 0 means none.
         as_stored: engines hold weights as the checkpoint stores them, quantised or not.
     """
@@ -217,8 +217,8 @@ class ServerSpec:
     lora: ServedLora | None = None
 
     def dtype(self, hf_config: Mapping[str, Any]) -> str:
-        """The dtype that the servers hold weights in (`config.dtypes.served_dtype`); the device `auto` counts as a GPU.
-        Raises ConfigError."""
+        """The dtype that the servers hold weights in (`served_dtype`); the device `auto` counts as a GPU. Raises
+        ConfigError."""
         return served_dtype(
             self.settings.dtype, hf_config, self.checkpoint, self.trainer_dtype,
             cpu=self.device == "cpu", trained=self.role == "engine",

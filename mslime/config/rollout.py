@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from functools import partial
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mslime.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
-from mslime.config.base import OnError, PauseMode, Seconds, Section, Task, check_choice
+from mslime.config.base import OnError, PauseMode, Rule, Seconds, Section, Task, check_choice, refuse_first
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
-from mslime.config.keys import read_secret, refuse_empty, shown_secret
+from mslime.config.keys import Secret, not_empty, read_secret
 from mslime.config.plugins import found
 from mslime.config.reward import RewardConfig
 
@@ -24,12 +24,6 @@ FUNCTION = "atropos"
 GIVEN = "mslime.algorithms.given:advantages"
 """`algorithm.advantage` that uses advantages from an environment."""
 
-AtroposToken = Annotated[
-    SecretStr,
-    AfterValidator(partial(refuse_empty, "rollout.atropos.token")),
-    PlainSerializer(shown_secret, return_type=str),
-]
-
 
 class AtroposConfig(Section):
     """The server for Atropos' environments: the model below /v1, the trainer beside it (docs/environments.md)."""
@@ -40,7 +34,7 @@ class AtroposConfig(Section):
         "a token.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
-    token: AtroposToken | None = Field(
+    token: Annotated[Secret, not_empty("rollout.atropos.token")] | None = Field(
         default=None,
         description="First part of every URL's path, because Atropos' environments send no key: env:NAME, file:PATH, "
         "or the token itself. null: random, in RUN/atropos.json.",
@@ -110,12 +104,6 @@ class EnvironmentLimitsConfig(Section):
 
 # Settings of chat rollouts: limits of one, and the server for agents.
 
-Token = Annotated[
-    SecretStr,
-    AfterValidator(partial(refuse_empty, "rollout.server.token")),
-    PlainSerializer(shown_secret, return_type=str),
-]
-
 
 class AgentLimits(Section):
     """Limits of one rollout that chats. A request beyond a limit is refused and names it; the conversation is kept."""
@@ -148,7 +136,7 @@ class AgentServer(Section):
         description="Address to listen on, and under which agents find it. Another one than loopback needs a token.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="0: a free one.")
-    token: Token | None = Field(
+    token: Annotated[Secret, not_empty("rollout.server.token")] | None = Field(
         default=None,
         description="First part of every rollout's key, so that a proxy can refuse other requests: env:NAME, "
         "file:PATH, or the token itself.",
@@ -167,7 +155,11 @@ class AgentServer(Section):
 
 def check_address(section: str, host: str, has_token: bool) -> None:
     """Raise ConfigError for an address that other machines can reach without a token, or an unusable one."""
-    if not has_token and not _is_loopback(host):
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not has_token and not loopback:
         raise ConfigError(f"{section}.token", None, f"the server would be reached by others, at {host}",
                           f"set a token (env:NAME), or leave {section}.host at 127.0.0.1")  # fmt: skip
     if host in ("", "0.0.0.0", "::", "*"):
@@ -175,16 +167,8 @@ def check_address(section: str, host: str, has_token: bool) -> None:
                           "give an address of this machine")  # fmt: skip
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 FUNCTIONS = ("single_turn", "environment")
 """Built-in rollout functions; entry points of the group `mslime.environments` name the others."""
-"""Built-in kinds of rollouts, besides users' functions."""
 
 DynamicFilter = Literal["none", "zero_variance"]
 """Built-in filters of groups, besides users' functions."""
@@ -378,15 +362,18 @@ def check_rollout(
     if colocated:
         _check_turns(rollout)
     if task == "rl":
-        _check_groups(rollout, algorithm.advantage)
-    if rollout.top_k == 0:
-        raise ConfigError("rollout.top_k", 0, "no token would be left to draw", "use -1 to turn it off")
-    if rollout.top_k == 1:
-        raise ConfigError(
-            "rollout.top_k", 1, "the only token left always has probability 1, so nothing would be learnt",
-            "use 2 or more, or -1 to turn it off",
-        )  # fmt: skip
-    _check_managers(rollout, servers)
+        refuse_first("rollout", _groups(rollout, algorithm.advantage))
+    managers, port = rollout.managers, rollout.server.port
+    refuse_first("rollout", [
+        (rollout.top_k == 0, "top_k", 0, "no token would be left to draw", "use -1 to turn it off"),
+        (rollout.top_k == 1, "top_k", 1, "the only token left always has probability 1, so nothing would be learnt",
+         "use 2 or more, or -1 to turn it off"),
+        (managers > servers, "managers", managers, f"each manager needs an engine, and there are {servers}",
+         "lower it, or raise sglang.num_engines"),
+        (port and port + managers - 1 > 65535, "server.port", port,
+         f"each of the {managers} managers (rollout.managers) takes the next port, and there is none after 65535",
+         "choose a lower port, or 0 for free ones"),
+    ])  # fmt: skip
     check_choice("rollout.dynamic_filter", rollout.dynamic_filter, get_args(DynamicFilter))
     check_choice("rollout.function", rollout.function, (*FUNCTIONS, *found("mslime.environments")))
     _check_environment(rollout, algorithm, data)
@@ -395,90 +382,54 @@ def check_rollout(
 
 def _check_turns(rollout: RolloutConfig) -> None:
     """Check settings of colocated runs: generation for later steps is interrupted at the end of each turn."""
-    if rollout.max_staleness > 1:
-        raise ConfigError(
-            "rollout.max_staleness", rollout.max_staleness,
-            "with cluster.placement: colocated nothing is generated while the trainer works; one step ahead keeps the "
-            "engines full to the end of their turn, and more only makes tokens older",
-            "set it to 1 or 0, or give engines GPUs of their own (cluster.placement: separate)",
-        )  # fmt: skip
-    if rollout.max_staleness and rollout.pause_mode != "abort":
-        raise ConfigError(
-            "rollout.pause_mode", rollout.pause_mode,
-            "engines that give their memory to the trainer can keep no request, and with rollout.max_staleness 1 some "
-            "are under way at the end of each turn", "set pause_mode abort, which is the default, or max_staleness 0",
-        )  # fmt: skip
+    refuse_first("rollout", [
+        (rollout.max_staleness > 1, "max_staleness", rollout.max_staleness,
+         "with cluster.placement: colocated nothing is generated while the trainer works; one step ahead keeps the "
+         "engines full to the end of their turn, and more only makes tokens older",
+         "set it to 1 or 0, or give engines GPUs of their own (cluster.placement: separate)"),
+        (rollout.max_staleness and rollout.pause_mode != "abort", "pause_mode", rollout.pause_mode,
+         "engines that give their memory to the trainer can keep no request, and with rollout.max_staleness 1 some are "
+         "under way at the end of each turn", "set pause_mode abort, which is the default, or max_staleness 0"),
+    ])  # fmt: skip
 
 
-def _check_groups(rollout: RolloutConfig, advantage: str) -> None:
-    """Reject settings that groups of one do not support."""
-    if advantage in GROUP_RELATIVE and rollout.group_size < 2:
-        raise ConfigError(
-            "rollout.group_size",
-            rollout.group_size,
-            f"{advantage} compares the responses of a group; in a group of one every advantage is 0",
-            "use at least 2 (8 is common), or algorithm.advantage: reinforce_pp",
-        )
-    if rollout.dynamic_filter == "zero_variance" and rollout.group_size == 1:
-        raise ConfigError(
-            "rollout.dynamic_filter",
-            rollout.dynamic_filter,
-            "the rewards of a group of one are all equal, so every group would be dropped and no step would ever fill",
-            "use none, or a rollout.group_size of at least 2",
-        )
-
-
-def _check_managers(rollout: RolloutConfig, servers: int) -> None:
-    """Check that each rollout manager has its own engines, and its own port if ports are fixed."""
-    managers, server = rollout.managers, rollout.server
-    if managers > servers:
-        raise ConfigError(
-            "rollout.managers",
-            managers,
-            f"each manager needs an engine, and there are {servers}",
-            "lower it, or raise sglang.num_engines",
-        )
-    if server.port and server.port + managers - 1 > 65535:
-        raise ConfigError(
-            "rollout.server.port",
-            server.port,
-            f"each of the {managers} managers (rollout.managers) takes the next port, and there is none after 65535",
-            "choose a lower port, or 0 for free ones",
-        )
+def _groups(rollout: RolloutConfig, advantage: str) -> Iterator[Rule]:
+    """Settings that groups of one do not support."""
+    alone = rollout.group_size < 2
+    yield (
+        advantage in GROUP_RELATIVE and alone, "group_size", rollout.group_size,
+        f"{advantage} compares the responses of a group; in a group of one every advantage is 0",
+        "use at least 2 (8 is common), or algorithm.advantage: reinforce_pp",
+    )  # fmt: skip
+    yield (
+        rollout.dynamic_filter == "zero_variance" and alone, "dynamic_filter", rollout.dynamic_filter,
+        "the rewards of a group of one are all equal, so every group would be dropped and no step would ever fill",
+        "use none, or a rollout.group_size of at least 2",
+    )  # fmt: skip
 
 
 def _check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
     """Check that an environment has its rollout function, and its rewards an advantage that uses them."""
-    if (rollout.function == "environment") != (rollout.environment is not None):
-        raise ConfigError("rollout.environment", rollout.environment,
-                          f"goes together with rollout.function: environment (it is {rollout.function!r})",
-                          "set both, or neither")  # fmt: skip
-    if rollout.environment is not None:
-        check_choice("rollout.environment", rollout.environment, ())
-    elif rollout.environment_options:
-        raise ConfigError("rollout.environment_options", rollout.environment_options, "has no class to go to",
-                          "name it in rollout.environment")  # fmt: skip
-    _check_chat(rollout, algorithm, data)
-    usable = ("grpo", *TIMED_ADVANTAGES)
-    if rollout.environment_credit == "steps" and algorithm.advantage not in usable:
-        raise ConfigError("rollout.environment_credit", "steps",
-                          f"algorithm.advantage {algorithm.advantage} reads rewards of whole rollouts alone",
-                          f"use episode, or one of the advantages {', '.join(usable)}")  # fmt: skip
-
-
-def _check_chat(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
-    """Check that chat episodes have a chat template, and credit for their steps."""
-    if rollout.environment_turns != "chat":
-        return
-    if not data.apply_chat_template:
-        raise ConfigError("rollout.environment_turns", "chat", "needs messages, and data.apply_chat_template is false",
-                          "set it, or use text")  # fmt: skip
-    timed = algorithm.advantage in TIMED_ADVANTAGES and rollout.environment_credit != "episode"
-    if timed and algorithm.credit != "turns":
-        raise ConfigError("rollout.environment_turns", "chat",
-                          f"an episode may be several sequences, and algorithm.advantage {algorithm.advantage} "
-                          "spreads its reward over the steps of all of them",
-                          "set algorithm.credit: turns, or rollout.environment_credit: episode")  # fmt: skip
+    environment, credit, usable = rollout.environment, rollout.environment_credit, ("grpo", *TIMED_ADVANTAGES)
+    refuse_first("rollout", [(
+        (rollout.function == "environment") != (environment is not None), "environment", environment,
+        f"goes together with rollout.function: environment (it is {rollout.function!r})", "set both, or neither",
+    )])  # fmt: skip
+    if environment is not None:
+        check_choice("rollout.environment", environment, ())
+    chat, timed = rollout.environment_turns == "chat", algorithm.advantage in TIMED_ADVANTAGES and credit != "episode"
+    refuse_first("rollout", [
+        (environment is None and rollout.environment_options, "environment_options", rollout.environment_options,
+         "has no class to go to", "name it in rollout.environment"),
+        (chat and not data.apply_chat_template, "environment_turns", "chat",
+         "needs messages, and data.apply_chat_template is false", "set it, or use text"),
+        (chat and timed and algorithm.credit != "turns", "environment_turns", "chat",
+         f"an episode may be several sequences, and algorithm.advantage {algorithm.advantage} spreads its reward over "
+         "the steps of all of them", "set algorithm.credit: turns, or rollout.environment_credit: episode"),
+        (credit == "steps" and algorithm.advantage not in usable, "environment_credit", "steps",
+         f"algorithm.advantage {algorithm.advantage} reads rewards of whole rollouts alone",
+         f"use episode, or one of the advantages {', '.join(usable)}"),
+    ])  # fmt: skip
 
 
 def _check_atropos(

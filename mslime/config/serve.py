@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field, PlainSerializer, SecretStr
+from pydantic import Field
 
 from mslime.config.base import Section
-from mslime.config.keys import refuse_empty, shown_secret
+from mslime.config.keys import Secret, not_empty
 
 ClientLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 CLIENT_LOSSES: tuple[str, ...] = get_args(ClientLoss)
@@ -60,14 +59,7 @@ class ServeConfig(Section):
     """`mslime serve`: address, key, and limits of sessions and adapters."""
 
     port: int = Field(default=0, ge=0, le=65535, description="On 127.0.0.1; 0: a free one, which is printed.")
-    key: (
-        Annotated[
-            SecretStr,
-            AfterValidator(partial(refuse_empty, "serve.key")),
-            PlainSerializer(shown_secret, return_type=str),
-        ]
-        | None
-    ) = Field(
+    key: Annotated[Secret, not_empty("serve.key")] | None = Field(
         default=None,
         description="Key of clients, beginning with tml-: env:NAME, file:PATH, or the key itself. Default: a new one "
         "in RUN/serve.json.",

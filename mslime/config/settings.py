@@ -55,8 +55,8 @@ def all_settings() -> tuple[Setting, ...]:
 
 
 def sections() -> dict[str, str]:
-    """Description of each section by its path; the top is the empty one."""
-    return {path: _first_paragraph(model) for path, model in _sections(RunConfig, "")}
+    """First paragraph on each section, by its path; the top is the empty one."""
+    return {path: " ".join((model.__doc__ or "").split("\n\n")[0].split()) for path, model in _sections(RunConfig, "")}
 
 
 def engine_sections() -> dict[str, type[EngineSection]]:
@@ -88,7 +88,9 @@ def as_markdown() -> str:
         if not own:
             continue
         lines += ["", f"## {path or 'The run'}", "", text, ""]
-        lines += [f"- `{s.path}` ({s.expected}, {_shown_default(s)}): {' '.join(s.description.split())}" for s in own]
+        for s in own:
+            default = f"`{s.default}`" if s.default else "required"
+            lines.append(f"- `{s.path}` ({s.expected}, {default}): {' '.join(s.description.split())}")
     return "\n".join(lines) + "\n"
 
 
@@ -98,14 +100,6 @@ def as_json_schema() -> str:
     for section in engine_sections().values():
         schema["$defs"][section.__name__]["additionalProperties"] = True  # the engine's own fields
     return json.dumps(schema, indent=1) + "\n"
-
-
-def _shown_default(setting: Setting) -> str:
-    return f"`{setting.default}`" if setting.default else "required"
-
-
-def _first_paragraph(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:

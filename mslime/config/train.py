@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mslime.config.base import Fp8Recipe, ReplayMode, Section, SftLossOn, Task
-from mslime.config.errors import ConfigError
+from mslime.config.base import Fp8Recipe, ReplayMode, Section, SftLossOn, Task, refuse_first
 
 
 class TrainConfig(Section):
@@ -106,20 +105,11 @@ def check_train(train: TrainConfig, *, policy_steps: int, groups_per_step: int) 
     Raises:
         ConfigError: the first broken rule.
     """
-    if train.min_lr > train.lr:
-        raise ConfigError("train.min_lr", train.min_lr, f"must not exceed train.lr = {train.lr}", "lower it")
-    total = policy_steps * train.optimizer_steps_per_rollout
-    if train.lr_warmup_steps >= total > 1:
-        raise ConfigError(
-            "train.lr_warmup_steps",
-            train.lr_warmup_steps,
-            f"must be below the policy's {total} optimizer steps",
-            "shorten the warm-up, or raise train.num_steps",
-        )
-    if train.task == "rl" and groups_per_step % train.optimizer_steps_per_rollout:
-        raise ConfigError(
-            "train.optimizer_steps_per_rollout",
-            train.optimizer_steps_per_rollout,
-            f"must divide rollout.groups_per_step = {groups_per_step}",
-            "choose a divisor",
-        )
+    total, steps = policy_steps * train.optimizer_steps_per_rollout, train.optimizer_steps_per_rollout
+    refuse_first("train", [
+        (train.min_lr > train.lr, "min_lr", train.min_lr, f"must not exceed train.lr = {train.lr}", "lower it"),
+        (train.lr_warmup_steps >= total > 1, "lr_warmup_steps", train.lr_warmup_steps,
+         f"must be below the policy's {total} optimizer steps", "shorten the warm-up, or raise train.num_steps"),
+        (train.task == "rl" and groups_per_step % steps, "optimizer_steps_per_rollout", steps,
+         f"must divide rollout.groups_per_step = {groups_per_step}", "choose a divisor"),
+    ])  # fmt: skip

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Section, Task, Verify, check_choice
+from mslime.config.base import Rule, Section, Task, Verify, check_choice, refuse_first
 from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
 from mslime.config.engines import SGLangConfig
-from mslime.config.errors import ConfigError
 from mslime.config.transports import AUTO, BUILT_IN, DeltaOver, MooncakeOver, traits_of, transport_names
 
 
@@ -113,77 +112,53 @@ def check_weights(
     Raises:
         ConfigError: the first broken rule.
     """
-    if traits_of(transport).on_engines_gpus and task == "rl":
-        _check_on_engines_gpus(transport, engine, cluster, ranks)
+    traits, rl = traits_of(transport), task == "rl"
+    if traits.on_engines_gpus and rl:
+        refuse_first("", _on_engines_gpus(transport, engine, cluster, ranks))
     if cluster.colocated:
-        _check_colocated(weights, transport)
-    _check_shared_memory(weights, cluster, wanted)
-    if weights.verify in ("first", "always") and task == "rl" and not compares:
-        raise ConfigError(
-            "weights.verify", weights.verify,
-            "engines say what they hold by what they recorded, and weights.loader is model",
-            "set weights.verify: probe, or leave weights.loader alone",
-        )  # fmt: skip
-
-
-def _check_on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
-    """Check that every rank of the trainer sends weights to the engine's rank on its own GPU."""
-
-    def refused(rule: str, way_out: str) -> ConfigError:
-        return ConfigError("weights.transport", transport, rule, way_out)
-
-    if not cluster.colocated:
-        raise refused(
-            "a trainer rank hands weights to the engine on its own GPU, and engines have others here "
-            "(cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
-        )  # fmt: skip
-    if cluster.device == "cpu":
-        raise refused("it hands out handles of a GPU's memory (cluster.device: cpu)", "set shm or disk")
-    if engine.urls:
-        raise refused(f"engines are attached to ({engine.urls[0]}), and not on the trainer's GPUs",
-                      "remove sglang.urls, or set auto with cluster.placement: separate")  # fmt: skip
-    if engine.drafts:
-        raise refused(
-            "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
-            f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
-        )
-    if engine.gpus != ranks:
-        raise ConfigError(
-            "sglang.num_engines", engine.num_engines,
-            f"with weights.transport: {transport} every trainer rank needs an engine's rank on its GPU, and "
-            f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
-            f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
-        )  # fmt: skip
-
-
-def _check_colocated(weights: WeightsConfig, transport: str) -> None:
-    """Check the transport of a trainer and engines that take turns on the same GPUs."""
-    if traits_of(weights.carrier_of(transport)).joins_engines:
-        raise ConfigError(
-            "weights.delta_over" if traits_of(transport).sends_changes else "weights.transport", weights.carrier,
-            "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
-            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
-        )  # fmt: skip
-    if traits_of(transport).keeps_gpu_bucket:
-        raise ConfigError(
-            "weights.transport", weights.transport,
-            "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it",
-            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
-        )  # fmt: skip
-
-
-def _check_shared_memory(weights: WeightsConfig, cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
-    if (
-        not traits_of(weights.transport).one_host
-        or cluster.device == "cpu"
-        or count_gpus(wanted) <= cluster.gpus_per_node
-    ):
-        return
+        own = f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}"
+        refuse_first("weights", [
+            (traits_of(weights.carrier_of(transport)).joins_engines,
+             "delta_over" if traits.sends_changes else "transport", weights.carrier,
+             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses", own),
+            (traits.keeps_gpu_bucket, "transport", weights.transport,
+             "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it", own),
+        ])  # fmt: skip
+    one_machine = cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node
     others = "disk or delta" if cluster.colocated else "broadcast, or disk or delta"
-    raise ConfigError(
-        "weights.transport",
-        weights.transport,
-        f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
-        "machines share no memory",
-        f"set {others} with a weights.directory that all machines share",
-    )
+    refuse_first("weights", [
+        (traits_of(weights.transport).one_host and not one_machine, "transport", weights.transport,
+         f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
+         "machines share no memory", f"set {others} with a weights.directory that all machines share"),
+        (weights.verify in ("first", "always") and rl and not compares, "verify", weights.verify,
+         "engines say what they hold by what they recorded, and weights.loader is model",
+         "set weights.verify: probe, or leave weights.loader alone"),
+    ])  # fmt: skip
+
+
+def _on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> Iterator[Rule]:
+    """Whatever keeps a rank of the trainer from sending weights to the engine's rank on its own GPU."""
+    here = ("weights.transport", transport)
+    yield (
+        not cluster.colocated, *here, "a trainer rank hands weights to the engine on its own GPU, and engines have "
+        "others here (cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
+    )  # fmt: skip
+    yield (
+        cluster.device == "cpu", *here, "it hands out handles of a GPU's memory (cluster.device: cpu)",
+        "set shm or disk",
+    )  # fmt: skip
+    yield (
+        engine.urls, *here, f"engines are attached to ({next(iter(engine.urls), '')}), and not on the trainer's GPUs",
+        "remove sglang.urls, or set auto with cluster.placement: separate",
+    )  # fmt: skip
+    yield (
+        engine.drafts, *here,
+        "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
+        f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+    )  # fmt: skip
+    yield (
+        engine.gpus != ranks, "sglang.num_engines", engine.num_engines,
+        f"with weights.transport: {transport} every trainer rank needs an engine's rank on its GPU, and "
+        f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
+        f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+    )  # fmt: skip

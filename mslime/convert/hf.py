@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
-from mslime.config.model_facts import language_model
+from mslime.config.model_facts import language_model, plain_dtype
 from mslime.convert.quantised import (
     Box,
     Joined,

@@ -2,7 +2,7 @@
 
 `log` writes a row to disk completely or not at all before it returns. On resume, a torn row is dropped and rows of
 repeated steps are cut off: the file has each step once, in order. Late metrics of a step (an evaluation that runs
-beside training) are one more row of that step, before the row of the next; `rows.by_step` joins them. The checkpoint
+beside training) are one more row of that step, before the row of the next; `names.by_step` joins them. The checkpoint
 keeps its own step's row in case the file loses it.
 """
 
@@ -12,12 +12,15 @@ import errno
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from mslime.config.errors import UserError, nearest
 from mslime.config.output import ObserveConfig
@@ -188,3 +191,39 @@ def _finite(value: float) -> float | None:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(str(path), error.strerror, "metrics cannot be written", "free some space, or choose an output_dir")
+
+
+# Lock of a run's directory, which names the owning process. `run.run.owned` takes and releases it.
+
+LOCK = ".lock"
+"""File in a run's directory that describes its present or last owner."""
+
+
+def own_description() -> dict[str, Any]:
+    """Description of this process for the lock of its run's directory."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "process_started": psutil.Process().create_time(),
+    }
+
+
+def owner_in(text: bytes) -> dict[str, Any]:
+    """Last owner from the lock's file; empty if the text is not readable."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def lives_here(owner: Mapping[str, Any]) -> bool:
+    """Whether the described process runs on this machine and is not a later one with the same id."""
+    pid = owner.get("pid")
+    if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        return psutil.Process(pid).create_time() == owner.get("process_started")
+    except psutil.Error:
+        return False

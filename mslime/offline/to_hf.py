@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
-from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.model_facts import checkpoint_dtype, declared_dtype
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint, copy_side_files, write_index
 from mslime.convert.safetensors_files import (

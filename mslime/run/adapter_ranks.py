@@ -25,6 +25,7 @@ from mslime.data.client_batch import ClientShard, Datum, PassResult, by_datum, c
 from mslime.logs import phase
 from mslime.run.assemble import chunks_per_group
 from mslime.run.ranks import RankActor, RankGroup, Report, fetched
+from mslime.run.ray_calls import gather
 from mslime.run.ray_cluster import ActorProcess, Cluster
 from mslime.run.trainer_turn import Offer, TrainerTurn
 from mslime.run.trainers import PolicyRank, Trained, TrainerGroup
@@ -236,8 +237,14 @@ class AdapterRanks(RankGroup):
         return self._failures[0] if self._failures else None
 
     def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
-        """Build the base on all ranks; see `RankGroup.start`."""
-        self.layers = super().start(on_wait)
+        """Build the base on all ranks; returns the layers.
+
+        Args:
+            on_wait: called a few times a second until all of them are up.
+        """
+        refs, deadline = self.begin_start(on_wait), self._limits.trainer_start_s
+        started = gather(refs, "trainer start", deadline, self.log_paths, on_wait)
+        self.layers = [tuple(started[name]["moe_layer_ids"]) for name in self.log_paths]
         return self.layers
 
     def create(self, name: str, spec: PolicySpec, *, stacked: bool = True) -> AdapterTrainer:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from signal import SIGTERM
 from typing import Any
 
@@ -23,10 +23,10 @@ from mslime.observe.progress import NamedProgress, open_lines
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.fleet import Fleet
-from mslime.run.results import Beginning, OfAdapter
-from mslime.run.rollout_process import RolloutProcess
+from mslime.run.rollout_process import RolloutActor, RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
+from mslime.run.sharing import Apart
 from mslime.run.started import Started
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import become
@@ -103,15 +103,10 @@ class AdapterSession(TrainingRun):
         self.name, self._shared = run.config.name, shared
         self._kept = False  # the trainer's turn is kept from a step to the delivery that follows
 
-    def beginning(self) -> Beginning:
-        """How its rollouts begin: state and weight version."""
-        return Beginning(self.checkpoints.rollouts, self.first_step)
-
     def _start(self) -> None:
         shared = self._shared
         self._ray, self._fleet, self._engines = shared.ray, shared.fleet, shared.engines
         self._turn = shared.ranks.turn
-        self._syncing = partial(self._turn.held, urgent=True)
         self._open_records()
         for note in self.checkpoints.notes():
             self.progress.note(note)
@@ -119,17 +114,13 @@ class AdapterSession(TrainingRun):
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
+        self._memory = Apart(self._fleet.update_engines)
         self._publisher = self._make_publisher(self.name)
 
     def _open_records(self) -> None:
         steps, done = self.config.train.num_steps, self.first_step
         self._records.open(self._stack, True, NamedProgress(self.name, self._shared.progress, steps, done))
         self._timeline, self.progress = self._records.timeline, self._records.progress
-
-    def _update_engines(self) -> None:
-        if self._fleet.update_engines():
-            for other in self._shared.adapters:
-                other._publisher.force_verify()
 
     def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
         """See `TrainingRun.train`. Waits for the trainer's turn, and keeps it for the following delivery unless an
@@ -144,12 +135,13 @@ class AdapterSession(TrainingRun):
                 self._kept = True
         return found | {"perf/turn_seconds": waited}
 
-    def _publish(self, version: int) -> dict[str, float]:
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
         with self._turn.held(urgent=True, on_wait=self._at_rest):
             if self._kept:
                 self._kept = False
                 self._turn.give()
-            return super()._publish(version)
+            yield
 
     def _revive(self, error: EngineError) -> None:
         """See `Publisher.revive`. Returns without waiting if another adapter's thread has found an engine meanwhile."""
@@ -194,11 +186,10 @@ class AdaptersSession(Started):
         self.engines = engines = self._engine_group(cluster)
         (addresses,) = self._start_beside(ranks.start, engines)
         self._take_over(engines.attached, lambda seconds: None)
-        weights = {entry.name: entry.weight for entry in config.adapters}
-        parts = {name: OfAdapter(self._run.adapters[name], weights[name]) for name in names}
-        self.rollouts = rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, parts)
+        self.rollouts = rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, names)
         self._stack.callback(rollouts.stop)
-        rollouts.start_adapters(addresses, ranks.layers, {each.name: each.beginning() for each in self.adapters})
+        begins = {each.name: (each.checkpoints.rollouts, each.first_step) for each in self.adapters}
+        rollouts.process.call(RolloutActor.start, addresses, ranks.layers, begins, ())
         self.fleet = Fleet(rollouts.engines, engines, self._attached, self._at_rest, self.progress)
         for each in self.adapters:
             self._stack.enter_context(each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -363,9 +363,10 @@ class SupervisedRows:
 
     def evaluate(self, held_out_loss: HeldOutLoss) -> dict[str, float]:
         """`eval/NAME/nll`, `perplexity` and `tokens` of every held-out set, a batch at a time."""
-        metrics: dict[str, float] = {}
+        metrics, size = dict[str, float](), self._config.train.sft_batch_size
         for name, samples in self._held_out.items():
-            found = [held_out_loss(shards) for shards in self._in_batches(samples)]
+            batches = (samples[start : start + size] for start in range(0, len(samples), size))
+            found = [held_out_loss(self._shards(batch)) for batch in batches]
             tokens = sum(n for _, n in found)
             nll = math.fsum(total for total, _ in found) / tokens
             head = f"eval/{name}"
@@ -382,10 +383,6 @@ class SupervisedRows:
                 "give the run another name, and the checkpoint as checkpoint.load",
             )  # fmt: skip
         self.source.load_state_dict(extra["source"])
-
-    def _in_batches(self, samples: Sequence[Sample]) -> Iterator[Shards]:
-        size = self._config.train.sft_batch_size
-        return (self._shards(samples[start : start + size]) for start in range(0, len(samples), size))
 
     def _shards(self, samples: Sequence[Sample]) -> Shards:
         shards, layout = assemble_supervised(samples, self._config), self._config.layout

@@ -96,8 +96,14 @@ class AttachedEngines:
     def _take(self, engines: Sequence[Endpoint], groups: Iterable[str]) -> None:
         silent = self._reset(engines, groups, self._deadlines.engine_control_s)
         for engine in engines:
-            if engine.url in silent:
-                _refuse_silence(engine, silent[engine.url])
+            if (error := silent.get(engine.url)) is None:
+                continue
+            if "HTTP 401" in error.rule or "HTTP 403" in error.rule:
+                raise EngineError(
+                    "sglang.urls", engine.url, "the server asks for a key, or for another one",
+                    "set sglang.api_key (and sglang.admin_api_key, if it has one) to env:NAME or file:PATH",
+                ) from error  # fmt: skip
+            raise EngineError("sglang.urls", engine.url, error.rule, "start the server, or correct the URL") from error
 
     def _reset(self, engines: Sequence[Endpoint], groups: Iterable[str], within_s: float) -> dict[str, EngineError]:
         """See `made_clean`; by URL."""
@@ -149,15 +155,6 @@ async def make_clean(client: EngineClient, groups: Iterable[str] = ()) -> None:
         except EngineError as error:
             if "HTTP 400" not in error.rule:
                 raise
-
-
-def _refuse_silence(engine: Endpoint, error: EngineError) -> None:
-    if "HTTP 401" in error.rule or "HTTP 403" in error.rule:
-        raise EngineError(
-            "sglang.urls", engine.url, "the server asks for a key, or for another one",
-            "set sglang.api_key (and sglang.admin_api_key, if it has one) to env:NAME or file:PATH",
-        ) from error  # fmt: skip
-    raise EngineError("sglang.urls", engine.url, error.rule, "start the server, or correct the URL") from error
 
 
 def _recorded(path: Path) -> list[str]:

@@ -28,7 +28,7 @@ from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import ModelConfig, RunConfig
 from mslime.data.checkpoints import newest, read_manifest, step_directory, steps
-from mslime.data.sample import Group, Sample
+from mslime.data.sample import Group
 from mslime.data.tokenizer import load_tokenizer
 from mslime.logs import log_file
 from mslime.observe.metrics import free_name
@@ -37,12 +37,10 @@ from mslime.rollout.group_files import fitted, group_files, read_groups
 from mslime.rollout.step_metrics import batch_metrics
 from mslime.run.assemble import SourceNames, assemble, references
 from mslime.run.ray_cluster import resolved_device
-from mslime.run.results import StepShards
-from mslime.run.rollout_process import RolloutProcess
-from mslime.run.run import only_run
+from mslime.run.rollout_process import ONLY, RolloutActor, RolloutProcess
+from mslime.run.run import only_run, owned, write_resolved
 from mslime.run.run_checkpoints import export
-from mslime.run.run_directory import owned, write_resolved
-from mslime.run.run_rollouts import RunRollouts
+from mslime.run.run_rollouts import RunRollouts, StepShards
 from mslime.run.started import Started
 from mslime.run.stop import StopSignals
 from mslime.run.training_run import TrainingRun
@@ -76,7 +74,7 @@ class Generation(Started):
         self._take_over(group.attached, lambda _: None)
         self.rollouts = RolloutProcess(self._run, logs / "rollouts.log", watch.check)
         self._stack.callback(self.rollouts.stop)
-        self.rollouts.start(engines, [], None, 0, teachers)
+        self.rollouts.process.call(RolloutActor.start, engines, [], {ONLY: (None, 0)}, teachers)
         self.rollouts.service.call(RunRollouts.count_as, 0)
 
 
@@ -107,9 +105,8 @@ def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
     for group in last.groups[:SHOWN_GROUPS]:
         prompt = tokenizer.decode(group.samples[0].tokens[: group.samples[0].prompt_length].tolist())
         _print_group(console, group, prompt)
-    console.print(_rollout_table(rows))
-    console.print(f"{num_steps} step(s) in {directory}; train on them: mslime train RUN.yaml --replay {directory}",
-                  soft_wrap=True, markup=False, highlight=False)  # fmt: skip
+    console.print(_table("step", {str(i): row for i, row in enumerate(rows, 1)}, _ROLLOUT_COLUMNS))
+    _say(console, f"{num_steps} step(s) in {directory}; train on them: mslime train RUN.yaml --replay {directory}")
     return 0
 
 
@@ -119,11 +116,8 @@ def _print_group(console: Console, group: Group, prompt: str) -> None:
     _say(console, f"\ngroup {group.group_id} of {group.source}, label {group.samples[0].label!r}")
     _say(console, f"  prompt: {_cut(prompt)}")
     for sample in ordered if len(ordered) == 1 else (ordered[0], ordered[-1]):
-        _say(console, f"  reward {sample.reward:g}, {_described(sample)}: {_cut(sample.response)}")
-
-
-def _described(sample: Sample) -> str:
-    return f"{sample.response_length} tokens, {sample.status.value}"
+        length, status = sample.response_length, sample.status.value
+        _say(console, f"  reward {sample.reward:g}, {length} tokens, {status}: {_cut(sample.response)}")
 
 
 def _cut(text: str) -> str:
@@ -145,10 +139,6 @@ _ROLLOUT_COLUMNS = (
     ("truncated", "rollout/truncated", "{:.1%}"),
     ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
 )
-
-
-def _rollout_table(rows: Sequence[dict[str, float]]) -> Table:
-    return _table("step", {str(i): row for i, row in enumerate(rows, 1)}, _ROLLOUT_COLUMNS)
 
 
 def _table(first: str, rows: dict[str, dict[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:

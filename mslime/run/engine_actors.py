@@ -200,7 +200,7 @@ class EngineGroup:
     """
 
     def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
-        config, routes = run.config, role == "engine" and bool(run.replayed_layers)
+        config, routes = run.config, role == "engine" and run.sends_routes
         settings = config.teacher if role == "teacher" else config.sglang
         count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
         self._config, self._urls, self._adapted = config, settings.urls, run.adapted_modules

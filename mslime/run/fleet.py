@@ -41,6 +41,7 @@ class Fleet:
 
     Attributes:
         orders: requests from outside to change the set.
+        joins: number of engines admitted since the start.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Fleet:
     ) -> None:
         self._members, self._engines = members, engines
         self._attached, self._check, self._progress = attached, check, progress
-        self.orders = Orders()
+        self.orders, self.joins = Orders(), 0
         self._passed = Counter[str]()  # syncs since an engine died
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
@@ -77,7 +78,10 @@ class Fleet:
         and remove unwanted ones. Returns whether any joined."""
         for number, order in self.orders.take():
             try:
-                told = self._obey(order)
+                if order.engines is not None:
+                    told = self._scale(order.engines)
+                else:
+                    told = self._attach(order) if order.attach else self._drain(order.drain)
             except UserError as error:
                 told = f"refused: {error}"
             self._progress.note(f"asked for {order.describe()}: {told.splitlines()[0]}")
@@ -155,17 +159,16 @@ class Fleet:
         state = self._states.get(name)
         if state is None or state.state in ("starting", "joining", "leaving"):
             return
-        if state.state == "gone" and (state.launched or not self._is_due(name)):
-            return  # it has no restarts left, or was checked a moment ago
+        if state.state == "gone":
+            if state.launched:
+                return  # it has no restarts left
+            self._passed[name] += 1
+            if self._passed[name].bit_count() > 1:  # ever more rarely, because a hanging one delays the sync
+                return
         address = self._address(name)
         assert address is not None, "a dead engine had an address"
         if self._admit(address, "answers again") is not None and state.state != "gone":
             self._start_again(name, f"{name} is gone ({why})", why)
-
-    def _is_due(self, name: str) -> bool:
-        """Whether to check a dead attached engine: ever more rarely, because a hanging one delays the sync."""
-        self._passed[name] += 1
-        return self._passed[name].bit_count() == 1
 
     def _admit(self, address: EngineAddress, how: str) -> EngineError | None:
         """Admit an engine to the next sync; returns its error, if any."""
@@ -174,6 +177,7 @@ class Fleet:
         except EngineError as error:
             return error
         self._engines.take(address)
+        self.joins += 1
         del self._passed[address.name]
         launched = self._engines.launched(address.name)
         self._states[address.name] = EngineState(address.name, address.url, launched, "joining")
@@ -187,15 +191,7 @@ class Fleet:
         state.why = why.brief if isinstance(why, UserError) else str(why)
         self._progress.note(f"{what}: {what_now}")
 
-    # ------------------------------------------------------------------------------------------------------- orders
-
-    def _obey(self, order: Order) -> str:
-        """Carry out an order; returns the outcome. Raises UserError if it is impossible."""
-        if order.engines is not None:
-            return self._scale(order.engines)
-        if order.attach:
-            return self._attach(order)
-        return self._drain(order.drain)
+    # ------------------------------------------------------ orders: each returns the outcome, or raises UserError
 
     def _scale(self, engines: int) -> str:
         for name in [name for name, state in self._states.items() if state.launched and state.state == "gone"]:
@@ -210,13 +206,11 @@ class Fleet:
             return f"there are {engines} already"
         for name in reversed(mine[engines:]):
             self._retire(name)
-        names = [self._launch() for _ in range(engines - len(mine))]
+        names: list[str] = []
+        for _ in range(engines - len(mine)):
+            names.append(self._engines.start_another())
+            self._states[names[-1]] = EngineState(names[-1], "", True, "starting")
         return f"starting {', '.join(names)}" if names else f"{', '.join(mine[engines:])} will leave"
-
-    def _launch(self) -> str:
-        name = self._engines.start_another()
-        self._states[name] = EngineState(name, "", True, "starting")
-        return name
 
     def _attach(self, order: Order) -> str:
         if order.attach in (urls := [state.url for state in self._states.values()]):

@@ -37,8 +37,8 @@ def train_sft(session: TrainingRun) -> None:
             session.held_out_loss(step=session.first_step)
         for step in range(session.first_step, config.train.num_steps):
             with session.step(step) as record:
-                record.update(session.train(session.supervised_batch()))
-                record.update(session.rows_metrics())
+                record.update(session.train(session.rows.batch()))
+                record.update(session.rows.source.metrics())
                 if config.observe.evaluation_due(step, config.train.num_steps):
                     record.update(session.held_out_loss(step=step + 1))
             _keep(session, step)

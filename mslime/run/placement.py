@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -88,14 +88,13 @@ def spots_of(group: PlacementGroup, gpus: bool) -> list[Spot]:
     """
     where: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    numbers = ray.get([_ask_gpu(group, bundle) for bundle in sorted(where)]) if gpus else [0] * len(where)
-    return [Spot(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in sorted(where)]
-
-
-def _ask_gpu(group: PlacementGroup, bundle: int) -> ray.ObjectRef:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    asked: Any = ray.remote(_first_gpu)
-    return asked.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy, max_retries=0).remote()
+    bundles, asked = sorted(where), cast("Any", ray.remote(_first_gpu))
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle) for bundle in bundles]
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0}
+    numbers = [0] * len(bundles)
+    if gpus:
+        numbers = ray.get([asked.options(scheduling_strategy=each, **options).remote() for each in strategies])
+    return [Spot(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in bundles]
 
 
 def _first_gpu() -> int:

@@ -110,7 +110,7 @@ class Publisher:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._memory, self._check, self._new_group = fleet, memory, check, new_group
         self._progress, self._timeline, self._probe, self._adapter = progress, timeline, probe, adapter
-        self._verified = 0  # syncs with a comparison since an engine joined
+        self._verified, self._joins = 0, fleet.joins  # syncs with a comparison since the last engine joined
         self._met = frozenset(address.url for address in engines.addresses)  # engines that take part in syncs
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
         self._unique = uuid.uuid4().hex[:8]  # attached engines may still have adapters of another run
@@ -120,15 +120,6 @@ class Publisher:
         met = [address for address in self._engines.addresses if address.url in self._met]
         self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
 
-    def update_engines(self) -> None:
-        """See `Fleet.update_engines`. If engines join, weights are compared as in the run's first syncs."""
-        if self._fleet.update_engines():
-            self.force_verify()
-
-    def force_verify(self) -> None:
-        """Compare weights as in the run's first syncs."""
-        self._verified = 0
-
     def publish(self, version: int, step: int) -> dict[str, float]:
         """Publish the trainer's weights as this version; generation continues under it afterwards.
 
@@ -136,40 +127,33 @@ class Publisher:
         collective before every engine has confirmed its pause. The version is stamped last, so an engine with a partial
         update never reports the new one. The comparison comes before the end, while parameters are as loaded.
 
+        If all engines die meanwhile, and one comes back, everything is done again.
+
         Args:
             step: of the timeline.
 
         Returns:
             Metrics named as in `metrics.jsonl`.
         """
-        while True:
-            try:
-                return self._publish(version, step)
-            except EngineError as error:
-                self.revive(error)
-
-    def revive(self, error: EngineError) -> None:
-        """If all engines are dead, wait until one can receive weights. Raises `error` otherwise, or if none comes
-        back."""
-        if not self._rollouts.engines.call(RunEngines.no_engine_alive):
-            raise error
-        self._memory.revive()
-        self._fleet.revive(error)
-
-    def _publish(self, version: int, step: int) -> dict[str, float]:
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
-        self._memory.begin_sync()
-        self._rollouts.service.call(RunRollouts.pause)
-        paused = time.monotonic()
-        self._memory.enter("send")
-        verify = self._config.weights.verify
-        delivered = self.send(version, verify == "always" or (verify in ("first", "probe") and self._verified < 2))
-        self._memory.enter("generate")
-        self._rollouts.service.call(RunRollouts.resume, version)
-        end = time.monotonic()
-        self._memory.end_sync()
-        self._fleet.lost(self._rollouts.engines.call(RunEngines.dead))
+        try:
+            self._memory.begin_sync()
+            if self._joins != self._fleet.joins:  # new engines are compared as all are in the run's first syncs
+                self._verified, self._joins = 0, self._fleet.joins
+            self._rollouts.service.call(RunRollouts.pause)
+            paused = time.monotonic()
+            self._memory.enter("send")
+            verify = self._config.weights.verify
+            delivered = self.send(version, verify == "always" or (verify in ("first", "probe") and self._verified < 2))
+            self._memory.enter("generate")
+            self._rollouts.service.call(RunRollouts.resume, version)
+            end = time.monotonic()
+            self._memory.end_sync()
+            self._fleet.lost(self._rollouts.engines.call(RunEngines.dead))
+        except EngineError as error:
+            self.revive(error)
+            return self.publish(version, step)
         self._fleet.settled()
         self._note(delivered, version, step)
         return {
@@ -179,6 +163,14 @@ class Publisher:
             "weights/engines": float(len(self._met)),
             **self._memory.metrics(),
         }
+
+    def revive(self, error: EngineError) -> None:
+        """If all engines are dead, wait until one can receive weights. Raises `error` otherwise, or if none comes
+        back."""
+        if not self._rollouts.engines.call(RunEngines.no_engine_alive):
+            raise error
+        self._memory.revive()
+        self._fleet.revive(error)
 
     def _note(self, delivered: Delivered, version: int, step: int) -> None:
         """Record how many tensors were compared, and when each rank was busy."""

@@ -106,16 +106,6 @@ class RankGroup:
         rendezvous = call(asked, who, "trainer start", deadline, self.log_paths[who], on_wait)
         return self.submit(lambda a, _: a.start.remote(rendezvous))
 
-    def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
-        """Connect the ranks and build the model; returns global MoE layer ids of each, in rank order.
-
-        Args:
-            on_wait: called a few times a second until all of them are up.
-        """
-        refs, deadline = self.begin_start(on_wait), self._limits.trainer_start_s
-        started = gather(refs, "trainer start", deadline, self.log_paths, on_wait)
-        return [tuple(started[name]["moe_layer_ids"]) for name in self.log_paths]
-
     def submit(self, work: Callable[[Any, int], ray.ObjectRef]) -> dict[str, ray.ObjectRef]:
         """`work(actor, rank)` of every rank, by name, in rank order.
 

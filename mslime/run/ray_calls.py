@@ -291,6 +291,3 @@ class InLoop(Generic[T]):
             return await method(self._it, *args, **options)
 
         return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
-
-
-_EVERY_S, _CONNECT_S, _MISSES = 2.0, 3.0, 3

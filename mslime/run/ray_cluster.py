@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import ray
@@ -30,7 +29,6 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.backends.sglang.guard import kill_all
-from mslime.config.base import Device
 from mslime.config.cluster import RAY_START, ClusterConfig, Parts, worker_environment
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
@@ -48,7 +46,7 @@ from mslime.run.placement import (
     refuse_small_cluster,
     spots_of,
 )
-from mslime.run.ray_watch import leave_without_ray
+from mslime.run.stop import leave_without_ray
 from mslime.run.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)
@@ -67,18 +65,14 @@ _TOO_SLOW = "timed out during startup"
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
 
-def use_cuda(device: Device) -> bool:
-    """Whether this run uses GPUs: `cluster.device`, or, for auto, whether any are visible."""
-    if device != "auto":
-        return device == "cuda"
+def resolved_device(config: RunConfig) -> RunConfig:
+    """The configuration with `cluster.device` decided, so all processes use the same one: for auto, cuda if a GPU is
+    visible."""
+    if config.cluster.device != "auto":
+        return config
     import torch
 
-    return torch.cuda.is_available()
-
-
-def resolved_device(config: RunConfig) -> RunConfig:
-    """The configuration with `cluster.device` decided, so all processes use the same one."""
-    device = "cuda" if use_cuda(config.cluster.device) else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
 
 
@@ -119,12 +113,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stop()
 
     def _start(self) -> None:
@@ -452,12 +441,9 @@ def _runtime_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) 
     }
     quoted = shlex.quote(sys.executable)  # Ray 2.60 passes it to a shell unquoted
     own = {} if quoted == sys.executable else {"py_executable": quoted}
-    return {"env_vars": {**variables, "PYTHONPATH": _python_path()}, **own}
-
-
-def _python_path() -> str:
-    """The driver's import path, so workers find mslime and the user's reward modules."""
-    return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
+    # The driver's import path, so workers find mslime and the user's reward modules.
+    path = os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
+    return {"env_vars": {**variables, "PYTHONPATH": path}, **own}
 
 
 def _knock(address: str) -> None:
@@ -475,21 +461,6 @@ def _knock(address: str) -> None:
         host = ray.util.get_node_ip_address()
         socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
     _raylet.GcsClient(address=f"{host}:{port}")
-
-
-def own_host(cluster: ClusterConfig) -> str:
-    """Address for this process's services: loopback unless the cluster may span machines."""
-    return "127.0.0.1" if cluster.ray_address is None else ray.util.get_node_ip_address()
-
-
-def use_own_interface(cluster: ClusterConfig) -> None:
-    """Make gloo listen on the address of this process's services, unless the environment names an interface.
-
-    By default gloo resolves the host's name, which many distributions map to 127.0.1.1: unreachable for other machines.
-    """
-    interface = interface_of(own_host(cluster))
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def interface_of(address: str) -> str | None:
@@ -518,12 +489,14 @@ class ActorProcess:
         log_process(name, self.log_level)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
         _log.info("placed on %s, process %d, GPU %s", socket.gethostname(), os.getpid(), gpus)
-        use_own_interface(self.settings)
+        # By default gloo resolves the host's name, which many distributions map to 127.0.1.1: unreachable for others.
+        if (interface := interface_of(self.host)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     @property
     def host(self) -> str:
-        """See `own_host`."""
-        return own_host(self.settings)
+        """Address for the process's services: loopback unless the cluster may span machines."""
+        return "127.0.0.1" if self.settings.ray_address is None else ray.util.get_node_ip_address()
 
 
 def redirect_output(log_path: Path) -> None:

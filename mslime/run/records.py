@@ -9,8 +9,8 @@ from typing import Any
 from mslime.config.schema import RunConfig
 from mslime.observe.hooks import StepRecord, call_step_hook
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
+from mslime.observe.names import are_scores
 from mslime.observe.progress import Progress, open_progress, summary_line
-from mslime.observe.rows import are_scores
 from mslime.observe.timeline import STEP, Timeline
 from mslime.run.run_checkpoints import RunCheckpoints
 
@@ -106,7 +106,12 @@ class StepRecords:
 
     def record_lanes(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
         """Work of this step on several lanes of the timeline: (start, end) by lane."""
-        self.timeline.record_lanes(name, spans, self.of_span(self.step))
+        self.timeline.record_lanes(name, spans, self.step_of_spans)
+
+    @property
+    def step_of_spans(self) -> int:
+        """The step of spans that begin now."""
+        return self.of_span(self.step)
 
     def of_span(self, step: int) -> int:
         """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so the work of a resumed

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,9 +20,8 @@ from mslime.logs import hide, log_process
 from mslime.observe.progress import RolloutCounts
 from mslime.run.ray_calls import Host, PendingCall, Remote, verb
 from mslime.run.ray_cluster import beside_the_driver, redirect_output, remote_class
-from mslime.run.results import Beginning, Evaluation, OfAdapter, SavedState
-from mslime.run.run_engines import RunEngines
-from mslime.run.run_rollouts import RunRollouts
+from mslime.run.run_engines import EngineSide, RunEngines
+from mslime.run.run_rollouts import Evaluated, RunRollouts, SavedState
 from mslime.run.started import search_seldom
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from mslime.rollout.rewards.scorer import RewardScorer
     from mslime.rollout.shared_room import SharedRoom
     from mslime.rollout.teacher import ServedTeacher
-    from mslime.run.engine_side import EngineSide
 
 
 _log = logging.getLogger(__name__)
@@ -45,6 +43,8 @@ T = TypeVar("T")
 WHO = "rollout service"
 ONLY = ""
 """Replaces the adapter's name in a run with one service."""
+Beginning: TypeAlias = tuple[SavedState | None, int]
+"""(State written by `RunRollouts.save`, when resuming; weight version that the trainer starts with)."""
 
 
 def _key(adapter: str) -> str:
@@ -58,16 +58,16 @@ class RolloutActor(Host):
 
     _close_engines: Callable[[], Awaitable[None]]
 
-    def __init__(self, run: ResolvedRun, log_path: str, adapters: Mapping[str, OfAdapter] | None = None) -> None:
+    def __init__(self, run: ResolvedRun, log_path: str, adapters: Sequence[str] = ()) -> None:
         """
         Args:
-            adapters: by name, in their order; None if there is one service, the run's.
+            adapters: names of those with a service each; none if there is one service, the run's.
         """
         redirect_output(Path(log_path))
         log_process("rollouts", run.config.observe.log_level)
         self._run, self._config = run, run.config
-        self._runs = {ONLY: run} if adapters is None else {name: each.run for name, each in adapters.items()}
-        self._weights = {name: each.weight for name, each in (adapters or {}).items()}
+        self._runs = {name: run.adapters[name] for name in adapters} or {ONLY: run}
+        self._weights = {each.name: each.weight for each in run.config.adapters if each.name in adapters}
         self._of: dict[str, RunRollouts] = {}
         self._scoring: list[ScoringSide] = []
         self._log_path = Path(log_path)
@@ -101,7 +101,7 @@ class RolloutActor(Host):
         open_managers = self._open_here if self._config.rollout.managers == 1 else self._open_apart
         engines = await open_managers(addresses, teachers, tokenizer)
         for name, of in self._of.items():
-            await of.begin(engines, begins[name].state, begins[name].version)
+            await of.begin(engines, *begins[name])
         self.objects |= {"engines": engines} | {_key(name): of for name, of in self._of.items()}
         search_seldom()
 
@@ -111,7 +111,6 @@ class RolloutActor(Host):
         """A manager in this process, or one for each adapter."""
         from mslime.rollout.protocols import Local
         from mslime.rollout.shared_room import SharedRoom
-        from mslime.run.engine_side import EngineSide
 
         config, side = self._config, EngineSide(self._run)
         refused_input = await side.meet_engines(addresses)
@@ -152,10 +151,19 @@ class RolloutActor(Host):
             await scoring.close()
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A running evaluation, of the weights after `step` steps."""
+
+    step: int
+    answer: PendingCall[Evaluated]
+
+
 class RolloutProcess:
     """The driver's handle of the rollout service's process.
 
     Attributes:
+        process: the actor itself.
         engines: of the run.
         service: the run's rollouts, or those of one of its adapters.
     """
@@ -168,17 +176,17 @@ class RolloutProcess:
         run: ResolvedRun,
         log_path: Path,
         check: Callable[[], None],
-        adapters: Mapping[str, OfAdapter] | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """
         Args:
             check: called while waiting for groups, an evaluation or a new engine; raises when the run is to end.
             adapters: see `RolloutActor`.
         """
-        several = 64 * max(1, len(adapters or ()))
+        several = 64 * max(1, len(adapters))
         made = remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=several)
         self._log, self._actor = str(log_path), made.remote(run, str(log_path), adapters)
-        self._process = Remote[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
+        self.process = Remote[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
         self._connect(ONLY, run.config.deadlines, check)
 
     def _connect(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> None:
@@ -191,32 +199,6 @@ class RolloutProcess:
         other = copy(self)
         other._connect(adapter, deadlines, check)
         return other
-
-    def start(
-        self,
-        addresses: Sequence[EngineAddress],
-        layers: Sequence[tuple[int, ...]],
-        state: SavedState | None,
-        version: int,
-        teachers: Sequence[EngineAddress] = (),
-    ) -> None:
-        """See `RolloutActor.start`.
-
-        Args:
-            state: written by `RunRollouts.save`, when resuming.
-            version: weight version that the trainer starts with.
-        """
-        self.start_adapters(addresses, layers, {ONLY: Beginning(state, version)}, teachers)
-
-    def start_adapters(
-        self,
-        addresses: Sequence[EngineAddress],
-        layers: Sequence[tuple[int, ...]],
-        begins: Mapping[str, Beginning],
-        teachers: Sequence[EngineAddress] = (),
-    ) -> None:
-        """See `RolloutActor.start`."""
-        self._process.call(RolloutActor.start, addresses, layers, begins, teachers)
 
     def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
         """Wait for a call that needs a step's groups, and return its result; reports their counts meanwhile."""
@@ -303,7 +285,6 @@ class ManagerActor(Host):
     async def meet(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check them; returns how many tokens they refuse to continue."""
         from mslime.checks.user_functions import check_seams, rollout_seams
-        from mslime.run.engine_side import EngineSide
 
         config = self._config
         check_seams(rollout_seams(config.data, config.rollout, config.hooks, config.algorithm))

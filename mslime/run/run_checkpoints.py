@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from mslime.config.dtypes import export_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.lora import LORA_KEY
+from mslime.config.model_facts import export_dtype
 from mslime.config.output import CheckpointConfig
 from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import ModelPlacement
@@ -34,7 +34,7 @@ from mslime.observe.progress import ConversionBars
 from mslime.offline.jobs import ConversionJob, refuse_existing, run_job
 from mslime.offline.lora_checkpoints import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
-from mslime.run.results import SavedState
+from mslime.run.run_rollouts import SavedState
 from mslime.run.stop import StopSignals
 
 

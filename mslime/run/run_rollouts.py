@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,9 @@ from mslime.logs import phase
 from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts, summary_line
 from mslime.run.ray_calls import verb
-from mslime.run.results import Evaluated, SavedState, Spans, StepShards
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.engine_pool import EnginePool
-    from mslime.backends.sglang.generating import ProbeRequest
     from mslime.checks.resolve import ResolvedRun
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
@@ -44,6 +43,56 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LAST_SAMPLES_S = 3.0
 """Seconds for writes of the last responses to finish at the end of a run."""
+Spans = list[tuple[str, str, float, float, int]]
+
+
+@dataclass
+class StepShards:
+    """One step's work for the trainer.
+
+    Attributes:
+        shards: [ranks][optimizer steps] references to TrainShard.
+        metrics: of the rollout.
+        outline: small state file of the service after this step, used if the service is lost.
+        spans: (lane, name, start, end, step) of engines and service since the last step.
+        notes: lines for the user.
+        watched: sequences whose log-probs at the trainer are to be passed to `RunRollouts.log_trained`.
+    """
+
+    shards: list[list[ray.ObjectRef]]
+    metrics: dict[str, float]
+    outline: bytes
+    spans: Spans = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
+    watched: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The service's file in a checkpoint, in a format private to the service.
+
+    Attributes:
+        total: expected checksum of the file.
+    """
+
+    directory: Path
+    name: str
+    total: FileSum
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores on every held-out set.
+
+    Attributes:
+        version: weight version that sampled every response; None if nothing was sampled.
+        begin, end: Unix seconds.
+    """
+
+    metrics: dict[str, float]
+    version: int | None
+    begin: float
+    end: float
 
 
 class RunRollouts:
@@ -206,13 +255,6 @@ class RunRollouts:
     async def probe(self, version: int) -> Mapping[str, Probed]:
         """Every engine's log-probs of the fixed text of `data.probe` under a version, by its URL; empty if the text
         does not fit."""
-        request = self._probe_request(version)
-        if request is None:
-            return {}
-        with phase(_log, f"probing the engines under version {version}{self._for}"):
-            return await self._engines.probe(request)
-
-    def _probe_request(self, version: int) -> ProbeRequest | None:
         from mslime.backends.sglang.generating import ProbeRequest
         from mslime.data import probe
 
@@ -221,9 +263,11 @@ class RunRollouts:
         longest = config.rollout.longest(model.max_positions)
         tokens = probe.fitted(ids, model.vocab_size, min(longest, config.sglang.max_total_tokens or longest))
         if not tokens:
-            return None
-        routes = bool(self._run.replayed_layers)
-        return ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, routes, self._adapter)
+            return {}
+        name = f"probe-{uuid.uuid4().hex}"
+        request = ProbeRequest(name, tokens, version, self._run.sends_routes, self._adapter)
+        with phase(_log, f"probing the engines under version {version}{self._for}"):
+            return await self._engines.probe(request)
 
     @verb("evaluation", "rollout_step_s", more_s=0, interruptible=True)
     async def evaluate(self) -> Evaluated:

@@ -62,12 +62,12 @@ class Apart:
     """Trainer and engines on separate GPUs.
 
     Args:
-        update_engines: handles dead, recovered and requested engines.
+        update_engines: handles dead, recovered and requested engines; never called in a run without engines.
     """
 
     shared = False
 
-    def __init__(self, update_engines: Callable[[], None]) -> None:
+    def __init__(self, update_engines: Callable[[], object] = lambda: None) -> None:
         self._update_engines = update_engines
 
     def enter(self, phase: PhaseName) -> None:
@@ -117,7 +117,7 @@ class Shared(Apart):
         rollouts: RolloutProcess,
         trainers: TrainerGroup,
         engines: EngineGroup,
-        update_engines: Callable[[], None],
+        update_engines: Callable[[], object],
         check: Callable[[], None],
         teachers: EngineGroup | None = None,
     ) -> None:

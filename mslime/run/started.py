@@ -1,4 +1,9 @@
-"""Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block."""
+"""Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block.
+
+`Resources` outlive a session: a rank that crashes, dies or hangs ends the trainer, but no engine, and starting engines
+is most of a start. So the session ends, and its engines are cleaned like attached ones. Another session then continues
+from the newest checkpoint, with the same ledger as a run that is restarted by hand.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import ray
 
+from mslime.backends.sglang.client import blocking
+from mslime.backends.sglang.pair import client_of
 from mslime.checks.resolve import ResolvedRun
 from mslime.config.keys import Endpoint
+from mslime.config.schema import DeadlineConfig
 from mslime.observe.progress import Progress
-from mslime.run.attached import AttachedEngines, new_group
+from mslime.run.attached import AttachedEngines, groups_of, made_clean, new_group
 from mslime.run.engine_actors import EngineGroup, Role
 from mslime.run.ray_cluster import Cluster
-from mslime.run.ray_watch import RayWatch
-from mslime.run.resources import Resources
-from mslime.run.stop import StopSignals
+from mslime.run.stop import RayWatch, StopSignals
 from mslime.weights.weight_plan import Senders
 
 if TYPE_CHECKING:
@@ -32,6 +37,50 @@ if TYPE_CHECKING:
 
 SILENT_S = 60.0
 """Seconds without a running process after which the start shows Ray's log."""
+CLEAN_S = 30.0
+"""Seconds for an engine's answers while it is cleaned; a slower engine is restarted."""
+
+
+class Resources:
+    """Created by the first session and reused by later ones. A context manager.
+
+    Attributes:
+        stack: ends them in reverse order.
+        cluster, ray: set once a session has joined Ray's cluster.
+        engines, teachers: servers, once a session has launched them, or attached to them.
+        groups: name prefixes of process groups that engines may be in.
+    """
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.cluster: Cluster | None = None
+        self.ray: RayWatch | None = None
+        self.engines: EngineGroup | None = None
+        self.teachers: EngineGroup | None = None
+        self.groups: list[str] = []
+
+    def clean(
+        self, engines: EngineGroup, senders: Sequence[int], deadlines: DeadlineConfig, note: Callable[[str], None]
+    ) -> None:
+        """Remove the state of an ended session from the engines; engines without a proper answer are restarted.
+
+        Args:
+            senders: ranks that sent weights.
+            note: shows a line.
+        """
+        limits = deadlines.controls_within(CLEAN_S)
+        clients = [client_of(address, limits) for address in engines.addresses]
+        unsound = blocking(made_clean(clients, groups_of(senders, self.groups), flush=True))
+        engines.replace(unsound)
+        for name, error in unsound.items():
+            note(f"{name} is gone ({error.brief}): it {'is started again' if name in engines.starting else 'has left'}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.ray is None or not self.ray.left():
+            self.stack.close()
 
 
 class Started(ABC):
@@ -63,9 +112,7 @@ class Started(ABC):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -159,8 +206,7 @@ class Started(ABC):
             endpoints: of attached engines only.
             disconnect: makes the trainer leave them at the end, within so many seconds.
         """
-        group = new_group(self.config.name)
-        self._resources.groups.append(group)
+        group = self._new_group()
         self._attached = AttachedEngines(endpoints, group, self._senders, self.config.run_dir, self.config.deadlines)
         self._attached.take_over()
         self._stack.callback(self._attached.leave, disconnect)
@@ -168,9 +214,11 @@ class Started(ABC):
 
     def _other_group(self) -> str:
         """Another prefix, for groups without the dead engines."""
-        group = new_group(self.config.name)
-        self._resources.groups.append(group)
-        self._attached.also(group)
+        self._attached.also(group := self._new_group())
+        return group
+
+    def _new_group(self) -> str:
+        self._resources.groups.append(group := new_group(self.config.name))
         return group
 
 
@@ -196,15 +244,12 @@ def search_seldom(every_s: float = EVERY_S) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
-    _search_later(asyncio.get_running_loop(), every_s)
+    loop = asyncio.get_running_loop()
+
+    def search() -> None:
+        gc.collect()
+        loop.call_later(every_s, search)
+
+    loop.call_later(every_s, search)
     log.info("%d objects are left out of searches for garbage, others are searched every %g s",
              gc.get_freeze_count(), every_s)  # fmt: skip
-
-
-def _search_later(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
-    loop.call_later(every_s, _search, loop, every_s)
-
-
-def _search(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
-    gc.collect()
-    _search_later(loop, every_s)

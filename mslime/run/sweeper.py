@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mslime.backends.sglang.guard import descendants, kill_all, remove_unused, shared_memory_of, wait_for
@@ -46,9 +45,7 @@ class Sweeper:
         os.close(read_end)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
             os.write(self._write_end, b".")
         except BrokenPipeError:  # the sweeper was killed first

@@ -77,7 +77,11 @@ class PolicyRank:
         if critic is not None:
             critic.on_micro_batch = on_micro_batch
         port = SGLangPort(self._spec.deadlines)
-        self._sender = trainer.weight_sender(port, self._report_bucket, stacked=stacked)
+
+        def report(sent: int, buckets: int) -> None:
+            self._sent, self._buckets = sent, buckets
+
+        self._sender = trainer.weight_sender(port, report, stacked=stacked)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
         """Everything before the first gradient of these shards, for the following `update`.
@@ -207,9 +211,6 @@ class PolicyRank:
             self._trainer.load(Path(directory), new_run)
             if self._critic is not None and critic_directory(Path(directory)).is_dir():
                 self._critic.load(critic_directory(Path(directory)), new_run)
-
-    def _report_bucket(self, sent: int, buckets: int) -> None:
-        self._sent, self._buckets = sent, buckets
 
 
 class TrainerActor(RankActor, PolicyRank):

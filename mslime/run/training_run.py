@@ -25,7 +25,7 @@ from mslime.data.checkpoints import (
     saving_directory,
     write_summed,
 )
-from mslime.observe.rows import over_optimizer_steps
+from mslime.observe.names import over_optimizer_steps
 from mslime.run.assemble import SupervisedRows
 from mslime.run.endpoint import ControlEndpoint
 from mslime.run.engine_actors import EngineGroup
@@ -33,14 +33,12 @@ from mslime.run.fleet import Fleet
 from mslime.run.publish import AdapterPublisher, Publisher
 from mslime.run.ray_cluster import Cluster
 from mslime.run.records import StepRecords
-from mslime.run.resources import Resources
-from mslime.run.results import Evaluated, Evaluation, StepShards
-from mslime.run.rollout_process import RolloutProcess
+from mslime.run.rollout_process import ONLY, Evaluation, RolloutActor, RolloutProcess
 from mslime.run.run_checkpoints import RunCheckpoints
 from mslime.run.run_engines import RunEngines
-from mslime.run.run_rollouts import RunRollouts
+from mslime.run.run_rollouts import Evaluated, RunRollouts, StepShards
 from mslime.run.sharing import Apart, Shared
-from mslime.run.started import Started
+from mslime.run.started import Resources, Started
 from mslime.run.stop import RescueState, Stopped, StopSignals
 from mslime.run.trainers import TrainerGroup
 from mslime.run.weight_probe import WeightProbe
@@ -63,6 +61,7 @@ class TrainingRun(Started):
         checkpoints: the one that the run begins with, and those it writes.
         first_step: steps done before this session (after a resume).
         parts: processes of the run that are started.
+        rows: of supervised training, set by `_start`.
     """
 
     parts: ClassVar[Parts] = WHOLE
@@ -91,9 +90,7 @@ class TrainingRun(Started):
         self._outlines: dict[int, bytes] = {}  # of the rollout service, by the step a checkpoint continues at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
-        # around changes to the engines' members
-        self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._memory = Apart(self._update_engines)
+        self._memory = Apart()
 
     def _start(self) -> None:
         config = self.config
@@ -112,10 +109,10 @@ class TrainingRun(Started):
         if self.checkpoints.loaded is not None and not (generates and config.colocated):
             self._load(self.checkpoints.loaded)
         if config.train.task == "sft":
-            self._rows = SupervisedRows(self._run)
+            self.rows = SupervisedRows(self._run)
             if self.first_step:
-                self._rows.resume(self.checkpoints.loaded, self.checkpoints.extra)
-            self._source_state = self._rows.source.state_dict()
+                self.rows.resume(self.checkpoints.loaded, self.checkpoints.extra)
+            self._source_state = self.rows.source.state_dict()
 
     def _open_records(self) -> None:
         self._records.open(self._stack, self._quiet)
@@ -139,12 +136,14 @@ class TrainingRun(Started):
         group = self._take_over(self._engines.attached, self._trainers.disconnect)
         self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
-        self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, teacher_addresses)
+        begin = {ONLY: (self.checkpoints.rollouts, self.first_step)}
+        self._rollouts.process.call(RolloutActor.start, addresses, self._layers, begin, teacher_addresses)
         self._fleet = Fleet(self._rollouts.engines, self._engines, self._attached, self._at_rest, self.progress)
+        self._memory = Apart(self._fleet.update_engines)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
             self._memory = Shared(
-                self._rollouts, self._trainers, self._engines, self._update_engines, self._at_rest, teachers
+                self._rollouts, self._trainers, self._engines, self._fleet.update_engines, self._at_rest, teachers
             )
         self._publisher = self._make_publisher()
         self._publisher.connect(group)
@@ -155,10 +154,14 @@ class TrainingRun(Started):
         self._engines = self._resources.engines = self._engine_group(cluster)
         teachers = self._resources.teachers = self._engine_group(cluster, "teacher")
         if self.config.colocated:
-            self._start_and_sleep()
-            addresses, teacher_addresses = self._start_beside(lambda _: None, self._engines, teachers)
-        else:
-            addresses, teacher_addresses = self._start_beside(self._start_trainers, self._engines, teachers)
+            # Offloaded before the engines start, because they measure the free memory of their GPUs.
+            self._start_trainers()
+            if self.checkpoints.loaded is not None:
+                self._load(self.checkpoints.loaded)
+            self._trainers.hold(())
+            self.progress.note("the trainer is ready and asleep")
+        start = (lambda _: None) if self.config.colocated else self._start_trainers
+        addresses, teacher_addresses = self._start_beside(start, self._engines, teachers)
         return addresses, teacher_addresses
 
     def _find_engines(self, engines: EngineGroup, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
@@ -179,19 +182,8 @@ class TrainingRun(Started):
             self._other_group, self.progress, self._timeline, self._probe(), adapter,
         )  # fmt: skip
 
-    def _start_and_sleep(self) -> None:
-        """Start and offload the trainer before the engines, which measure the memory of their GPUs when they start."""
-        self._start_trainers()
-        if self.checkpoints.loaded is not None:
-            self._load(self.checkpoints.loaded)
-        self._trainers.hold(())
-        self.progress.note("the trainer is ready and asleep")
-
     def _start_trainers(self, on_wait: Callable[[], None] | None = None) -> None:
         self._layers = self._trainers.start(on_wait)
-
-    def _update_engines(self) -> None:
-        self._publisher.update_engines()
 
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):
@@ -232,7 +224,7 @@ class TrainingRun(Started):
             except EngineError as error:  # groups finished before it remain for the next call
                 with self._syncing():
                     self._revive(error)
-                    self._publish(step)
+                    self._publisher.publish(step, self._records.step_of_spans)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
@@ -258,7 +250,7 @@ class TrainingRun(Started):
         self._rescue_state.training = False
         self._rescue_state.trained = self._records.step
         if self.config.train.task == "sft":
-            self._source_state = self._rows.source.state_dict()
+            self._source_state = self.rows.source.state_dict()
         self._records.record_lanes("train", found.spans)
         if found.log_probs:
             self._rollouts.service.begin(RunRollouts.log_trained, self._records.step, found.log_probs)
@@ -268,13 +260,15 @@ class TrainingRun(Started):
         """Publish the trainer's weights to the engines as a new version; see `Publisher.publish`."""
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
-        return self._publish(version)
+        with self._syncing():
+            return self._publisher.publish(version, self._records.step_of_spans)
+
+    def _syncing(self) -> AbstractContextManager[None]:
+        """Context of a weight sync, and of changes to the engines' members."""
+        return nullcontext()
 
     def _revive(self, error: EngineError) -> None:
         self._publisher.revive(error)
-
-    def _publish(self, version: int) -> dict[str, float]:
-        return self._publisher.publish(version, self._records.of_span(self._records.step))
 
     def has_scores(self, step: int) -> bool:
         """Whether the run has recorded scores on held-out sets after `step` steps."""
@@ -313,7 +307,7 @@ class TrainingRun(Started):
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
         for address in self._engines.addresses:
             self._timeline.record(address.name, "evaluate", found.begin, found.end, self._records.of_span(running.step))
-        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.of_span(self._records.step))
+        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.step_of_spans)
         waited = {"perf/eval_seconds": end - begin}
         in_step = self._records.record is not None
         if in_step and self._records.step == running.step:
@@ -330,17 +324,9 @@ class TrainingRun(Started):
                 with self._syncing():
                     if self._rollouts.engines.call(RunEngines.no_engine_alive):
                         self._fleet.revive(error)
-                        self._publish(running.step)
+                        self._publisher.publish(running.step, self._records.step_of_spans)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
                 running = self._rollouts.begin_evaluation(running.step)
-
-    def supervised_batch(self) -> Shards:
-        """The next `train.sft_batch_size` rows as shards for every rank."""
-        return self._rows.batch()
-
-    def rows_metrics(self) -> dict[str, float]:
-        """Counts of supervised rows so far, by outcome."""
-        return self._rows.source.metrics()
 
     def held_out_loss(self, step: int) -> dict[str, float]:
         """The loss on held-out rows after `step` steps; outside a step it is logged in a separate row."""
@@ -354,7 +340,7 @@ class TrainingRun(Started):
             self._timeline.record_lanes("evaluate", spans, step)
             return found
 
-        metrics = self._rows.evaluate(of_shards)
+        metrics = self.rows.evaluate(of_shards)
         metrics["perf/eval_seconds"] = self._timeline.now() - begin
         if self._records.record is None:
             self._records.log_scores(step, metrics)
@@ -430,7 +416,8 @@ class TrainingRun(Started):
         signal."""
         rescue, stopped = self._rescue_state, isinstance(error, Stopped)
         ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # the run may get another trainer
-        reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = f"{ending} ends" if stopped else f"{ending} ends: {first}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
         self._keep_scores()
@@ -466,8 +453,7 @@ class TrainingRun(Started):
 
     def _lost(self, why: str) -> str:
         """Message that steps are not saved."""
-        text = self._rescue_state.lost(why)
-        self.progress.note(text)
+        self.progress.note(text := self._rescue_state.lost(why))
         return text
 
     def finish(self) -> None:
@@ -481,7 +467,3 @@ class TrainingRun(Started):
             self._trainers.export_hf(directory)
         self.progress.note(f"wrote {directory}")
         self._at_rest()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

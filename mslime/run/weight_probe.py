@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,15 @@ class WeightProbe:
         """
         begin = time.monotonic()
         self._memory.enter("generate")
-        found, known, spans = self._answers(version)
+        known, spans = Scores(), dict[str, Span]()
+        if self._memory.shared or not self._expected:
+            found = self._rollouts.service.call(RunRollouts.probe, version)
+        else:  # meanwhile the trainer scores the previous probe's tokens: after a small change most are the same
+            with ThreadPoolExecutor(1) as beside:
+                scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # in its turn
+                found = self._rollouts.service.call(RunRollouts.probe, version)  # if it raises, ranks are waited for
+                scored, spans = scoring.result()
+            known = _by_text(self._expected, scored)
         if not found:
             return None
         self._memory.enter("send")
@@ -96,29 +104,17 @@ class WeightProbe:
         self._expected = [each.tokens for each in texts.values()]
         expected = {key: Probed(each.tokens, each.given, *known[key]) for key, each in texts.items()}
         apart = {url: ProbeDifferences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
-        apart |= self._by_their_routes(
-            {url: found[url] for url, each in apart.items() if self._is_doubtful(each)}, apart
-        )
-        self._check(version, {url: each for url, each in apart.items() if each.too_large(self._tolerance)})
+        wrong = {url: each for url, each in apart.items() if each.too_large(self._tolerance)}
+        if self._follows:  # their log-probs may differ because rounding chose other experts for some tokens
+            doubtful = {url: found[url] for url, each in wrong.items() if SAME_ROUTES <= each.routes < 1}
+            apart |= self._by_their_routes(doubtful, apart)
+            wrong = {url: each for url, each in apart.items() if each.too_large(self._tolerance)}
+        if wrong:
+            self._refuse(version, wrong)
         worst = ProbeDifferences(
             max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values())
         )
         return Answered(worst, time.monotonic() - begin, spans)
-
-    def _answers(self, version: int) -> tuple[Mapping[str, Probed], Scores, Mapping[str, Span]]:
-        """Results of the engines. On separate GPUs the trainer meanwhile scores their tokens of the previous probe:
-        after a small weight change most are the same."""
-        if self._memory.shared or not self._expected:
-            return self._rollouts.service.call(RunRollouts.probe, version), {}, {}
-        with ThreadPoolExecutor(1) as beside:
-            scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # in the context's turn
-            found = self._rollouts.service.call(RunRollouts.probe, version)  # if it raises, the ranks are waited for
-            scored, spans = scoring.result()
-        return found, _by_text(self._expected, scored), spans
-
-    def _is_doubtful(self, apart: ProbeDifferences) -> bool:
-        """Whether the log-probs may differ because rounding chose other experts for some tokens."""
-        return self._follows and apart.too_large(self._tolerance) and SAME_ROUTES <= apart.routes < 1
 
     def _by_their_routes(
         self, doubtful: Mapping[str, Probed], apart: Mapping[str, ProbeDifferences]
@@ -139,9 +135,7 @@ class WeightProbe:
             for (url, each), (log_probs, _) in zip(found.items(), scored, strict=True)
         }
 
-    def _check(self, version: int, wrong: Mapping[str, ProbeDifferences]) -> None:
-        if not wrong:
-            return
+    def _refuse(self, version: int, wrong: Mapping[str, ProbeDifferences]) -> NoReturn:
         told = "; ".join(
             f"{url}: log-probs off by {each.log_probs:.3g} nats, same experts in {each.routes:.1%}"
             for url, each in wrong.items()

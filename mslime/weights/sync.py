@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import torch
 
-from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.model_facts import declared_dtype
 from mslime.config.transports import AUTO, FALLBACK
 from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config

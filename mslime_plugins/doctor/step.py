@@ -23,7 +23,7 @@ import yaml
 
 from mslime.config.transports import for_shared_gpus
 from mslime.observe.metrics import FILE_NAME, read_metrics
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, warn
 
 if TYPE_CHECKING:

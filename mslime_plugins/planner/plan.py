@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mslime.config.cluster import ClusterConfig, usual_gpu
-from mslime.config.dtypes import export_dtype
 from mslime.config.engines import SGLangConfig
 from mslime.config.layout import ParallelLayout
+from mslime.config.model_facts import export_dtype
 from mslime.config.resolved import (
     PolicySpec,
     ServerSpec,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from mslime.config.dtypes import trainer_dtype
 from mslime.config.fp8 import COPY_BYTES, fp8_rows
 from mslime.config.layout import ParallelLayout
+from mslime.config.model_facts import trainer_dtype
 from mslime.config.resolved import ModelSpec, PolicySpec, TrainingSpec
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
@@ -219,7 +219,7 @@ def parameter_bytes(spec: ModelSpec, held: StageParameters) -> int:
 
 
 def fp8_copies(spec: ModelSpec, held: StageParameters) -> int:
-    """Bytes of the weights in FP8 (`config.dtypes.COPY_BYTES`): of all parameters but the input embedding, at most."""
+    """Bytes of the weights in FP8 (`config.fp8.COPY_BYTES`): of all parameters but the input embedding, at most."""
     return 0 if spec.fp8 is None else (held.trained - held.float32 - held.embedding) * COPY_BYTES
 
 

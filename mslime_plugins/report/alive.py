@@ -11,9 +11,9 @@ from statistics import fmean, median
 from typing import Any
 
 from mslime.config.lora import DIRECTORY
+from mslime.observe.metrics import LOCK, lives_here, owner_in
+from mslime.observe.names import Row
 from mslime.observe.progress import format_seconds
-from mslime.observe.rows import Row
-from mslime.observe.run_lock import LOCK, lives_here, owner_in
 from mslime_plugins.report.verdict import Tone
 
 PACE_STEPS = 10

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mslime.observe.names import open_parts
-from mslime.observe.rows import Row
+from mslime.observe.names import Row, open_parts
 
 MAX_POINTS = 400
 MAX_HEAT_COLUMNS = 120

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import UserError
-from mslime.observe.rows import WHOLE, Row, by_step
+from mslime.observe.names import WHOLE, Row, by_step
 from mslime.observe.timeline import read_spans
 from mslime_plugins.report.charts import BLUE, Chart, Series, chart_data, spans_decades
 from mslime_plugins.report.drawn import Drawn, choose_charts

@@ -12,8 +12,8 @@ from typing import Any
 
 from mslime.config.errors import MALFORMED
 from mslime.config.layout import ParallelLayout
+from mslime.observe.names import Row, total
 from mslime.observe.progress import format_seconds
-from mslime.observe.rows import Row, total
 
 Tile = tuple[str, str, str]
 """Label, values (one, or first and last), note."""

@@ -20,7 +20,7 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
-from mslime.observe.rows import Row, by_step
+from mslime.observe.names import Row, by_step
 from mslime.observe.timeline import Span
 from mslime_plugins.report.alive import progress_of
 from mslime_plugins.report.charts import Chart, chart_data

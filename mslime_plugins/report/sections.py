@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mslime.observe.rows import REST
+from mslime.observe.names import REST
 from mslime_plugins.report.charts import AMBER, BLUE, GREEN, GREY, PINK, RED, SKY, VIOLET, Chart, Series
 
 DERIVED = (REST, "idle/engines", "idle/trainers")

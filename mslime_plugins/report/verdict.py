@@ -14,7 +14,7 @@ from statistics import fmean, median, pvariance
 from typing import Literal
 
 from mslime.config.algorithm import LossTraits, loss_traits
-from mslime.observe.rows import EVERY_ROW, Row, total
+from mslime.observe.names import EVERY_ROW, Row, total
 from mslime_plugins.report.charts import filled
 from mslime_plugins.report.headline import short
 

@@ -25,14 +25,12 @@ from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
 from mslime.rollout.protocols import Local
 from mslime.run.adapter_ranks import AdapterRanks
-from mslime.run.engine_side import EngineSide
 from mslime.run.fleet import Fleet
 from mslime.run.ray_calls import InLoop
 from mslime.run.ray_cluster import resolved_device
 from mslime.run.rollout_process import Member
-from mslime.run.run import only_run
-from mslime.run.run_directory import owned, write_resolved
-from mslime.run.run_engines import RunEngines
+from mslime.run.run import only_run, owned, write_resolved
+from mslime.run.run_engines import EngineSide, RunEngines
 from mslime.run.started import Started
 from mslime.run.stop import StopSignals
 from mslime.threads import in_thread

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mslime.observe.names import is_known
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step, is_known
 from mslime.observe.samples import file_of, recorded_steps
 from mslime.observe.timeline import read_spans
 from mslime_plugins.report.recorded_responses import telling, versions_of

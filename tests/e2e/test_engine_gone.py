@@ -20,7 +20,7 @@ import pytest
 from mslime.backends.sglang.server_process import ServerProcess
 from mslime.config.keys import NO_KEYS
 from mslime.config.resolved import engine_spec
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from mslime.observe.samples import file_of, read_samples
 from mslime.observe.timeline import read_spans
 from tests.e2e.harness import ROOT, Run, assert_balanced, start_run

@@ -12,7 +12,7 @@ import pytest
 from mslime.data.checkpoints import OUTLINE, ROLLOUTS, newest
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import read_spans
 from mslime.rollout.group_tracker import new_group

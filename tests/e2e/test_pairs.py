@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_engine_gone import check_books, engines_of, more_steps
 from tests.e2e.test_managers import GROUPS

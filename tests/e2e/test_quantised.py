@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.convert.hf import HFCheckpoint
-from mslime.observe.names import is_known
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step, is_known
 from mslime.offline.jobs import run_job
 from mslime.offline.requantise import ToFp8, ToInt4
 from tests.e2e.harness import Run, assert_balanced, start_run

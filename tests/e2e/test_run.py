@@ -20,8 +20,7 @@ from mslime.backends.sglang.guard import shared_memory_of
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import critic_directory, newest, read_manifest, step_directory
 from mslime.data.ledger import Ledger
-from mslime.observe.names import is_known
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step, is_known
 from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups

@@ -546,7 +546,7 @@ class FakeRun:
 
     def __init__(self, urls: tuple[str, ...], wrong: list[WeightSyncError | None]) -> None:
         self.urls, self.wrong, self.calls = urls, wrong, list[str]()
-        self.alive, self.addresses = frozenset[int](), ()
+        self.alive, self.addresses, self.joins = frozenset[int](), (), 0
 
     def write_adapter(self, directory: Path, verify: bool) -> Any:
         directory.mkdir(parents=True)

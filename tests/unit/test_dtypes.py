@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.flags import server_fields
-from mslime.config.dtypes import declared_dtype, export_dtype
 from mslime.config.errors import ConfigError
-from mslime.config.model_facts import checkpoint_dtype
+from mslime.config.model_facts import checkpoint_dtype, declared_dtype, export_dtype
 from mslime.config.resolved import engine_spec, teacher_spec
 from mslime.config.schema import RunConfig
 from tests.fixtures.least import least

@@ -20,12 +20,14 @@ from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.data.checkpoints import FileSum, complete, saving_directory, steps, write_summed
 from mslime.observe.metrics import read_metrics
-from mslime.observe.rows import by_step
+from mslime.observe.names import by_step
 from mslime.observe.timeline import read_spans
 from mslime.run.fleet import Fleet
 from mslime.run.loop import train_rl
 from mslime.run.publish import Publisher
-from mslime.run.results import Evaluated, Evaluation, StepShards
+from mslime.run.rollout_process import Evaluation
+from mslime.run.run_rollouts import Evaluated, StepShards
+from mslime.run.sharing import Apart
 from mslime.run.stop import Stopped
 from mslime.run.trainers import Trained
 from mslime.run.training_run import TrainingRun
@@ -166,6 +168,7 @@ class FakeParts(TrainingRun):
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
         self._fleet = Fleet(self._rollouts.engines, self._engines, cast("Any", None), lambda: None, self.progress)
+        self._memory = Apart(self._fleet.update_engines)
         self._publisher = Publisher(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._memory, lambda: None,
             lambda: "other", self.progress, self._timeline,

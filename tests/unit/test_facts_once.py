@@ -15,13 +15,13 @@ FACTS = {
     "where config.json keeps the language model": (
         r'"text_config"',
         # What else writes or checks that section: exports, quantised checkpoints, and the family that has it.
-        {"config/model_facts.py", "config/dtypes.py", "convert/quantised.py", "convert/families/qwen3_next.py"},
+        {"config/model_facts.py", "convert/quantised.py", "convert/families/qwen3_next.py"},
     ),
     "the dtype that config.json names": (
-        r'"torch_dtype"\]?\)|"torch_dtype"\) if', {"config/model_facts.py", "config/dtypes.py"},
+        r'"torch_dtype"\]?\)|"torch_dtype"\) if', {"config/model_facts.py"},
     ),
     "the ends of a sequence": (r'\.get\("eos_token_id"', {"config/model_facts.py"}),
-    "the dtype of the trainer's parameters": (r"params_dtype or ", {"config/dtypes.py"}),
+    "the dtype of the trainer's parameters": (r"params_dtype or ", {"config/model_facts.py"}),
     "whether there is a GPU": (
         r"nvidia-smi\"|cuda\.is_available\(\)",
         # `environment` explains why there is none; the others ask torch before they touch CUDA.
@@ -46,7 +46,7 @@ FACTS = {
     "estimates of the KL": (r"expm1", {"algorithms/token_batch.py"}),
     "whose routes are followed": (
         r'replay [!=]= "r3"',
-        {"checks/resolve.py", "config/model_facts.py", "rollout/group_files.py", "config/warnings.py"},
+        {"config/model_facts.py", "rollout/group_files.py", "config/warnings.py"},
     ),
     "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
     "choices of settings": (
@@ -55,7 +55,7 @@ FACTS = {
     ),
     "which dtype stands for `auto`": (
         r'or "(bfloat16|float16|float32)"|"(bfloat16|float16|float32)" if |else "(bfloat16|float16|float32)"',
-        {"config/dtypes.py", "backends/sglang/handshake.py"},  # the second one knows SGLang's own rule
+        {"config/model_facts.py", "backends/sglang/handshake.py"},  # the second one knows SGLang's own rule
     ),
     "whether experts are grouped": (r'get\("moe_grouped_gemm", ', {"config/megatron.py"}),
     "who is on whose GPUs": (

@@ -19,7 +19,7 @@ from mslime.config.loader import build
 from mslime.config.passthrough import sglang_fields
 from mslime.config.resolved import engine_spec
 from mslime.config.schema import RunConfig
-from mslime.run.run_directory import write_resolved
+from mslime.run.run import write_resolved
 from tests.fixtures.least import least
 
 LITERAL = "sk-very-secret"

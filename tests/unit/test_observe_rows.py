@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.observe.names import METRICS, metric_of
-from mslime.observe.rows import REST, by_step, over_optimizer_steps
+from mslime.observe.names import METRICS, REST, by_step, metric_of, over_optimizer_steps
 
 
 def test_counts_and_seconds_are_added_extremes_kept_and_means_weighted_by_their_denominators() -> None:

@@ -76,8 +76,7 @@ WITHOUT_RAY = """
 import atexit, sys, threading
 from mslime.cli import commands
 from mslime.cli.command import Command
-from mslime.run.ray_watch import leave_without_ray
-from mslime.run.stop import Stopped
+from mslime.run.stop import Stopped, leave_without_ray
 
 forever = lambda *_: threading.Event().wait()
 atexit.register(forever)

@@ -13,7 +13,8 @@ from mslime.config.schema import RunConfig
 from mslime.run import ray_cluster as cluster_module
 from mslime.run.engine_actors import EngineGroup
 from mslime.run.ray_cluster import Cluster
-from mslime.run.resources import Attempts, Resources, can_go_on
+from mslime.run.run import Attempts, can_go_on
+from mslime.run.started import Resources
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_probe_fits_into_sequences_and_cache(rollout: dict[str, int], cache: i
             return {"http://e": "answer"}
 
     config = make_config(rollout=rollout, sglang={"max_total_tokens": cache})
-    run = SimpleNamespace(config=config, model=model_facts(vocab_size=300), replayed_layers=(1,))
+    run = SimpleNamespace(config=config, model=model_facts(vocab_size=300), sends_routes=True)
     tokenizer = SimpleNamespace(encode=lambda text, special_tokens: [1, 999, *range(2, 300)])
     of = RunRollouts(run, tokenizer, [], "a")  # type: ignore[arg-type]
     of._engines = FakeEngines()  # type: ignore[assignment]

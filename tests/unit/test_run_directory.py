@@ -19,7 +19,7 @@ from mslime.config.loader import build, load_config
 from mslime.config.output import CheckpointConfig, ObserveConfig
 from mslime.config.schema import RunConfig
 from mslime.observe.metrics import MetricsLogger, read_metrics
-from mslime.run.run_directory import changed_settings, owned, write_resolved
+from mslime.run.run import changed_settings, owned, write_resolved
 from mslime.run.stop import Stopped, StopSignals
 
 
@@ -39,7 +39,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
 def test_a_directory_has_one_owner_who_is_named_and_is_free_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
-        "import sys; from pathlib import Path; from mslime.run.run_directory import owned\n"
+        "import sys; from pathlib import Path; from mslime.run.run import owned\n"
         "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -68,7 +68,7 @@ def test_where_the_file_system_has_no_locks_processes_of_this_machine_are_told_a
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("mslime.run.run_directory.fcntl.flock", no_locks)
+    monkeypatch.setattr("mslime.run.run.fcntl.flock", no_locks)
     with owned(tmp_path):
         content = json.loads((tmp_path / ".lock").read_text())
     import psutil

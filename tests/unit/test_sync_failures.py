@@ -144,8 +144,8 @@ class Plane:
 
     def __post_init__(self) -> None:
         addresses = [EngineAddress(name, engine.url) for name, engine in self.engines.items()]
-        others: Any = SimpleNamespace(addresses=addresses, size=2, lost=lambda gone: None, note=self.notes.append,
-                                      weights=None)  # fmt: skip
+        others: Any = SimpleNamespace(addresses=addresses, size=2, joins=0, lost=lambda gone: None,
+                                      note=self.notes.append, weights=None)  # fmt: skip
         sender, rollouts = cast(TrainerGroup, self.sender), fake_process(self.rollouts)
         self._publisher = Publisher(
             CONFIG, rollouts, sender, others, others, Apart(lambda: None), lambda: None, lambda: next(GROUPS), others,

@@ -24,8 +24,8 @@ import pytest
 from mslime.cli import main
 from mslime.config.errors import UserError
 from mslime.data.sample_log import KINDS
+from mslime.observe.metrics import own_description
 from mslime.observe.names import METRICS, is_known
-from mslime.observe.run_lock import own_description
 from mslime.observe.samples import file_of
 from mslime.observe.timeline import Span
 from mslime_plugins.api import report

@@ -21,10 +21,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mslime.config.base import Device
-from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.fp8 import fp8_fields
 from mslime.config.megatron import MegatronConfig, check_model
+from mslime.config.model_facts import trainer_dtype
 from mslime.config.resolved import ModelSpec
 from mslime.config.train import TrainConfig
 from mslime.convert.families import get_family

@@ -38,8 +38,8 @@ from mslime.backends.megatron.step.base_model import Base
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
 from mslime.backends.megatron.step.reductions import normalising_scale, with_token_advantages
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.lora import LORA_KEY
+from mslime.config.model_facts import export_dtype, served_dtype, trainer_dtype
 from mslime.config.resolved import PolicySpec
 from mslime.convert.encoding import encoded_weights
 from mslime.convert.families import get_family
