@@ -15,8 +15,7 @@ from mslime.rollout.agents.chat.choose import choose_renderer
 from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Renderer, Rendering
 from mslime.rollout.agents.chat.session import ChatSession, Reply, ReplyTurn
-from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.server.app import ModelEndpoint, ModelServer, ServedRollout
 
 if TYPE_CHECKING:
     from mslime.rollout.turns import Rollout

@@ -28,9 +28,8 @@ from mslime.rollout.agents.chat.call_forms import object_call
 from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Parsed
 from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
-from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
 

@@ -15,9 +15,10 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,43 @@ from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, begins_with_blank, encode_after
 from mslime.rollout.agents.chat.messages import whole_text
-from mslime.rollout.protocols import EngineLimits, Engines, living
 from mslime.rollout.shared_room import SharedRoom
+
+
+class Engines(Protocol):
+    """Engines with load balancing: `backends.sglang.engine_pool.EnginePool`, or scripted replies."""
+
+    @property
+    def clients(self) -> Sequence[object]:
+        """All engines, dead ones included."""
+        ...
+
+    @property
+    def dead(self) -> Mapping[str, EngineError]:
+        """Engines that died, by name."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue a sequence on one engine. Raises EngineDied if it died meanwhile, EngineError if it refused."""
+        ...
+
+
+def living(engines: Engines) -> int:
+    """Engines that are alive."""
+    return len(engines.clients) - len(engines.dead)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits at which engines end a sequence, besides the model's own length.
+
+    Attributes:
+        refused_input: an engine refuses to continue this many tokens, or more (6 fewer than its context holds).
+        end_ids: tokens that end a response at the engines.
+    """
+
+    refused_input: int = sys.maxsize
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

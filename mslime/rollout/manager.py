@@ -11,7 +11,7 @@ import asyncio
 import copy
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.base import PauseMode
 from mslime.config.data import EvalSetConfig
-from mslime.config.errors import EngineError
+from mslime.config.errors import EngineError, RolloutError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.reward import GraderConfig, RewardServersConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group
+from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.conversations import Agents
 from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
-from mslime.rollout.evaluate import answer
-from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
 from mslime.rollout.group_tracker import (
     Begun,
@@ -43,12 +42,9 @@ from mslime.rollout.group_tracker import (
     new_group,
     trainable,
 )
-from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.protocols import EngineLimits, living
-from mslime.rollout.rewards.scorer import RewardScorer, Scoring
-from mslime.rollout.teacher import ServedTeacher
+from mslime.rollout.hosted import Guests, HostedRollouts
+from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
 from mslime.rollout.turns import Rollout
-from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import single_turn
 
 if TYPE_CHECKING:
@@ -464,6 +460,48 @@ class Manager:
 
     def _note_span(self, lane: str, name: str, start: float, end: float) -> None:
         self._spans.append((lane, name, start, end, self._step))
+
+
+async def answer(
+    groups: Sequence[Group],
+    roll: Callable[[Group, int], Awaitable[None]],
+    scorer: RewardScorer,
+    at_once: int = sys.maxsize,
+) -> None:
+    """Finish and score all rollouts of `groups`. Raises the first error and cancels the others.
+
+    Args:
+        roll: runs a rollout of a group to its end.
+        at_once: limit of concurrent rollouts.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def run(group: Group, number: int) -> None:
+        async with places:
+            await roll(group, number)
+        last = group.parts(number)[-1]
+        if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:
+            last.reward = await scorer.score(last)
+
+    async def score(group: Group) -> None:
+        last = [parts[-1] for parts in group.rollouts() if parts[-1].status is not SampleStatus.FAILED]
+        if all(s.reward is not None for s in last):
+            return  # the rollout function set them, as in training
+        for sample, reward in zip(last, await scorer.score_group(last), strict=True):
+            sample.reward = reward
+
+    async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                begun = [tasks.create_task(each) for each in work]
+        except ExceptionGroup as errors:  # the first failure cancelled the others
+            raise errors.exceptions[0] from None
+        if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
+            raise RolloutError("eval", "a rollout", "was cancelled from within",
+                               "catch CancelledError in the function that answers or scores it")  # fmt: skip
+
+    await all_of(run(g, number) for g in groups for number in g.numbers)
+    await all_of(score(group) for group in groups if scorer.per_group)
 
 
 # Settings of one of several rollout managers: limits of shared servers are divided, fixed ports counted up.

@@ -13,31 +13,74 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from mslime.backends.sglang.engine_pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.rollout import RolloutConfig
 from mslime.data.checkpoints import FileSum
-from mslime.data.sample import Group
+from mslime.data.sample import Group, Sample
 from mslime.data.source import Prompt, PromptStream
-from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.protocols import Asked, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
-from mslime.rollout.step_metrics import batch_metrics
+from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
 T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
 """Time limit for the managers' reports when a step is late."""
 _NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, ManagerShare(0, 0), False)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The groups of one training step.
+
+    Attributes:
+        version: the trainer's weight version when they were taken.
+        metrics: `reward/*`, `rollout/*`, `staleness/*` and `ledger/*` of the step.
+    """
+
+    step: int
+    version: int
+    groups: list[Group]
+    metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples of all groups, in order."""
+        return [s for g in self.groups for s in g.samples]
+
+
+# Calls to an object's methods, independent of its process: this one here, another one in `run.ray_calls`.
+
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Asked(Protocol[T_co]):
+    """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
+
+    async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """Call the method: return its result or raise its error."""
+        ...
+
+
+class Local(Generic[T]):
+    """An object of this process."""
+
+    def __init__(self, it: T) -> None:
+        self.it = it
+
+    async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        return await getattr(self.it, method.__name__)(*args, **options)
 
 
 class RolloutService:

@@ -17,7 +17,7 @@ from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.extensions import raised
 from mslime.rollout.agents.chat.messages import ChatError
 from mslime.rollout.agents.chat.session import Reply
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.agents.server.app import ModelEndpoint
 from mslime.rollout.conversations import Agents, Conversations
 from mslime.rollout.generation import Generator, GroupGate, Sampling
 from mslime.rollout.returned import (

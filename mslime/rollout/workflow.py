@@ -31,7 +31,7 @@ from mslime.extensions import check_parameters, load_function
 
 if TYPE_CHECKING:
     from mslime.rollout.agents.chat.session import Reply
-    from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+    from mslime.rollout.agents.server.app import ModelEndpoint
 
 SETTING = "rollout.function"
 

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from mslime.config.schema import DeadlineConfig, RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import Asked
-    from mslime.rollout.rewards.scorer import RewardScorer
+    from mslime.rollout.rewards.scorer import RewardScorer, ServedTeacher
+    from mslime.rollout.service import Asked
     from mslime.rollout.shared_room import SharedRoom
-    from mslime.rollout.teacher import ServedTeacher
     from mslime.run.engine_side import EngineSide
 
 
@@ -109,7 +108,7 @@ class RolloutActor(Host):
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
         """A manager in this process, or one for each adapter."""
-        from mslime.rollout.protocols import Local
+        from mslime.rollout.service import Local
         from mslime.rollout.shared_room import SharedRoom
         from mslime.run.engine_side import EngineSide
 
@@ -260,8 +259,8 @@ async def open_manager(
         adapter, places: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
     """
     from mslime.backends.sglang.generating import end_ids
+    from mslime.rollout.generation import EngineLimits
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import EngineLimits
 
     await scoring.open(teachers, tokenizer)
     limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
@@ -420,7 +419,7 @@ class ScoringSide:
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import meet_teachers
-        from mslime.rollout.teacher import ServedTeacher
+        from mslime.rollout.rewards.scorer import ServedTeacher
 
         if not addresses:
             return None

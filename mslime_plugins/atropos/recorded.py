@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from mslime.rollout.agents.chat.messages import Message
 from mslime.rollout.agents.chat.session import ReplyTurn, tools_key
+from mslime.rollout.agents.server.app import ServedRollout
 from mslime.rollout.agents.server.requests import Request
-from mslime.rollout.agents.server.served_rollouts import ServedRollout
 from mslime_plugins.atropos.matching import shared_length
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.source import open_prompts
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.shared_room import SharedRoom
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.service_of_one import ServiceOfOne

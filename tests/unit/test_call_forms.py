@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mslime.rollout.agents.chat.call_forms import FORMS, short_id, typed
+from mslime.rollout.agents.chat.choose import _call as of_package
 from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.package import _call as of_package
 from mslime.rollout.agents.chat.parsing import TaggedParser
 from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
 from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer

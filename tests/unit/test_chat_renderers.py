@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.agents.chat.choose import choose_renderer
+from mslime.rollout.agents.chat.choose import LEFT_OUT, PackageRenderer, choose_renderer
 from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.package import LEFT_OUT, PackageRenderer
 from mslime.rollout.agents.chat.renderer import Parsed, Rendering
 from mslime.rollout.agents.chat.template import TemplateRenderer
 from tests.fixtures import chat_templates

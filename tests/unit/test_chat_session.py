@@ -14,6 +14,7 @@ import pytest
 from mslime.config.rollout import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
+from mslime.rollout.agents.chat.choose import PackageRenderer
 from mslime.rollout.agents.chat.messages import (
     ChatError,
     ContextFull,
@@ -23,7 +24,6 @@ from mslime.rollout.agents.chat.messages import (
     from_chat,
     to_chat,
 )
-from mslime.rollout.agents.chat.package import PackageRenderer
 from mslime.rollout.agents.chat.renderer import Rendering
 from mslime.rollout.agents.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
 from tests.fixtures.made_tokenizer import tokenizer_for

@@ -17,9 +17,9 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.source import open_prompts
 from mslime.observe.progress import RolloutCounts
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.manager import Manager, Report, share_of
-from mslime.rollout.protocols import EngineLimits, Local, StepBatch
-from mslime.rollout.service import RolloutService
+from mslime.rollout.service import Local, RolloutService, StepBatch
 from mslime.rollout.state import open_state, unpack_groups
 from tests.fixtures.least import least, refused
 from tests.unit.rollout_fakes import (

@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from mslime.config.errors import ConfigError, EngineError
-from mslime.rollout.agents.server.app import ModelServer, Patience
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.server.app import ModelEndpoint, ModelServer, Patience, ServedRollout
 from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]

@@ -27,8 +27,8 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.resolved import teacher_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.data.sample import Group, Sample, check_invariants
+from mslime.rollout.rewards.scorer import TRIES, ServedTeacher
 from mslime.rollout.state import pack_groups, unpack_groups
-from mslime.rollout.teacher import TRIES, ServedTeacher
 from mslime.run.assemble import assemble
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import FakeEngine

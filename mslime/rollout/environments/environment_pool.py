@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Failure, Observation, Step
-from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
+from mslime.rollout.worker_process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.environments.environment_worker"
 

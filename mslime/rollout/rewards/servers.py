@@ -22,7 +22,7 @@ from mslime.config.errors import ConfigError, UserError
 from mslime.config.reward import HttpRewardConfig, JudgeConfig, RewardServersConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.rewards.result import RewardResult, checked
+from mslime.rollout.rewards.reward_kinds import RewardResult, checked
 
 MOST_BYTES = 64 * 2**20  # limit of a response
 AGAIN = (408, 425, 429)  # and every 5xx
