@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mslime.config.errors import UserError
 from mslime.config.rollout import AgentLimits, RolloutConfig
-from mslime.rollout.agents.chat.choose import choose_renderer
 from mslime.rollout.agents.chat.messages import Tools
 from mslime.rollout.agents.chat.renderer import Renderer, Rendering
 from mslime.rollout.agents.chat.session import ChatSession, Reply, ReplyTurn
@@ -38,18 +37,6 @@ class Agents:
         self._rendering: Rendering | None = None
         self._server: ModelServer | None = None
         self._making = asyncio.Lock()
-
-    @classmethod
-    def with_tokenizer(
-        cls, config: RolloutConfig, family: Sequence[str], tokenizer: Callable[[], Any], special: Sequence[str] = ()
-    ) -> Agents:
-        """Create it with the renderer that the run or the model's family names.
-
-        Args:
-            family: see `ModelFacts.renderers`.
-            tokenizer: transformers', for its own thread.
-        """
-        return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking), special)
 
     async def chat(
         self, engine: Rollout, on_expiry: Callable[[], bool], limits: AgentLimits | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -26,16 +26,16 @@ from mslime.config.rollout import RolloutConfig
 from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group, Sample
 from mslime.data.source import Prompt, PromptStream
-from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
+from mslime.rollout.group_tracker import JoinedTrackers, continued, new_group
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
+from mslime.rollout.state import open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
 T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
 """Time limit for the managers' reports when a step is late."""
-_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, ManagerShare(0, 0), False)
+_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,21 @@ class RolloutService:
         limit = asyncio.timeout(self._step_limit_s)
         try:
             async with limit:
-                await self._go_on()
+                allowances = await self._allowances()
+                self._watch()
+                self._note_all(
+                    await self._each(allowances, lambda manager, mine: manager.ask(Manager.go_on, step, mine))
+                )
                 await self._enough()
                 if not self._works_ahead:
-                    await self._all(lambda manager: manager.ask(Manager.drain))
+                    await self._all(Manager.drain)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise self._too_late(await self._standing()) from error
-        self._chosen = self.joined.choose(await self._all(lambda manager: manager.ask(Manager.accepted)))
+            raise await self._too_late() from error
+        self._chosen = self.joined.choose(await self._all(Manager.accepted))
         parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
-        self._note_all(await self._all(lambda manager: manager.ask(Manager.report)))
+        self._note_all(await self._all(Manager.report))
         self._span("rollout", "collect", started)
         return self._batch(step, parts)
 
@@ -185,7 +189,7 @@ class RolloutService:
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update; see `Manager.pause_for_update`."""
-        await self._all(lambda manager: manager.ask(Manager.pause_for_update))
+        await self._all(Manager.pause_for_update)
 
     async def resume_after_update(self, version: int) -> None:
         """Continue with weights of `version`; see `Manager.resume_after_update`."""
@@ -194,7 +198,7 @@ class RolloutService:
         if self._works_ahead or self.joined.is_open:
             allowances = await self._allowances()
             self._watch()
-        await self._each(allowances, lambda manager, allowance: manager.ask(Manager.resume_with, version, allowance))
+        await self._each(allowances, lambda manager, mine: manager.ask(Manager.resume_after_update, version, mine))
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now. Manager i modulo
@@ -226,7 +230,7 @@ class RolloutService:
                 task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         with suppress(UserError):  # of a manager that has ended
-            await self._all(lambda manager: manager.ask(Manager.close))
+            await self._all(Manager.close)
 
     def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
         """The groups of a step, with the numbers of all managers together."""
@@ -247,64 +251,47 @@ class RolloutService:
 
     # ---------------------------------------------------------------------------------------------------- state
 
-    async def save(self, path: Path, next_step: int | None = None) -> FileSum:
+    async def save(self, path: Path, next_step: int | None = None, interrupt: bool = False) -> FileSum:
         """Write the service's state atomically to `path` (.npz without pickle); returns the file's checksum.
 
         Args:
             next_step: first step of a resumed run; its groups are included even if they are taken already.
+            interrupt: include tokens at the engines: interrupts generation, and continues it during the write.
         """
-        return await self._save(path, next_step, interrupt=False)
-
-    async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
-        """`save` including tokens at the engines: interrupts generation, and continues it during the write."""
-        return await self._save(path, next_step, interrupt=True)
+        async with self._handing:
+            parts = await self._all(Manager.kept, next_step, interrupt)
+            header, columns = self.joined.state(parts)
+            header |= {"source": self._source.state_dict()}
+        return await save_beside(path, header, columns)
 
     async def outline(self) -> bytes:
         """A small state file for the case that this service is lost: untrained groups begin again from their prompts.
         Valid for a checkpoint after the step taken last."""
         async with self._handing:
-            parts = await self._all(lambda manager: manager.ask(Manager.begun))
-            header, columns = self.joined.outline(parts)
+            parts = await self._all(Manager.begun)
+            header, columns = self.joined.state(parts)
             return state_bytes(header | {"source": self._source.state_dict()}, columns)
 
     async def load(self, path: Path) -> None:
         """Continue from a file of `save` or `outline`, before the first `take`. Groups are dealt to the managers in
         order of their ids. Raises CheckpointError if it cannot be read, DataError if the prompts differ."""
         with open_state(path) as (header, stored):
-            await self.continue_from(header, stored)
-
-    async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
-        """`load` from the contents of a file."""
-        self._source.load_state_dict(header["source"])
-        saved = continued(header, columns, new_group, has_teacher=self._has_teacher)
-        self.joined.continue_from(saved)
-        accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
-        every = len(self._managers)
-        await self._each(
-            range(every),
-            lambda manager, i: manager.ask(Manager.continue_with, saved.version, accepted[i::every], resting[i::every]),
-        )
-
-    async def _save(self, path: Path, next_step: int | None, interrupt: bool) -> FileSum:
-        async with self._handing:
-            parts = await self._all(lambda manager: manager.ask(Manager.kept, next_step, interrupt))
-            header, columns = self.joined.state(parts)
-            header |= {"source": self._source.state_dict()}
-        return await save_beside(path, header, columns)
+            self._source.load_state_dict(header["source"])
+            saved = continued(header, stored, has_teacher=self._has_teacher)
+            self.joined.continue_from(saved)
+            every, version = len(self._managers), saved.version
+            accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
+            await self._each(
+                range(every),
+                lambda manager, i: manager.ask(Manager.continue_with, version, accepted[i::every], resting[i::every]),
+            )
 
     # ------------------------------------------------------------------------------------------------ submission
 
-    async def _go_on(self) -> None:
-        """Let all managers work on the step."""
-        allowances, step = await self._allowances(), self._step
-        self._watch()
-        reports = await self._each(allowances, lambda manager, allowance: manager.ask(Manager.go_on, step, allowance))
-        self._note_all(reports)
-
     async def _allowances(self) -> list[int]:
         """The divided gate for the weights that the engines serve now."""
-        reports = await self._all(lambda manager: manager.ask(Manager.report))
-        return self.joined.allow([report.share for report in reports])
+        reports = await self._all(Manager.report)
+        return self.joined.allow([report.ready for report in reports], [report.engines for report in reports])
 
     def _watch(self) -> None:
         if not self._watching:
@@ -365,8 +352,14 @@ class RolloutService:
 
     # ------------------------------------------------------------------------------------------------- waiting
 
-    def _too_late(self, found: Standing) -> EngineError:
-        """The error of a step without enough groups in time."""
+    async def _too_late(self) -> EngineError:
+        """The error of a step without enough groups in time, with sums over all managers that answer in time."""
+        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
+        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
+        for task in silent:
+            task.cancel()
+        parts = [astuple(task.result()) for task in answered if task.exception() is None]
+        found = Standing(*map(sum, zip((0,) * len(fields(Standing)), *parts, strict=True)))
         return EngineError(
             f"rollout of step {self._step}",
             f"{found.accepted} of {self._groups_per_step} groups",
@@ -396,18 +389,11 @@ class RolloutService:
         assert found is not None, "a manager reported a failure, and none has one"
         return found
 
-    async def _standing(self) -> Standing:
-        """Sums over all managers that answer in time."""
-        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
-        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
-        for task in silent:
-            task.cancel()
-        found = [astuple(task.result()) for task in answered if task.exception() is None]
-        return Standing(*map(sum, zip((0,) * len(fields(Standing)), *found, strict=True)))
-
-    async def _all(self, call: Callable[[Asked[Manager]], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call all managers concurrently. Raises the first failure after all have answered."""
-        return await self._each(self._managers, lambda manager, _: call(manager))
+    async def _all(
+        self, method: Callable[Concatenate[Manager, P], Awaitable[R]], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
+        """Call a method of all managers concurrently. Raises the first failure after all have answered."""
+        return await self._each(self._managers, lambda manager, _: manager.ask(method, *args, **options))
 
     async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
         """`_all`, with one value per manager."""

@@ -244,7 +244,7 @@ class RunRollouts:
         checksum."""
         try:
             with phase(_log, f"saving {path}"):
-                return await self.service.checkpoint(path, next_step)
+                return await self.service.save(path, next_step, interrupt=True)
         except EngineError:  # the engines' running work is lost with them; the rest is saved
             return await self.service.save(path, next_step)
 

@@ -259,7 +259,7 @@ def make_service(
     service = ServiceOfOne(
         config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks
     )
-    service.version = service.manager.version = engines.version = version
+    service.version = service.manager.tracker.version = engines.version = version
     return service
 
 

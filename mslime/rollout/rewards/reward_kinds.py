@@ -1,4 +1,9 @@
-"""Kinds of reward that compare a response with its label. A package adds one by an entry point of `mslime.rewards`."""
+"""Kinds of reward that compare a response with its label, and the jobs and results of reward functions.
+
+A package adds a kind by an entry point of `mslime.rewards`.
+
+Not in `reward_worker`, which is `__main__` in a worker process: results travel from there to its parent.
+"""
 
 from __future__ import annotations
 

@@ -153,11 +153,11 @@ def test_towers_and_ordinary_answers_side_by_side_end_no_run_and_cost_nobody_els
     samples = [sample(response, label, i) for i, (label, response) in enumerate(ordinary)]
     towers = [sample(f"\\boxed{{{tower}}}", "7", 1000 + i) for i, tower in enumerate(TOWERS)]
     mixed = [s for pair in zip(samples, towers, strict=False) for s in pair] + samples[len(towers) :]
-    rewards, scorer = scored(mixed, timeout_s=20)
+    rewards, _ = scored(mixed, timeout_s=20)
     by_index = dict(zip((s.index for s in mixed), rewards, strict=True))
     assert [by_index[s.index] for s in samples] == [1.0] * len(samples)
     assert [by_index[s.index] for s in towers] == [0.0] * len(towers)
-    assert scorer.errors == sum(bool(s.error) for s in towers) >= 20
+    assert sum(bool(s.error) for s in towers) >= 20
     assert not any(s.error for s in samples)
 
 
