@@ -114,7 +114,7 @@ class Sessions:
         )
         self._sampling = Sampling.for_training(config.rollout, "r3", model, EngineLimits())
         self._agents = Agents(config.rollout, lambda: PackageRenderer("qwen3", tokenizer, "template"))
-        self._live: dict[str, tuple[Rollout, asyncio.Task[None], asyncio.Event]] = {}
+        self._live: dict[str, tuple[Rollout, asyncio.Task[bool], asyncio.Event]] = {}
         self._limit_s, self._begun = config.deadlines.rollout_function_s, 0
 
     async def begin(self) -> dict[str, str]:
@@ -134,7 +134,7 @@ class Sessions:
             limit_s=self._limit_s,
         )  # fmt: skip
         self._begun += 1
-        work = asyncio.create_task(rollout.run(function, rollout.task(0, evaluation=False)))
+        work = asyncio.create_task(rollout.play(function, rollout.task(0, evaluation=False)))
         found = await where
         self._live[found["url"]] = rollout, work, over
         return found

@@ -174,7 +174,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)
     try:
-        await rollout.run(workflow, rollout.task(config.seed, evaluation=False))
+        await rollout.play(workflow, rollout.task(config.seed, evaluation=False))
     finally:
         await agents.close()
         watch.cancel()

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -163,19 +164,6 @@ class Traffic:
                 self._idle.set()
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """Result of one request.
-
-    Attributes:
-        tokens: number of tokens added to the sample.
-        finish: why it ended; None if nothing was sent.
-    """
-
-    tokens: int
-    finish: Finish | None
-
-
 class Generator:
     """Sends samples to engines.
 
@@ -186,7 +174,7 @@ class Generator:
         on_request: called with (engine, start, end) of every answered request, seconds since the epoch.
         adapter: adapter of its requests if there are several; otherwise empty. Each adapter has its own engine
             sessions.
-        places: context managers in which requests are sent. None: limit to the number that the current engines run at
+        places: makes the context in which a request is sent. None: limit to the number that the current engines run at
             once.
 
     Attributes:
@@ -204,7 +192,7 @@ class Generator:
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
         adapter: str = "",
-        places: AbstractAsyncContextManager[None] | None = None,
+        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request, self._adapter = version, on_request, adapter
@@ -212,9 +200,8 @@ class Generator:
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._blank = begins_with_blank(tokenizer)
-        self._places = places or SharedRoom(
-            lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0}
-        ).of("")
+        room = SharedRoom(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0})
+        self._places = places or partial(room.of, "")
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0
@@ -231,7 +218,7 @@ class Generator:
         start: int,
         most: int | None = None,
         stop: tuple[str, ...] = (),
-    ) -> GenerationResult:
+    ) -> tuple[int, Finish | None]:
         """Continue `sample` by one request.
 
         Args:
@@ -241,24 +228,41 @@ class Generator:
             most: tokens to add; fewer if the sample has less room.
             stop: texts that end the turn, in addition to those of the configuration.
 
+        Returns:
+            Number of tokens added to the sample, and why the request ended; None if nothing was sent.
+
         Raises:
             EngineError: no engine is left, or the last one tried refused; the sample keeps its tokens.
         """
-        async with self._places:
+        async with self._places():
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
-                return GenerationResult(0, "length")
+                return 0, "length"
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
             oldest = self._version()
             result = await self._answer(self._compose(sample, sampling, room, session, stop), traffic)
         if result is None:
-            return GenerationResult(0, None)
+            return 0, None
         self.cached_tokens += result.cached_tokens
         endings = self._endings if not stop else Endings(self._end_ids, self._stop + stop, self._tokenizer)
         which = f"group {sample.group_id}, response {sample.index}"
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
-            return self._absorb(sample, endings.settled(sample.tokens[start:], result), oldest)
+            settled = endings.settled(sample.tokens[start:], result)
+            if len(settled.output_ids):
+                versions = [version for version, _, _ in settled.versions]
+                possible = oldest <= min(versions) and max(versions) <= self._version()
+                assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
+                sample.extend(
+                    settled.output_ids,
+                    log_probs=settled.log_probs,
+                    versions=settled.versions,
+                    engine=settled.engine,
+                    routes=None if settled.routes is None else settled.routes[:, self._moe_layers],
+                    supports=settled.supports,
+                )
+            sample.aborts += settled.finish == "abort"
+            return len(settled.output_ids), settled.finish
 
     @property
     def vocab_size(self) -> int:
@@ -308,7 +312,10 @@ class Generator:
                 return None
             version = self._version()
             try:
-                result = await self._send(replace(request, cache_key=f"{self._run}-{version}"), traffic)
+                start = time.time()
+                with traffic.request():  # the engine client enforces the deadline
+                    result = await self._engines.generate(replace(request, cache_key=f"{self._run}-{version}"))
+                self._on_request(result.engine, start, time.time())
                 if not self._reused_older(result, version):
                     return result
             except EngineDied:
@@ -319,37 +326,11 @@ class Generator:
                     raise
                 await asyncio.sleep(next(pauses))
 
-    async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
-        """One exchange with an engine. The engine client enforces the deadline."""
-        start = time.time()
-        with traffic.request():
-            result = await self._engines.generate(request)
-        self._on_request(result.engine, start, time.time())
-        return result
-
     def _reused_older(self, result: GenerateResult, sent: int) -> bool:
         """Whether the answer to a request of version `sent` was computed by newer weights on a cached prefix of older
         ones. The request was in transit or queued at the engine while the weights changed and the cache was kept."""
         kept = self._config.rollout.pause_mode == "in_place" and not self._config.syncs_adapters
         return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
-
-    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> GenerationResult:
-        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
-        if len(result.output_ids):
-            versions = [version for version, _, _ in result.versions]
-            possible = oldest <= min(versions) and max(versions) <= self._version()
-            assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
-            routes = None if result.routes is None else result.routes[:, self._moe_layers]
-            sample.extend(
-                result.output_ids,
-                log_probs=result.log_probs,
-                versions=result.versions,
-                engine=result.engine,
-                routes=routes,
-                supports=result.supports,
-            )
-        sample.aborts += result.finish == "abort"
-        return GenerationResult(len(result.output_ids), result.finish)
 
 
 def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:

@@ -1,4 +1,9 @@
-"""Rollouts that begin outside the run: external programs send requests to its model and submit the results."""
+"""Rollouts that begin outside the run: external programs send requests to its model and submit the results.
+
+Their conversations begin outside any rollout, and are assigned to one later. They use the engines as rollouts do, stop
+and continue with the traffic of training groups, and are recorded token by token. The tracker does not count them until
+a rollout takes them in (`Rollout.take_in`) or they are dropped.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ class Guests:
         tracker: GroupTracker, fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._spec, self._generator, self._sampling, self._agents = spec, generator, sampling, agents
-        self.tracker, self.fail = tracker, fail
+        self.tracker, self.fail, self._counter = tracker, fail, _UngroupedTokens(tracker)
         self._group_gate = GroupGate(traffic, admitted=True)
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:6]
 
@@ -50,17 +55,14 @@ class Guests:
         group = new_group(number, Prompt([0], None, {}, ""), 1)
         rollout = Rollout(
             group, 0, f"guest{self._nonce}{number}", self._spec, self._generator, self._sampling, self._group_gate,
-            self._agents, _UngroupedTokens(self.tracker),
+            self._agents, self._counter,
         )  # fmt: skip
-        limits = AgentLimits(
-            turns=UNBOUNDED, sequences=UNBOUNDED, tokens=UNBOUNDED, idle_s=UNBOUNDED, wall_s=UNBOUNDED
-        )  # fmt: skip
+        limits = AgentLimits(**dict.fromkeys(AgentLimits.model_fields, UNBOUNDED))
         return await self._agents.chat(rollout, lambda: False, limits)
 
     def drop(self, tokens: int) -> None:
         """Record `tokens` sampled tokens as unused."""
-        self.tracker.ledger.generate(tokens)
-        self.tracker.dropped(tokens, "unused")
+        self._counter.dropped(tokens, "unused")
 
     def text(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""

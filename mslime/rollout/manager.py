@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.base import PauseMode
@@ -54,6 +54,7 @@ as many messages."""
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25
 Span = tuple[str, str, float, float, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Manager:
         teacher: ServedTeacher | None = None,
         eval_scorers: Mapping[str, RewardScorer] | None = None,
         adapter: str = "",
-        places: AbstractAsyncContextManager[None] | None = None,
+        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
         report_every_s: float = 0.0,
     ) -> None:
         self._config, self._engines, self._adapter, self._tokenizer = config, engines, adapter, tokenizer
@@ -155,16 +156,9 @@ class Manager:
         hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
         self.tracker = GroupTracker(config.rollout, config.on_stale, hosted.counted if hosted is not None else ())
         self._generator = Generator(
-            config,
-            engines,
-            tokenizer,
-            model,
-            limits,
-            lambda: self.tracker.version,
-            lambda engine, start, end: self._note_span(engine, "generate", start, end),
-            adapter,
-            places,
-        )
+            config, engines, tokenizer, model, limits, lambda: self.tracker.version,
+            lambda engine, start, end: self._note_span(engine, "generate", start, end), adapter, places,
+        )  # fmt: skip
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(
             config.reward, config.rollout.max_response_tokens, scorer, teacher,
@@ -178,14 +172,7 @@ class Manager:
             special_texts(tokenizer),
         )
         self._runner = GroupRunner(
-            config,
-            self._workflow,
-            self.tracker,
-            self._generator,
-            self._sampling,
-            scoring,
-            self._agents,
-            self._pump,
+            config, self._workflow, self.tracker, self._generator, self._sampling, scoring, self._agents, self._pump
         )
         self._guests: Guests | None = None
         if hosted is not None:
@@ -469,18 +456,21 @@ async def answer(
         for sample, reward in zip(last, await scorer.score_group(last), strict=True):
             sample.reward = reward
 
-    async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                begun = [tasks.create_task(each) for each in work]
-        except ExceptionGroup as errors:  # the first failure cancelled the others
-            raise errors.exceptions[0] from None
-        if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
-            raise RolloutError("eval", "a rollout", "was cancelled from within",
-                               "catch CancelledError in the function that answers or scores it")  # fmt: skip
+    await concurrently(run(g, number) for g in groups for number in g.numbers)
+    await concurrently(score(group) for group in groups if scorer.per_group)
 
-    await all_of(run(g, number) for g in groups for number in g.numbers)
-    await all_of(score(group) for group in groups if scorer.per_group)
+
+async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of concurrent calls. The first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
+        raise RolloutError("eval", "a rollout", "was cancelled from within",
+                           "catch CancelledError in the function that answers or scores it")  # fmt: skip
+    return [task.result() for task in begun]
 
 
 # Settings of one of several rollout managers: limits of shared servers are divided, fixed ports counted up.

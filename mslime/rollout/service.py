@@ -25,9 +25,9 @@ from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.rollout import RolloutConfig
 from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group, Sample
-from mslime.data.source import Prompt, PromptStream
+from mslime.data.source import PromptStream
 from mslime.rollout.group_tracker import JoinedTrackers, continued, new_group
-from mslime.rollout.manager import HandedOver, Manager, Report, Standing
+from mslime.rollout.manager import HandedOver, Manager, Report, Standing, concurrently
 from mslime.rollout.state import open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
@@ -110,9 +110,9 @@ class RolloutService:
         longest_input: int,
         *,
         has_teacher: bool = False,
-        on_progress: Callable[[int, int, int, int, int], None] | None = None,
-        on_span: Callable[[str, str, float, float, int], None] | None = None,
-        on_evaluated: Callable[[str, Sequence[Group]], None] | None = None,
+        on_progress: Callable[[int, int, int, int, int], None] = lambda *counts: None,
+        on_span: Callable[[str, str, float, float, int], None] = lambda *span: None,
+        on_evaluated: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
     ) -> None:
         self._managers, self._source = list(managers), source
         self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
@@ -209,18 +209,13 @@ class RolloutService:
         Raises DataError for a bad file, EngineError if no engine is left, RewardError according to `reward.on_error`.
         """
         started, step, every = time.time(), self._step, len(self._managers)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                parts = [
-                    tasks.create_task(manager.ask(Manager.answer_rows, eval_set, first=index, every=every))
-                    for index, manager in enumerate(self._managers)
-                ]
-        except ExceptionGroup as errors:  # the first failure cancelled the others
-            raise errors.exceptions[0] from None
-        groups = sorted((group for part in parts for group in part.result()), key=_id)
+        parts = await concurrently(
+            manager.ask(Manager.answer_rows, eval_set, first=index, every=every)
+            for index, manager in enumerate(self._managers)
+        )
+        groups = sorted((group for part in parts for group in part), key=_id)
         self._span("rollout", "evaluate", started, step)
-        if self._on_evaluated is not None:
-            self._on_evaluated(eval_set.name, groups)
+        self._on_evaluated(eval_set.name, groups)
         return summarise(eval_set.name, groups, time.time() - started)
 
     async def close(self) -> None:
@@ -238,8 +233,7 @@ class RolloutService:
         booked = self.joined.taken([part.ledger for part in parts], sum(part.alive for part in parts))
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         for span in (span for part in parts for span in part.spans):
-            if self._on_span is not None:
-                self._on_span(*span)
+            self._on_span(*span)
         metrics = {**batch_metrics(groups, self.version), **booked, **counts}
         metrics["data/skipped_rows"] = float(self._source.skipped)
         metrics["rollout/cached_tokens"] = float(sum(part.cached_tokens for part in parts))
@@ -316,15 +310,19 @@ class RolloutService:
         async with self._handing:
             groups: list[Group] = []
             try:
-                groups += (self._new_group() for _ in range(count))
+                for _ in range(count):
+                    prompt = self._source.next()
+                    if len(prompt.tokens) >= self._longest_input:
+                        rule = f"model and engines take fewer than {self._longest_input} tokens"
+                        raise DataError(
+                            prompt.where, f"{len(prompt.tokens)} tokens", f"leaves no room for a response: {rule}",
+                            "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' context",
+                        )  # fmt: skip
+                    groups.append(new_group(self.joined.next_group_id, prompt, self._group_size))
+                    self.joined.next_group_id += 1
             except UserError as error:
                 self._fail(error)
             await self._managers[index].ask(Manager.hand, groups)
-
-    def _new_group(self) -> Group:
-        prompt = next_prompt(self._source, self._longest_input)
-        self.joined.next_group_id += 1
-        return new_group(self.joined.next_group_id - 1, prompt, self._group_size)
 
     def _note_all(self, reports: Sequence[Report]) -> None:
         for index, report in enumerate(reports):
@@ -336,15 +334,8 @@ class RolloutService:
             return
         self._reports[index] = report
         self._moved.set()
-        if self._on_progress is not None:
-            every = self._reports
-            self._on_progress(
-                self._groups_per_step,
-                sum(r.accepted for r in every),
-                sum(r.running for r in every),
-                sum(r.done for r in every),
-                sum(r.aborted for r in every),
-            )
+        sums = (sum(getattr(r, name) for r in self._reports) for name in ("accepted", "running", "done", "aborted"))
+        self._on_progress(self._groups_per_step, *sums)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -402,20 +393,8 @@ class RolloutService:
         return all_or_first_failure(answers)
 
     def _span(self, lane: str, name: str, start: float, step: int | None = None) -> None:
-        if self._on_span is not None:
-            self._on_span(lane, name, start, time.time(), self._step if step is None else step)
+        self._on_span(lane, name, start, time.time(), self._step if step is None else step)
 
 
 def _id(group: Group) -> int:
     return group.group_id
-
-
-def next_prompt(source: PromptStream, longest_input: int) -> Prompt:
-    """The next prompt that leaves room for a response. Raises UserError if there is none."""
-    prompt = source.next()
-    if len(prompt.tokens) >= longest_input:
-        raise DataError(prompt.where, f"{len(prompt.tokens)} tokens",
-                        f"leaves no room for a response: model and engines take fewer than {longest_input} tokens",
-                        "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' "
-                        "context")  # fmt: skip
-    return prompt

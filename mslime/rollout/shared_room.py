@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,14 @@ class SharedRoom:
         self._running = dict.fromkeys(weights, 0)
         self._waiting = {name: deque[asyncio.Event]() for name in weights}
 
-    def of(self, name: str) -> Places:
-        """The slots of one adapter."""
-        assert name in self._running, f"no adapter {name}"
-        return Places(self, name)
+    @asynccontextmanager
+    async def of(self, name: str) -> AsyncIterator[None]:
+        """Hold one slot of an adapter."""
+        await self._enter(name)
+        try:
+            yield
+        finally:
+            self._exit(name)
 
     def leave(self, name: str) -> None:
         """The adapter is trained: the other adapters take over its share."""
@@ -93,7 +97,7 @@ class SharedRoom:
             self._weights.pop(name, None)
             self._admit()
 
-    async def enter(self, name: str) -> None:
+    async def _enter(self, name: str) -> None:
         """Wait until the adapter has a slot for one more request."""
         if len(self._running) == 1 and not self._waiting[name] and self._running[name] < max(self._capacity(), 1):
             self._running[name] += 1  # a single adapter needs no gate
@@ -105,20 +109,20 @@ class SharedRoom:
             await turn.wait()
         except asyncio.CancelledError:
             if turn.is_set():  # it was admitted at that very moment
-                self.exit(name)
+                self._exit(name)
             else:
                 self._waiting[name].remove(turn)
             raise
 
-    def exit(self, name: str) -> None:
-        """A request of the adapter has ended."""
+    def _exit(self, name: str) -> None:
         self._running[name] -= 1
         assert self._running[name] >= 0, f"{name} left more places than it had"
         if any(self._waiting.values()):
             self._admit()
 
     def _admit(self) -> None:
-        capacity = max(self._capacity() - self._of_trained(), len(self._weights))
+        of_trained = sum(running for name, running in self._running.items() if name not in self._weights)
+        capacity = max(self._capacity() - of_trained, len(self._weights))
         gate = FairGate(capacity, self._weights)
         while (name := self._next(gate)) is not None:
             self._running[name] += 1
@@ -128,21 +132,3 @@ class SharedRoom:
         """Adapter of the next request. Those of a trained adapter, from an evaluation, have priority."""
         trained = next((n for n, turns in self._waiting.items() if turns and n not in self._weights), None)
         return trained or gate.next_in_line({n: InLine(self._running[n], len(self._waiting[n])) for n in self._weights})
-
-    def _of_trained(self) -> int:
-        return sum(running for name, running in self._running.items() if name not in self._weights)
-
-
-class Places:
-    """Context manager that holds one slot; may be entered concurrently any number of times."""
-
-    def __init__(self, room: SharedRoom, name: str) -> None:
-        self._room, self._name = room, name
-
-    async def __aenter__(self) -> None:
-        await self._room.enter(self._name)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._room.exit(self._name)

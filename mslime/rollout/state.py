@@ -30,6 +30,10 @@ FORMAT = 1
 Columns = Mapping[str, Sequence[NDArray[Any]]]
 """Parts of every column, in the order of the samples; they are the samples' own arrays, not copies."""
 _COLUMNS: dict[str, str] = {"tokens": "int32", "loss_mask": "bool", "log_probs": "float32"}
+_PLAIN = (
+    "group_id", "index", "prompt_length", "label", "metadata", "reward", "process_rewards", "turns", "scores",
+    "rollout_id", "response", "aborts", "error",
+)  # fmt: skip
 _PIECE_BYTES = 1 << 20
 _FOREIGN = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError,
@@ -268,33 +272,16 @@ def _header(s: Sample) -> dict[str, Any]:
     """Header of a sample: all fields that are not columns."""
     shape = None
     if s.routes is not None:
-        piece = s.routes.pieces[0]
-        shape = {
-            "rows": len(s.routes),
-            "layers": s.routes.layer_ids,
-            "top_k": piece.shape[2],
-            "dtype": str(piece.dtype),
-        }
+        first, layers = s.routes.pieces[0], s.routes.layer_ids
+        shape = {"rows": len(s.routes), "layers": layers, "top_k": first.shape[2], "dtype": str(first.dtype)}
     return {
-        "group_id": s.group_id,
-        "index": s.index,
-        "prompt_length": s.prompt_length,
+        **{name: vars(s)[name] for name in _PLAIN},
         "length": len(s),
         "segments": [[g.start, g.end, g.version, g.engine, g.trainable] for g in s.segments],
         "routes": shape,
         "support_ids": None if s.supports is None else len(s.supports.ids),
         "taught": s.teacher_log_probs is not None,
-        "label": s.label,
-        "metadata": s.metadata,
-        "reward": s.reward,
-        "process_rewards": s.process_rewards,
-        "turns": s.turns,
-        "scores": s.scores,
-        "rollout_id": s.rollout_id,
         "status": s.status.value,
-        "response": s.response,
-        "aborts": s.aborts,
-        "error": s.error,
     }
 
 

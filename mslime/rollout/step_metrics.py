@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,9 +86,8 @@ def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:
 class StepCounters:
     """Counts of events, in total and since the last step."""
 
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self.total: Counter[str] = Counter(counts or {})
-        self._mark = Counter(self.total)
+    def __init__(self) -> None:
+        self.total, self._mark = Counter[str](), Counter[str]()
 
     def add(self, name: str, n: int = 1) -> None:
         """`n` more of `name`."""

@@ -22,7 +22,6 @@ from mslime.rollout.conversations import Agents, Conversations
 from mslime.rollout.generation import Generator, GroupGate, Sampling
 from mslime.rollout.returned import (
     GrowingSample,
-    RolloutOutcome,
     TakenTurn,
     TokenCounter,
     settle,
@@ -221,29 +220,12 @@ class Rollout:
         grown.note()
         return self._add(grown)
 
-    async def play(self, function: Workflow, task: Task, on_error: OnError) -> bool:
-        """`run`; returns whether the rollout counts. With `on_error` `drop` a rollout whose function fails is dropped
-        with its tokens and does not count in its group."""
-        try:
-            await self.run(function, task)
-        except AbsentError:
-            self._give_up()
-        except RolloutError as error:
-            if on_error == "fail":
-                raise
-            print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
-            self._give_up()
-            return False
-        return True
+    async def play(self, function: Workflow, task: Task, on_error: OnError = "fail") -> bool:
+        """Call the function and finish its sequences. With `on_error` `drop` a rollout whose function fails is dropped
+        with its tokens and does not count in its group.
 
-    def _give_up(self) -> None:
-        """Drop the rollout's tokens and exclude it from its group."""
-        self._over = True
-        self._tracker.dropped(self._group.begin_again(self.number), "failed")
-        self.samples[0].status = SampleStatus.FAILED
-
-    async def run(self, function: Workflow, task: Task) -> None:
-        """Call the function and finish its sequences.
+        Returns:
+            Whether the rollout counts.
 
         Raises:
             RolloutError: the function raised, took too long, reported a failed rollout, or returned or changed a
@@ -255,9 +237,24 @@ class Rollout:
             finally:
                 await self._chats.stop()
             self._conclude(returned)
+        except AbsentError:
+            self._give_up()
+        except RolloutError as error:
+            if on_error == "fail":
+                raise
+            print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
+            self._give_up()
+            return False
         finally:
             self._chats.forget()
             self._stop_turns()
+        return True
+
+    def _give_up(self) -> None:
+        """Drop the rollout's tokens and exclude it from its group."""
+        self._over = True
+        self._tracker.dropped(self._group.begin_again(self.number), "failed")
+        self.samples[0].status = SampleStatus.FAILED
 
     def end(self) -> None:
         """Forbid the function any further additions: its response was discarded."""
@@ -327,16 +324,16 @@ class Rollout:
             await self._enter(grown)
             try:
                 most = None if end is None else end - len(sample)
-                step = await self._generator.advance(
+                tokens, finish = await self._generator.advance(
                     sample, self._sampling, self._session, self._group_gate.traffic, start=start, most=most, stop=stop
                 )
             finally:
                 self._leave(grown)
             self._check_alive()
-            grown.finish = step.finish
-            sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
+            grown.finish = finish
+            sample.status = SampleStatus.ABORTED if finish == "abort" else SampleStatus.PENDING
             grown.note()
-            self._tracker.generated(sample, step.tokens)
+            self._tracker.generated(sample, tokens)
         grown.newest = self._end_turn(grown)
         return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
 
@@ -360,10 +357,6 @@ class Rollout:
             grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
         settle(self._group, self._grown, told.chosen, self._tracker)
         self._over = True
-        self._finish(told, told_by_chats)
-
-    def _finish(self, told: RolloutOutcome, told_by_chats: Mapping[str, float]) -> None:
-        """Mark the chosen sequences as finished, with reward and metrics of the function's result."""
         last = told.chosen[-1]
         for grown in told.chosen:
             sample = grown.sample

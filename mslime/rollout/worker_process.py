@@ -1,4 +1,9 @@
-"""The parent's side of a worker process: start, call, and kill it if it does not answer. The other side is `frames`."""
+"""User code in worker processes, which can be killed and replaced: the protocol, and both of its sides.
+
+Frames (four bytes of length, then a pickle) travel on private copies of standard input and output; prints of user code
+go to standard error. The first frame is the job; the reply is ("ready", details) or ("error", a ConfigError). Every
+later frame is (number, request), and its reply (number, answer).
+"""
 
 from __future__ import annotations
 
@@ -108,20 +113,15 @@ class DataLimit:
     set repeatedly, always relative to the use at construction."""
 
     def __init__(self) -> None:
-        self._held = _data_bytes()
+        if sys.platform == "linux":
+            with open("/proc/self/status") as file:
+                self._held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 
     def set(self, more_bytes: int) -> None:
         """Allow `more_bytes` beyond the use at construction."""
         if sys.platform == "linux":
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (self._held + more_bytes, hard))
-
-
-def _data_bytes() -> int:
-    if sys.platform != "linux":
-        return 0
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 
 
 START_SECONDS = 120.0  # importing a user's module may load a model
@@ -156,7 +156,7 @@ class WorkerProcess:
         """Start a process and wait until it has opened its job. Raises ConfigError if it cannot.
 
         Args:
-            module: its program, which calls `frames.run`.
+            module: its program, which calls `run`.
         """
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,7 +125,7 @@ class RolloutActor(Host):
             of.pool, of.room = side.pool, room
             manager = await open_manager(
                 of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
-                None if room is None else room.of(name),
+                None if room is None else partial(room.of, name),
             )  # fmt: skip
             of.serve([Local(manager)], refused_input, has_teacher=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
@@ -250,7 +251,7 @@ class RolloutProcess:
 async def open_manager(
     config: RunConfig, run: ResolvedRun, engines: EnginePool, scoring: ScoringSide, refused_input: int,
     teachers: Sequence[EngineAddress], tokenizer: Tokenizer, adapter: str = "",
-    places: AbstractAsyncContextManager[None] | None = None, report_every_s: float = 0.0,
+    places: Callable[[], AbstractAsyncContextManager[None]] | None = None, report_every_s: float = 0.0,
 ) -> Manager:  # fmt: skip
     """A manager in this process, with its reward workers.
 

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Adapter:
         tokenizer: Any = FakeTokenizer()
         self.service = ServiceOfOne(
             config, pool, open_prompts(config.data, config.seed, tokenizer), tokenizer,
-            scorer, MODEL, EngineLimits(), adapter=config.name, places=room.of(config.name),
+            scorer, MODEL, EngineLimits(), adapter=config.name, places=partial(room.of, config.name),
         )  # fmt: skip
         self.steps, self.samples = 0, list[Sample]()
 

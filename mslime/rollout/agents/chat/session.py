@@ -447,16 +447,7 @@ class ChatSession:
         assert task is not None, "a turn is part of a task"
         self._running.add(task)
         self._clock.stop()
-        try:
-            return await self._noted(work)
-        finally:
-            self._running.discard(task)
-            if self.turns and not self._running and not self.closed:
-                self._clock.run()
-
-    async def _noted(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
-        """Run a turn and record its outcome: the function may see only its agent's version of an error."""
-        self.full, self.failure = False, None
+        self.full, self.failure = False, None  # recorded, as the function may see only its agent's version of an error
         try:
             self._check_limits()
             return await work
@@ -470,6 +461,9 @@ class ChatSession:
             raise
         finally:
             work.close()
+            self._running.discard(task)
+            if self.turns and not self._running and not self.closed:
+                self._clock.run()
 
     async def _reply(
         self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]
