@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -117,8 +117,7 @@ def _of_run(manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def _counted(entries: Iterable[TensorSummary], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    entries = list(entries)
+def _counted(entries: Sequence[TensorSummary], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     files = len({entry.file for entry in entries})
     total = sum(entry.nbytes for entry in entries)
     return (*facts, ("tensors", f"{len(entries)} in {files} files"), ("bytes", f"{size_text(total)} ({total})"))

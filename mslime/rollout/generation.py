@@ -131,20 +131,16 @@ class Traffic:
 
     Attributes:
         open: whether new requests may be sent.
+        in_flight: requests at the engines now.
     """
 
     def __init__(self, open: bool = False) -> None:
         self.open = open
-        self._in_flight = 0
+        self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests at the engines now."""
-        return self._in_flight
-
-    async def idle(self, seconds: float) -> bool:
+    async def idle(self, seconds: float | None) -> bool:
         """Wait until no request is at an engine, at most `seconds`; returns whether there is none."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # Python 3.11's wait_for can lose a cancellation
@@ -154,13 +150,13 @@ class Traffic:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Count one request at an engine for the duration of the block."""
-        self._in_flight += 1
+        self.in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self.in_flight -= 1
+            if not self.in_flight:
                 self._idle.set()
 
 

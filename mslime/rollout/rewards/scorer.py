@@ -28,6 +28,7 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_teacher_log_pr
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS, raised
 from mslime.rollout.filters import UNSHAPED
+from mslime.rollout.generation import Traffic
 from mslime.rollout.rewards.reward_kinds import RewardJob, RewardKind, RewardResult, checked, reward_kind
 from mslime.rollout.rewards.reward_pool import WorkerPool
 from mslime.rollout.rewards.servers import HttpGrader, JudgeGrader
@@ -47,15 +48,14 @@ class ServedTeacher:
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
         self._run, self._numbers = uuid.uuid4().hex[:8], itertools.count()
-        self._awake, self._idle, self._scoring = asyncio.Event(), asyncio.Event(), 0
+        self._awake, self._traffic = asyncio.Event(), Traffic(open=True)
         self._awake.set()
-        self._idle.set()
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
         """Hold these parts on shared GPUs. Without all of them nothing is scored: running requests are finished first,
         and new ones wait. Raises EngineError as the servers do."""
         self._awake.clear()
-        await self._idle.wait()
+        await self._traffic.idle(None)
         await self._engines.hold_memory(tags)
         if set(tags) == set(get_args(EngineTag)):
             self._awake.set()
@@ -78,29 +78,20 @@ class ServedTeacher:
     async def _in_turn(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
         while not self._awake.is_set():  # its memory may be released again before this continues
             await self._awake.wait()
-        self._scoring += 1
-        self._idle.clear()
-        try:
-            return await self._answer(tokens, start, session)
-        finally:
-            self._scoring -= 1
-            if not self._scoring:
-                self._idle.set()
-
-    async def _answer(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
         refusals = 0
-        while True:  # ends: every death leaves one server less
-            request = ScoreRequest(f"{self._run}-{session}-{next(self._numbers)}", tokens, start, session)
-            try:
-                return await self._engines.score(request)
-            except EngineDied:
-                if len(self._engines) == 0:
-                    raise
-            except EngineError:
-                refusals += 1
-                if refusals == TRIES:
-                    raise
-                await asyncio.sleep(FIRST_WAIT_S * 2 ** (refusals - 1))
+        with self._traffic.request():
+            while True:  # ends: every death leaves one server less
+                request = ScoreRequest(f"{self._run}-{session}-{next(self._numbers)}", tokens, start, session)
+                try:
+                    return await self._engines.score(request)
+                except EngineDied:
+                    if len(self._engines) == 0:
+                        raise
+                except EngineError:
+                    refusals += 1
+                    if refusals == TRIES:
+                        raise
+                    await asyncio.sleep(FIRST_WAIT_S * 2 ** (refusals - 1))
 
 
 class TextGrader:
