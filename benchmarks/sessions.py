@@ -43,11 +43,10 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
-from mslime.rollout.agents.chat.choose import PackageRenderer
-from mslime.rollout.conversations import Agents
+from mslime.rollout.agents.choose import PackageRenderer
 from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import Engine, Task
 from mslime.run.started import search_seldom
 

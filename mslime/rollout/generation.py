@@ -35,7 +35,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, begins_with_blank, encode_after
-from mslime.rollout.agents.chat.messages import whole_text
+from mslime.rollout.agents.messages import whole_text
 from mslime.rollout.shared_room import SharedRoom
 
 

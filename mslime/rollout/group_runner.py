@@ -17,12 +17,11 @@ from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
-from mslime.rollout.conversations import Agents
 from mslime.rollout.filters import load_sample_hook
 from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import GroupTracker
 from mslime.rollout.rewards.scorer import Scoring
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 
 
@@ -175,7 +174,7 @@ class GroupRunner:
         first, *others = group.parts(number)
         if not first.status.finished and self._workflow is not single_turn:
             if others or first.response_length:
-                self._tracker.begin_again(group, number)
+                self._tracker.restart(group, [number], "restarted")
             (first,) = group.parts(number)
             first.metadata = copy.deepcopy(group.metadata)  # an earlier attempt may have added to it
         session = f"g{group.group_id}"

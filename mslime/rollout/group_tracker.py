@@ -277,10 +277,6 @@ class GroupTracker(TokenCounter):
     def masked(self, tokens: int, reason: str) -> None:
         self.ledger.mask(tokens, reason)
 
-    def begin_again(self, group: Group, number: int) -> None:
-        """Drop the generated tokens of a rollout, because its function cannot continue from the middle."""
-        self._restart(group, [number], "restarted")
-
     def put_back(self, group: Group) -> None:
         """A running group rests unchanged until it is continued."""
         self._rest(self.running.pop(group.group_id))
@@ -288,7 +284,7 @@ class GroupTracker(TokenCounter):
     def interrupted(self, group: Group) -> None:
         """A running group is interrupted and rests; without partial rollouts it restarts from its prompt."""
         if not self._rollout.partial:
-            self._restart(group, group.numbers, "aborted")
+            self.restart(group, group.numbers, "aborted")
         self.put_back(group)
 
     def complete(self, group: Group) -> None:
@@ -347,7 +343,8 @@ class GroupTracker(TokenCounter):
                 return False
         return True
 
-    def _restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
+    def restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
+        """Drop the generated tokens of rollouts, which begin again from their prompt."""
         for number in numbers:
             self.ledger.drop(group.begin_again(number), reason)
             self.on_discard(group.group_id, number)
@@ -409,7 +406,7 @@ class GroupTracker(TokenCounter):
             self._drop(group, "stale")
             self.counters.add("stale_groups")
             return False
-        self._restart(group, list(stale), "stale")
+        self.restart(group, list(stale), "stale")
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer
@@ -539,13 +536,14 @@ class JoinedTrackers:
 
     Attributes:
         version: weight version that all engines serve.
+        base_version: when the gate was opened; None before.
         next_group_id: number of groups begun so far.
         allowances: groups that each manager may take, accept and run since the gate opened.
     """
 
     def __init__(self, rollout: RolloutConfig, managers: int) -> None:
         self._gate, self._groups_per_step = SubmitGate.of(rollout), rollout.groups_per_step
-        self._base_version: int | None = None
+        self.base_version: int | None = None
         self._settled = Ledger()  # tokens whose fate was known before the managers began
         self._counted = Counter[str]()  # counts from before that
         self._mark, self._mark_before = dict[str, int](), dict[str, int]()  # of the last two steps
@@ -553,11 +551,6 @@ class JoinedTrackers:
         self.allowances = [0] * managers
 
     # ------------------------------------------------------------------------------------------------------ the gate
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the gate has been opened."""
-        return self._base_version is not None
 
     def allow(self, ready: Sequence[int], engines: Sequence[int]) -> list[int]:
         """Divide the increase of the gate's limit among managers; returns `allowances`. The first call opens
@@ -567,9 +560,9 @@ class JoinedTrackers:
             ready: of each manager: groups accepted now, or taken since the gate opened.
             engines: number of living engines of each.
         """
-        if self._base_version is None:
-            self._base_version = self.version
-        more = self._gate.limit(self.version - self._base_version) - sum(self.allowances)
+        if self.base_version is None:
+            self.base_version = self.version
+        more = self._gate.limit(self.version - self.base_version) - sum(self.allowances)
         unfinished = [allowed - done for allowed, done in zip(self.allowances, ready, strict=True)]
         # without engines, requests fail with that error
         given = dealt(more, unfinished, engines if any(engines) else [1] * len(engines))

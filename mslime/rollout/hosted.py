@@ -16,12 +16,11 @@ from typing import ClassVar
 from mslime.config.rollout import AgentLimits
 from mslime.config.schema import RunConfig
 from mslime.data.source import Prompt
-from mslime.rollout.agents.chat.session import ChatSession
-from mslime.rollout.conversations import Agents
+from mslime.rollout.agents.session import ChatSession
 from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import GroupTracker, new_group
 from mslime.rollout.returned import TokenCounter
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import Engine, Episode, Task
 
 UNBOUNDED = 10**9

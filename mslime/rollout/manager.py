@@ -26,8 +26,7 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.agents.chat.choose import choose_renderer
-from mslime.rollout.conversations import Agents
+from mslime.rollout.agents.choose import choose_renderer
 from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
 from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
@@ -42,7 +41,7 @@ from mslime.rollout.group_tracker import (
 )
 from mslime.rollout.hosted import Guests, HostedRollouts
 from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import single_turn
 
 if TYPE_CHECKING:

@@ -195,7 +195,7 @@ class RolloutService:
         """Continue with weights of `version`; see `Manager.resume_after_update`."""
         self.joined.version = version
         allowances: Sequence[int | None] = [None] * len(self._managers)
-        if self._works_ahead or self.joined.is_open:
+        if self._works_ahead or self.joined.base_version is not None:
             allowances = await self._allowances()
             self._watch()
         await self._each(allowances, lambda manager, mine: manager.ask(Manager.resume_after_update, version, mine))

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.app import ServedRollout
-from mslime.rollout.agents.server.requests import Request
+from mslime.rollout.agents.app import ServedRollout
+from mslime.rollout.agents.requests import Request
+from mslime.rollout.agents.session import ReplyTurn
 from mslime.rollout.hosted import Guests, HostedRollouts
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task

@@ -13,7 +13,7 @@ from mslime.config.rollout import TIMED_ADVANTAGES, EnvironmentLimitsConfig, Rol
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.agents.chat.messages import as_ordinary
+from mslime.rollout.agents.messages import as_ordinary
 from mslime.rollout.environments.environment_pool import (
     EnvironmentFailedError,
     EnvironmentLostError,

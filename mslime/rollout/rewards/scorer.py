@@ -1,4 +1,5 @@
-"""Rewards: choice of grader, combination of several rewards to one number, and the handling of errors.
+"""Rewards: choice of grader, combination of several rewards to one number, and the handling of errors; and a served
+teacher's scores.
 
 Fast comparisons with a label run here. Other comparisons and user functions run in killable processes (`reward_pool`);
 reward models and judges are called over HTTP (`servers`). If a comparison cannot grade an answer in time, the answer

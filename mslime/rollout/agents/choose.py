@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 
 from mslime.config.errors import MALFORMED, ConfigError, nearest
 from mslime.extensions import check_parameters, load_function
-from mslime.rollout.agents.chat.messages import ChatError, Tools, canonical_json, whole_text
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall, Renderer
-from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
+from mslime.rollout.agents.messages import ChatError, Tools, canonical_json, whole_text
+from mslime.rollout.agents.renderer import Parsed, ParsedCall, Renderer
+from mslime.rollout.agents.template import USUAL, TemplateRenderer
 
 # The tokenizer interface that the package's renderers use, without transformers' overhead per call.
 #

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from mslime.rollout.agents.chat.messages import ChatError, as_list, as_object, from_chat, to_chat
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.requests import (
+from mslime.rollout.agents.messages import ChatError, as_list, as_object, from_chat, to_chat
+from mslime.rollout.agents.requests import (
     MOST_IN_ALL,
     MOST_REPLIES,
     Event,
@@ -24,6 +23,7 @@ from mslime.rollout.agents.server.requests import (
     tools_of,
     wants_usage,
 )
+from mslime.rollout.agents.session import ReplyTurn
 
 # Parts shared by OpenAI's three APIs: log-probabilities, token counts, errors.
 

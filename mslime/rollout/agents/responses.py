@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     ROLES,
     Call,
     ChatError,
@@ -18,9 +18,8 @@ from mslime.rollout.agents.chat.messages import (
     canonical_json,
     text_of,
 )
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.openai_chat import OpenAIErrors, token_log_probs
-from mslime.rollout.agents.server.requests import (
+from mslime.rollout.agents.openai_chat import OpenAIErrors, token_log_probs
+from mslime.rollout.agents.requests import (
     Event,
     Request,
     ServedReply,
@@ -30,6 +29,7 @@ from mslime.rollout.agents.server.requests import (
     tool,
     tools_of,
 )
+from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model", "previous_response_id", "include")
 

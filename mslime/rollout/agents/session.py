@@ -25,7 +25,7 @@ from mslime.config.errors import RolloutError, UserError
 from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     Call,
     ChatError,
     ContextFull,
@@ -39,7 +39,7 @@ from mslime.rollout.agents.chat.messages import (
     to_chat,
     to_template,
 )
-from mslime.rollout.agents.chat.renderer import Parsed, Rendering
+from mslime.rollout.agents.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
 
 if TYPE_CHECKING:

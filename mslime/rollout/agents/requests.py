@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mslime.rollout.agents.chat.messages import ChatError, Message, as_list, as_object, as_text
-from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.messages import ChatError, Message, as_list, as_object, as_text
+from mslime.rollout.agents.session import ReplyTurn
 
 MODEL = "policy"
 """Name of the trained model, for clients that send none."""

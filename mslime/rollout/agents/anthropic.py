@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     Call,
     ChatError,
     Message,
@@ -17,8 +17,7 @@ from mslime.rollout.agents.chat.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.requests import (
+from mslime.rollout.agents.requests import (
     Event,
     Request,
     ServedReply,
@@ -29,6 +28,7 @@ from mslime.rollout.agents.server.requests import (
     tool,
     tools_of,
 )
+from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}

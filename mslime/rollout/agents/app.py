@@ -24,12 +24,12 @@ from aiohttp import web
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
 from mslime.network import url_of
-from mslime.rollout.agents.chat.messages import ChatError, ContextFull, SessionOver
-from mslime.rollout.agents.chat.session import ChatSession, ReplyTurn
-from mslime.rollout.agents.server.anthropic import Messages
-from mslime.rollout.agents.server.openai_chat import ChatCompletions, Completions
-from mslime.rollout.agents.server.requests import MODEL, Dialect, Request, ServedReply
-from mslime.rollout.agents.server.responses import Responses
+from mslime.rollout.agents.anthropic import Messages
+from mslime.rollout.agents.messages import ChatError, ContextFull, SessionOver
+from mslime.rollout.agents.openai_chat import ChatCompletions, Completions
+from mslime.rollout.agents.requests import MODEL, Dialect, Request, ServedReply
+from mslime.rollout.agents.responses import Responses
+from mslime.rollout.agents.session import ChatSession, ReplyTurn
 from mslime.web_server import Listening, admitted, same_key, serve
 
 log = logging.getLogger(__name__)
