@@ -151,11 +151,7 @@ class HFJob(ConversionJob):
     """
 
     def __init__(
-        self,
-        outputs: Sequence[Output],
-        side_files: Path,
-        changes: Mapping[str, object],
-        max_shard_bytes: int,
+        self, outputs: Sequence[Output], side_files: Path, changes: Mapping[str, object], max_shard_bytes: int
     ) -> None:
         self._side_files, self._changes = side_files, dict(changes)
         self._outputs = {output.key: output for output in outputs}

@@ -30,15 +30,7 @@ from mslime.rollout.agents.choose import choose_renderer
 from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
 from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
-from mslime.rollout.group_tracker import (
-    Due,
-    GroupTracker,
-    Kept,
-    SubmitGate,
-    due,
-    new_group,
-    trainable,
-)
+from mslime.rollout.group_tracker import Due, GroupTracker, Kept, SubmitGate, due, new_group, trainable
 from mslime.rollout.hosted import Guests, HostedRollouts
 from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
 from mslime.rollout.turns import Agents, Rollout

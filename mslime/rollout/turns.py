@@ -21,13 +21,7 @@ from mslime.rollout.agents.messages import ChatError, Tools
 from mslime.rollout.agents.renderer import Renderer, Rendering
 from mslime.rollout.agents.session import ChatSession, Reply, ReplyTurn
 from mslime.rollout.generation import Generator, GroupGate, Sampling
-from mslime.rollout.returned import (
-    GrowingSample,
-    TakenTurn,
-    TokenCounter,
-    settle,
-    told_of,
-)
+from mslime.rollout.returned import GrowingSample, TakenTurn, TokenCounter, settle, told_of
 from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
 

@@ -17,17 +17,7 @@ from mslime.rollout.agents.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.agents.requests import (
-    Event,
-    Request,
-    ServedReply,
-    asked,
-    integer,
-    refuse,
-    texts,
-    tool,
-    tools_of,
-)
+from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool, tools_of
 from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")

@@ -19,16 +19,7 @@ from mslime.rollout.agents.messages import (
     text_of,
 )
 from mslime.rollout.agents.openai_chat import OpenAIErrors, token_log_probs
-from mslime.rollout.agents.requests import (
-    Event,
-    Request,
-    ServedReply,
-    asked,
-    integer,
-    refuse,
-    tool,
-    tools_of,
-)
+from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, tool, tools_of
 from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model", "previous_response_id", "include")

@@ -14,11 +14,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.agents.messages import as_ordinary
-from mslime.rollout.environments.environment_pool import (
-    EnvironmentFailedError,
-    EnvironmentLostError,
-    EnvironmentPool,
-)
+from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentLostError, EnvironmentPool
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Messages, Observation, Step
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
