@@ -53,10 +53,10 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.manager import Manager
-from mslime.rollout.protocols import EngineLimits, Local
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.service import RolloutService
+from mslime.rollout.service import Local, RolloutService
 from mslime.run.assemble import assemble
 from mslime.run.ray_calls import Remote
 from mslime.run.ray_cluster import remote_class

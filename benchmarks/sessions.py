@@ -43,12 +43,10 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
-from mslime.rollout.agents.chat.package import PackageRenderer
-from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.agents.choose import PackageRenderer
+from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
-from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import Engine, Task
 from mslime.run.started import search_seldom
 
@@ -115,7 +113,7 @@ class Sessions:
         )
         self._sampling = Sampling.for_training(config.rollout, "r3", model, EngineLimits())
         self._agents = Agents(config.rollout, lambda: PackageRenderer("qwen3", tokenizer, "template"))
-        self._live: dict[str, tuple[Rollout, asyncio.Task[None], asyncio.Event]] = {}
+        self._live: dict[str, tuple[Rollout, asyncio.Task[bool], asyncio.Event]] = {}
         self._limit_s, self._begun = config.deadlines.rollout_function_s, 0
 
     async def begin(self) -> dict[str, str]:
@@ -135,7 +133,7 @@ class Sessions:
             limit_s=self._limit_s,
         )  # fmt: skip
         self._begun += 1
-        work = asyncio.create_task(rollout.run(function, rollout.task(0, evaluation=False)))
+        work = asyncio.create_task(rollout.play(function, rollout.task(0, evaluation=False)))
         found = await where
         self._live[found["url"]] = rollout, work, over
         return found

@@ -206,8 +206,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     from mslime.observe.progress import ConversionBars
     from mslime.offline.inspect import inspect, size_text
-    from mslime.offline.jobs import read_checksums, verify_files
-    from mslime.offline.workers import Workers
+    from mslime.offline.jobs import Workers, read_checksums, verify_files
 
     _check_workers(args)
     summary = inspect(args.checkpoint)

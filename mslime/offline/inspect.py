@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
@@ -18,10 +18,9 @@ from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, is_torch_dist
 from mslime.data.checkpoints import NAME, read_manifest
-from mslime.offline.jobs import ConversionProgress, Silent
+from mslime.offline.jobs import ConversionProgress, Reopened, Silent, Workers, batches
 from mslime.offline.to_hf import MegatronSource
 from mslime.offline.to_megatron import HF_FILES
-from mslime.offline.workers import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,8 +117,7 @@ def _of_run(manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def _counted(entries: Iterable[TensorSummary], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    entries = list(entries)
+def _counted(entries: Sequence[TensorSummary], facts: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     files = len({entry.file for entry in entries})
     total = sum(entry.nbytes for entry in entries)
     return (*facts, ("tensors", f"{len(entries)} in {files} files"), ("bytes", f"{size_text(total)} ({total})"))
@@ -175,30 +173,27 @@ class Difference:
     largest: float = 0.0
 
 
-class HFSide:
+class HFSide(Reopened):
     """A Hugging Face checkpoint to compare; quantised weights are dequantised."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        info = self._checkpoint.info
+        info = self._opened.info
         self.shapes: dict[str, Shape] = {name: entry.shape for name, entry in info.items()}
         self.dtypes = {name: TORCH_DTYPES[entry.dtype] for name, entry in info.items()}
         self.groups: list[Group] = [(name,) for name in info]
         self.silent: frozenset[str] = frozenset()
 
     @cached_property
-    def _checkpoint(self) -> HFCheckpoint:
+    def _opened(self) -> HFCheckpoint:
         return HFCheckpoint(self._directory)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_checkpoint"}
 
     def read(self, group: Group) -> Mapping[str, Tensor]:
         """The tensors of a group by name."""
-        return {name: self._checkpoint.tensor(name) for name in group}
+        return {name: self._opened.tensor(name) for name in group}
 
 
-class MegatronSide:
+class MegatronSide(Reopened):
     """A Megatron checkpoint to compare.
 
     Attributes:
@@ -207,52 +202,36 @@ class MegatronSide:
 
     def __init__(self, directory: Path, hf_config: Mapping[str, object], placement: ModelPlacement) -> None:
         self._directory, self._hf_config, self._placement = directory, dict(hf_config), placement
-        units = self._source.units
+        source, table = self._opened
+        units = source.units.values()
         self.shapes: dict[str, Shape] = {name: shape for unit in units for name, shape in unit.shapes.items()}
-        self.dtypes = {name: self._source.dtype(unit) for unit in units for name in unit.shapes}
+        self.dtypes = {name: source.dtype(unit) for unit in units for name in unit.shapes}
         self.groups: list[Group] = [tuple(unit.shapes) for unit in units]
-        self.silent = frozenset({*self._table.aliases, *self._table.ignored})
+        self.silent = frozenset({*table.aliases, *table.ignored})
 
     @cached_property
-    def _table(self) -> RuleTable:
-        return get_family(self._hf_config).rules(self._hf_config)
-
-    @cached_property
-    def _source(self) -> MegatronSource:
-        return MegatronSource(self._directory, self._table, self._placement)
-
-    @cached_property
-    def _units(self) -> dict[Group, Any]:
-        return {tuple(unit.shapes): unit for unit in self._source.units}
-
-    def __getstate__(self) -> dict[str, Any]:
-        opened = ("_source", "_units", "_table")
-        return {key: value for key, value in self.__dict__.items() if key not in opened}
+    def _opened(self) -> tuple[MegatronSource, RuleTable]:
+        table = get_family(self._hf_config).rules(self._hf_config)
+        return MegatronSource(self._directory, table, self._placement), table
 
     def read(self, group: Group) -> Mapping[str, Tensor]:
         """The tensors of a group by name."""
-        return self._source.read(self._units[group])
+        source, _ = self._opened
+        return source.read(source.units[group[0]])
 
 
 Side = HFSide | MegatronSide
 
 
-@dataclass(frozen=True)
-class _Comparing:
-    """Compares groups of tensors, in any process."""
-
-    a: Side
-    b: Side
-
-    def run(self, groups: Sequence[Group], advance: Advance) -> list[Difference]:
-        found: list[Difference] = []
-        for group in groups:
-            left, right = _read(self.a, group), _read(self.b, group)
-            for name in group:
-                if name in left and name in right:
-                    found += _compare(name, left[name], right[name])
-                    advance(left[name].nbytes + right[name].nbytes)
-        return found
+def _compare_groups(a: Side, b: Side, groups: Sequence[Group], advance: Advance) -> list[Difference]:
+    found: list[Difference] = []
+    for group in groups:
+        left, right = _read(a, group), _read(b, group)
+        for name in group:
+            if name in left and name in right:
+                found += _compare(name, left[name], right[name])
+                advance(left[name].nbytes + right[name].nbytes)
+    return found
 
 
 def _read(side: Side, group: Group) -> Mapping[str, Tensor]:
@@ -278,26 +257,15 @@ def compare(a: Side, b: Side, *, workers: int = 1, progress: ConversionProgress 
     groups = [group for group in (b if isinstance(b, MegatronSide) else a).groups if any(n in common for n in group)]
     sizes = [sum(_nbytes(side, name) for side in (a, b) for name in group if name in common) for group in groups]
     progress.phase("compare", sum(sizes), 0)
+    batched = list(batches(zip(groups, sizes, strict=True), _TASK_BYTES))
     with Workers(workers) as pool:
-        for differences in pool.run(_Comparing(a, b).run, _batches(groups, sizes), progress.advance):
+        for differences in pool.run(partial(_compare_groups, a, b), batched, progress.advance):
             found += differences
     return sorted(found, key=lambda difference: difference.name)
 
 
 def _nbytes(side: Side, name: str) -> int:
     return math.prod(side.shapes[name]) * torch_dtype(side.dtypes[name]).itemsize
-
-
-def _batches(groups: Sequence[Group], sizes: Sequence[int]) -> list[list[Group]]:
-    batches: list[list[Group]] = []
-    total = _TASK_BYTES
-    for group, size in zip(groups, sizes, strict=True):
-        if total + size > _TASK_BYTES:
-            batches.append([])
-            total = 0
-        batches[-1].append(group)
-        total += size
-    return batches
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> list[Difference]:

@@ -11,17 +11,163 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+import signal
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, TypeVar
 
-from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.errors import CheckpointError, ConfigError, UserError
 from mslime.convert.hf import publish, staging_directory
 from mslime.convert.safetensors_files import Advance, ByteRange, Written, verify
-from mslime.offline.workers import Workers
+
+T = TypeVar("T")
+R = TypeVar("R")
+Work = Callable[[T, Advance], R]
+"""Picklable method that does one task in any process and counts its bytes."""
+_REPORT_S = 0.2
+
+
+class Workers:
+    """Processes with a pipe each, started for more than one worker; a context manager that ends them.
+
+    Args:
+        size: number of processes; 1 works in this one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._processes: dict[Connection, BaseProcess] = {}
+        self._busy: dict[Connection, object] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+
+    def run(self, work: Work[T, R], tasks: Sequence[T], advance: Advance) -> Iterator[R]:
+        """Results of all tasks, as they finish; tasks are started in order.
+
+        Raises:
+            CheckpointError: raised by a worker, or a worker died.
+        """
+        if self._size <= 1 or len(tasks) <= 1:
+            for task in tasks:
+                yield work(task, advance)
+            return
+        waiting = list(reversed(tasks))
+        for pipe in self._started(min(self._size, len(tasks))):
+            pipe.send(("work", work))
+            self._give(pipe, waiting)
+        while self._busy:
+            for pipe in wait(list(self._busy)):
+                assert isinstance(pipe, Connection)
+                kind, content = self._receive(pipe)
+                if kind == "bytes":
+                    advance(content)
+                elif kind == "error":
+                    raise content
+                else:
+                    del self._busy[pipe]
+                    self._give(pipe, waiting)
+                    yield content
+
+    def _started(self, number: int) -> list[Connection]:
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < number:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_live, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes[ours] = process
+        return list(self._processes)[:number]
+
+    def _give(self, pipe: Connection, waiting: list[T]) -> None:
+        if waiting:
+            task = waiting.pop()
+            self._busy[pipe] = task
+            pipe.send(("task", task))
+
+    def _receive(self, pipe: Connection) -> tuple[str, Any]:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process = self._processes[pipe]
+            process.join()
+            raise CheckpointError(
+                f"worker process {process.pid}", f"exit code {process.exitcode}",
+                f"ended before its work did ({self._busy[pipe]!s:.100}); the system kills processes for their memory",
+                "run the same command again, with fewer --workers: finished files are kept",
+            ) from None  # fmt: skip
+
+
+def _live(pipe: Connection) -> None:
+    """Main loop of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    counter = _Counter(pipe)
+    work: Work[Any, Any] | None = None
+    while True:
+        try:
+            kind, content = pipe.recv()
+        except EOFError:
+            return
+        if kind == "work":
+            work = content
+            continue
+        assert work is not None
+        try:
+            result = work(content, counter.advance)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                error.add_note(traceback.format_exc())  # tracebacks do not travel between processes
+            pipe.send(("error", error))
+            return
+        counter.flush()
+        pipe.send(("done", result))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+class _Counter:
+    """Adds up bytes and sends them to the parent a few times a second."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._pending, self._told = pipe, 0, time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Add `nbytes`."""
+        self._pending += nbytes
+        if time.monotonic() - self._told > _REPORT_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send bytes that are not sent yet."""
+        self._pipe.send(("bytes", self._pending))
+        self._pending, self._told = 0, time.monotonic()
+
 
 JOURNAL = "journal.jsonl"
 CHECKSUMS = "checksums.json"
@@ -44,25 +190,46 @@ class FileTask:
     names: tuple[str, ...]
 
 
-class ConversionJob(Protocol):
-    """A conversion. It is pickled to worker processes, so it opens its source only when a task needs it."""
+class Reopened:
+    """An object that is pickled without its open files, which the cached property `_opened` of a subclass holds."""
 
-    @property
-    def tasks(self) -> Sequence[FileTask]:
-        """All output files that hold tensors."""
-        ...
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_opened"}
 
+
+class ConversionJob(Reopened, ABC):
+    """A conversion. It is pickled to worker processes, and opens its source anew in each.
+
+    Attributes:
+        tasks: all output files that hold tensors.
+    """
+
+    tasks: Sequence[FileTask]
+
+    @abstractmethod
     def identity(self) -> Mapping[str, object]:
         """JSON values that are equal for two runs exactly when they write the same files."""
-        ...
 
+    @abstractmethod
     def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
         """Write one file, in any process; `advance` counts the bytes of `task.nbytes`."""
-        ...
 
+    @abstractmethod
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
         """Write the small files: index or metadata, config.json, tokenizer."""
-        ...
+
+
+def batches(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Divide items with their sizes in order, into lists of at most `limit` bytes; a larger item has its own list."""
+    batch, total = list[T](), 0
+    for item, nbytes in sized:
+        if batch and total + nbytes > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
 
 
 class ConversionProgress(Protocol):
@@ -123,7 +290,7 @@ def run_job(
     refuse_existing(target)
     staging = staging_directory(target)
     staging.mkdir(parents=True, exist_ok=True)
-    with _only_writer(staging), _without_leftovers(staging), Workers(workers) as pool:
+    with _only_writer(staging), Workers(workers) as pool:
         refuse_existing(target)  # another run may have finished meanwhile
         journal = _Journal(staging, job)
         remaining = [task for task in job.tasks if task.file not in journal.written]
@@ -131,14 +298,15 @@ def run_job(
         _check_space(staging, left)
         kept = len(journal.written)
         progress.phase("convert", nbytes, nbytes - left)
-        for written in pool.run(_Writing(job, staging).run, remaining, progress.advance):
+        for written in pool.run(partial(_write, job, staging), remaining, progress.advance):
             journal.add(written)
         files = [journal.written[task.file] for task in job.tasks]
         if verified:
             verify_files(staging, files, pool, progress, discard=True)
         try:
             job.finish(staging, files)
-            _write_checksums(staging, files)
+            checksums = {written.file: _to_json(written) for written in files}  # for `inspect --verify`
+            (staging / CHECKSUMS).write_text(json.dumps(checksums), encoding="utf-8")
             journal.close()
             publish(target)
         except OSError as error:
@@ -161,35 +329,21 @@ def verify_files(
         CheckpointError: naming the first tensor whose checksum differs.
     """
     progress.phase("verify", sum(span.length for written in files for span in written.spans.values()), 0)
-    for _ in pool.run(_Verifying(directory, discard).run, files, progress.advance):
+    for _ in pool.run(partial(_verify, directory, discard), files, progress.advance):
         pass
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """Writes the files of a job, in any process."""
-
-    job: ConversionJob
-    staging: Path
-
-    def run(self, task: FileTask, advance: Advance) -> Written:
-        return self.job.write(task, self.staging / task.file, advance)
+def _write(job: ConversionJob, staging: Path, task: FileTask, advance: Advance) -> Written:
+    return job.write(task, staging / task.file, advance)
 
 
-@dataclass(frozen=True)
-class _Verifying:
-    """Verifies the files of a directory, in any process."""
-
-    directory: Path
-    discard: bool
-
-    def run(self, written: Written, advance: Advance) -> None:
-        try:
-            verify(self.directory, written, advance)
-        except CheckpointError:
-            if self.discard:
-                (self.directory / written.file).unlink(missing_ok=True)
-            raise
+def _verify(directory: Path, discard: bool, written: Written, advance: Advance) -> None:
+    try:
+        verify(directory, written, advance)
+    except CheckpointError:
+        if discard:
+            (directory / written.file).unlink(missing_ok=True)
+        raise
 
 
 def refuse_existing(target: Path) -> None:
@@ -210,7 +364,8 @@ class _Journal:
 
     def __init__(self, staging: Path, job: ConversionJob) -> None:
         self._path = staging / JOURNAL
-        header = {"format": _FORMAT, "job": _fingerprint(job)}
+        text = json.dumps([job.identity(), [asdict(task) for task in job.tasks]], sort_keys=True)
+        header = {"format": _FORMAT, "job": hashlib.sha256(text.encode()).hexdigest()}
         self.written = {written.file: written for written in _finished(self._path, header)}
         for path in staging.iterdir():
             if path.name not in self.written and path.name != JOURNAL:
@@ -234,30 +389,22 @@ class _Journal:
         self._path.unlink()
 
 
-def _finished(path: Path, header: Mapping[str, object]) -> list[Written]:
+def _finished(path: Path, header: Mapping[str, object]) -> Iterator[Written]:
     """Finished files in a journal of the same conversion that exist in their full size."""
-    lines = _complete_lines(path)
-    if not lines or lines[0] != header:
-        return []
-    found = [_from_json(line) for line in lines[1:]]
-    return [
-        written
-        for written in found
-        if (path.parent / written.file).is_file() and (path.parent / written.file).stat().st_size == written.size
-    ]
-
-
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a journal, without a truncated last line."""
-    if not path.exists():
-        return []
-    found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines):
         try:
-            found.append(cast("dict[str, Any]", json.loads(line)))
-        except json.JSONDecodeError:
-            break
-    return found
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the last line, cut off
+            return
+        if number == 0:
+            if entry != header:
+                return
+            continue
+        written = _from_json(entry)
+        file = path.parent / written.file
+        if file.is_file() and file.stat().st_size == written.size:
+            yield written
 
 
 def _to_json(written: Written) -> dict[str, Any]:
@@ -270,11 +417,6 @@ def _from_json(line: Mapping[str, Any]) -> Written:
     return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
 
 
-def _fingerprint(job: ConversionJob) -> str:
-    text = json.dumps([job.identity(), [asdict(task) for task in job.tasks]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _check_space(staging: Path, nbytes: int) -> None:
     free = shutil.disk_usage(staging).free
     if free < nbytes * _HEADROOM:
@@ -282,12 +424,6 @@ def _check_space(staging: Path, nbytes: int) -> None:
             str(staging.parent), f"{free} bytes free", f"the conversion writes {nbytes} bytes more",
             "free space there, or choose an output directory on a larger disk",
         )  # fmt: skip
-
-
-def _write_checksums(directory: Path, files: Sequence[Written]) -> None:
-    """Write CRC-32 of every tensor's bytes by file, for `inspect --verify`."""
-    found = {written.file: _to_json(written) for written in files}
-    (directory / CHECKSUMS).write_text(json.dumps(found), encoding="utf-8")
 
 
 def read_checksums(directory: Path) -> list[Written] | None:
@@ -307,25 +443,23 @@ def read_checksums(directory: Path) -> list[Written] | None:
 
 @contextlib.contextmanager
 def _only_writer(staging: Path) -> Generator[None]:
-    """Hold a lock on the directory; the system releases it when this process ends, even after a crash."""
+    """Hold a lock on the directory; the system releases it when this process ends, even after a crash.
+
+    Removes unfinished files if the block fails: the disk may be full of them.
+    """
     descriptor = os.open(staging, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError as error:
+        os.close(descriptor)
         raise ConfigError(
             "output directory", str(staging), "another conversion is writing it", "wait for it, or end it first"
         ) from error
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _without_leftovers(staging: Path) -> Generator[None]:
-    """Remove unfinished files if the block fails: the disk may be full of them."""
     try:
         yield
     except BaseException:
         for part in staging.glob(".*.part"):
             part.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)

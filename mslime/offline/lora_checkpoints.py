@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError, nearest
 from mslime.config.lora import LoraConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint, atomic_directory
-from mslime.convert.lora_rules import FACTORS, PREFIX, Adapters, make_adapters, stored_place
+from mslime.convert.lora_rules import FACTORS, PREFIX, make_adapters, stored_place
 from mslime.convert.peft import WEIGHTS, AdapterFile, write_adapter_files
 from mslime.convert.safetensors_files import TensorPlan, torch_dtype
 from mslime.convert.table import BoundRule, Rule
@@ -36,13 +37,16 @@ class MergeLora(HFJob):
 
     def __init__(self, source: Path, adapter: Path, max_shard_bytes: int = 5 << 30) -> None:
         self._source, self._file = source, AdapterFile.open(adapter)
-        checkpoint = HFCheckpoint(source)
+        checkpoint, _ = self._opened
         self._adapted = _checked(self._file, checkpoint)
         outputs = [Output(name, (TensorPlan(name, info.dtype, info.shape),)) for name, info in checkpoint.info.items()]
         files = [source / file for file in {info.file for info in checkpoint.stored.values()}]
         self._identity = source_identity([*files, adapter / WEIGHTS])
         super().__init__(outputs, source, {}, max_shard_bytes)
-        self._opened: Any = None
+
+    @cached_property
+    def _opened(self) -> tuple[HFCheckpoint, Callable[[str], Tensor]]:
+        return HFCheckpoint(self._source), self._file.reader()
 
     def identity(self) -> Mapping[str, object]:
         return {
@@ -52,17 +56,14 @@ class MergeLora(HFJob):
         }
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        if self._opened is None:
-            self._opened = (HFCheckpoint(self._source), self._file.reader())
         checkpoint, read = self._opened
         (plan,) = output.plans
-        weight: Tensor = checkpoint.tensor(plan.name).to(torch_dtype(plan.dtype))
+        weight = checkpoint.tensor(plan.name).to(torch_dtype(plan.dtype))
         module = self._adapted.get(plan.name)
-        return [weight if module is None else self._merged(weight, module, read)]
-
-    def _merged(self, weight: Tensor, module: str, read: Callable[[str], Tensor]) -> Tensor:
+        if module is None:
+            return [weight]
         a, b = (read(f"{module}.{factor}.weight").float() for factor in FACTORS)
-        return (weight.float() + b @ a * self._file.lora.scale).to(weight.dtype)
+        return [(weight.float() + b @ a * self._file.lora.scale).to(weight.dtype)]
 
 
 def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
@@ -123,18 +124,15 @@ def export_adapter(checkpoint: Path, settings: Mapping[str, object], model: Path
     """
     hf_config = read_hf_config(model)
     adapters = make_adapters(get_family(hf_config).rules(hf_config), LoraConfig.model_validate(settings))
-    source = MegatronSource(checkpoint, adapters.table, _placement(adapters))
+    # every factor is complete, in a tensor of all layers and experts
+    lines = [(rule, bound) for each in adapters.rules for rule in (each.a, each.b) for bound in rule.expand()]
+    placement = ModelPlacement({bound.name: (_piece(rule, bound),) for rule, bound in lines}, ())
+    source = MegatronSource(checkpoint, adapters.table, placement)
     with atomic_directory(out) as staging:
-        tensors = (pair for unit in source.units for pair in source.read(unit).items())
-        dtypes = {name: source.dtype(unit) for unit in source.units for name in unit.shapes}
+        tensors = (pair for unit in source.units.values() for pair in source.read(unit).items())
+        dtypes = {name: source.dtype(unit) for unit in source.units.values() for name in unit.shapes}
         write_adapter_files(adapters, staging, model, dtypes, tensors)
     return len(dtypes)
-
-
-def _placement(adapters: Adapters) -> ModelPlacement:
-    """Placement with every factor complete, in a tensor of all layers and experts."""
-    lines = [(rule, bound) for each in adapters.rules for rule in (each.a, each.b) for bound in rule.expand()]
-    return ModelPlacement({bound.name: (_piece(rule, bound),) for rule, bound in lines}, ())
 
 
 def _piece(rule: Rule, bound: BoundRule) -> ParameterBox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,18 +29,21 @@ class _Requantise(HFJob):
     name: str
 
     def __init__(self, source: Path, include: str, max_shard_bytes: int) -> None:
-        self._source, self._include = source, _pattern(include)
-        checkpoint = self._open()
+        self._source, self._include = source, include
+        try:
+            re.compile(include)
+        except re.error as error:
+            rule = f"not a regular expression: {error}"
+            raise ConfigError("--include", include, rule, "see Python's re module") from error
+        checkpoint = self._opened
         outputs = [Output(name, self.plan(name, checkpoint)) for name in checkpoint.info]
         files = {info.file for info in checkpoint.stored.values()}
         self._identity = source_identity([source / file for file in files])
         super().__init__(outputs, source, self.changes(checkpoint), max_shard_bytes)
 
-    def _open(self) -> HFCheckpoint:
-        if self.__dict__.get("_opened") is None:
-            self._opened = HFCheckpoint(self._source)
-        assert isinstance(self._opened, HFCheckpoint)
-        return self._opened
+    @cached_property
+    def _opened(self) -> HFCheckpoint:
+        return HFCheckpoint(self._source)
 
     def chosen(self, name: str, checkpoint: HFCheckpoint) -> bool:
         """Whether a tensor is quantised: a matrix of floats that matches the pattern."""
@@ -92,7 +96,7 @@ class ToPlain(_Requantise):
 
     def make(self, output: Output) -> Sequence[Tensor]:
         (plan,) = output.plans
-        return [self._open().tensor(plan.name).to(torch_dtype(plan.dtype))]
+        return [self._opened.tensor(plan.name).to(torch_dtype(plan.dtype))]
 
 
 class _Quantise(_Requantise):
@@ -113,7 +117,7 @@ class _Quantise(_Requantise):
         return self._encoding.plans(name, info.dtype, info.shape)
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        tensor = self._open().tensor(output.key)
+        tensor = self._opened.tensor(output.key)
         return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
 
@@ -193,11 +197,3 @@ class ToInt4(_Quantise):
             "kv_cache_scheme": None,
         }
         return {"quantization_config": section}
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ConfigError("--include", text, f"not a regular expression: {error}", "see Python's re module") from error
-    return text

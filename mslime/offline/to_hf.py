@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import checkpoint_dtype, declared_dtype
@@ -23,8 +24,8 @@ from mslime.convert.safetensors_files import (
 )
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape, Vocabulary
-from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, ParameterBox
-from mslime.offline.jobs import FileTask, source_identity
+from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement
+from mslime.offline.jobs import ConversionJob, FileTask, batches, source_identity
 from mslime.offline.to_megatron import DESCRIPTION, HF_FILES
 
 if TYPE_CHECKING:
@@ -46,29 +47,14 @@ class Unit:
     rules: tuple[BoundRule, ...]
     shapes: Mapping[str, Shape]
 
-    @property
-    def key(self) -> str:
-        """Unique in the model: the first tensor's name."""
-        return next(iter(self.shapes))
-
-
-def units_of(table: RuleTable) -> list[Unit]:
-    """All units that an export writes, multi-token prediction included, in model order."""
-    grouped: dict[str, list[BoundRule]] = {}
-    for rule in table.all_bound.values():
-        if rule.exported:
-            grouped.setdefault(rule.hf_names[0], []).append(rule)
-    return [
-        Unit(tuple(rules), dict(zip(rules[0].hf_names, rules[0].hf_shapes, strict=True))) for rules in grouped.values()
-    ]
-
 
 class MegatronSource:
     """Reads Hugging Face tensors out of a Megatron checkpoint.
 
     Attributes:
         checkpoint: the files.
-        units: its content; without multi-token prediction if that is not stored.
+        units: its content by the name of each unit's first tensor, in model order; with multi-token prediction if that
+            is stored.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or lacks a tensor of the model, or is of another model.
@@ -76,20 +62,22 @@ class MegatronSource:
 
     def __init__(self, directory: Path, table: RuleTable, placement: ModelPlacement) -> None:
         self.checkpoint = DistCheckpoint(directory)
-        self._placement = placement
-        self.units = [unit for unit in units_of(table) if not self._left_out(unit)]
-        for unit in self.units:
-            for rule in unit.rules:
+        self._pieces = placement.pieces
+        grouped: dict[str, list[BoundRule]] = {}
+        for rule in table.all_bound.values():
+            if rule.exported:
+                grouped.setdefault(rule.hf_names[0], []).append(rule)
+        self.units = dict[str, Unit]()
+        for key, rules in grouped.items():
+            first = rules[0]
+            if first.untrained and self._pieces[first.name][0].key not in self.checkpoint.tensors:
+                continue
+            self.units[key] = Unit(tuple(rules), dict(zip(first.hf_names, first.hf_shapes, strict=True)))
+            for rule in rules:
                 self._check(rule)
 
-    def _left_out(self, unit: Unit) -> bool:
-        return bool(unit.rules[0].untrained) and self._pieces(unit.rules[0])[0].key not in self.checkpoint.tensors
-
-    def _pieces(self, rule: BoundRule) -> Sequence[ParameterBox]:
-        return self._placement.pieces[rule.name]
-
     def _check(self, rule: BoundRule) -> None:
-        for piece in self._pieces(rule):
+        for piece in self._pieces[rule.name]:
             stored = self.checkpoint.view(piece.key).shape
             # A training run pads the vocabulary to a multiple of its tensor-parallel size.
             padded = isinstance(rule.kind, Vocabulary) and stored[1:] == piece.shape[1:] and stored[0] > piece.shape[0]
@@ -101,7 +89,7 @@ class MegatronSource:
 
     def dtype(self, unit: Unit) -> str:
         """Stored dtype of a unit, as torch names it."""
-        return self.checkpoint.tensors[self._pieces(unit.rules[0])[0].key].dtype
+        return self.checkpoint.tensors[self._pieces[unit.rules[0].name][0].key].dtype
 
     def read(self, unit: Unit) -> dict[str, Tensor]:
         """Tensors of a unit by name, in their stored dtype. Raises CheckpointError."""
@@ -120,7 +108,7 @@ class MegatronSource:
     def _parameter(self, rule: BoundRule) -> Tensor:
         import torch
 
-        pieces = self._pieces(rule)
+        pieces = self._pieces[rule.name]
         boxes = [self.checkpoint.view(piece.key).box(piece.offsets, piece.sizes) for piece in pieces]
         if len(pieces) == 1:
             return boxes[0].reshape(rule.full_shape)
@@ -151,7 +139,7 @@ class Output:
         return sum(plan.nbytes for plan in self.plans)
 
 
-class HFJob(ABC):
+class HFJob(ConversionJob):
     """A job whose output is a Hugging Face checkpoint.
 
     Args:
@@ -162,29 +150,19 @@ class HFJob(ABC):
     """
 
     def __init__(
-        self,
-        outputs: Sequence[Output],
-        side_files: Path,
-        changes: Mapping[str, object],
-        max_shard_bytes: int,
+        self, outputs: Sequence[Output], side_files: Path, changes: Mapping[str, object], max_shard_bytes: int
     ) -> None:
         self._side_files, self._changes = side_files, dict(changes)
         self._outputs = {output.key: output for output in outputs}
-        self._tasks = _shards(outputs, max_shard_bytes)
-
-    @property
-    def tasks(self) -> Sequence[FileTask]:
-        """One task per shard."""
-        return self._tasks
-
-    @property
-    def plans(self) -> Iterator[TensorPlan]:
-        """Every tensor that will be written."""
-        return (plan for output in self._outputs.values() for plan in output.plans)
-
-    @abstractmethod
-    def identity(self) -> Mapping[str, object]:
-        """JSON values that identify the conversion; see `jobs.ConversionJob`."""
+        shards = list(batches(((output, output.nbytes) for output in outputs), max_shard_bytes))
+        self.tasks = [
+            FileTask(
+                f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors",  # the usual names of Hugging Face libraries
+                sum(output.nbytes for output in shard),
+                tuple(output.key for output in shard),
+            )
+            for i, shard in enumerate(shards)
+        ]
 
     @abstractmethod
     def make(self, output: Output) -> Sequence[Tensor]:
@@ -198,31 +176,8 @@ class HFJob(ABC):
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
         """Write index, config.json, tokenizer."""
         weight_map = {name: done.file for done in written for name in done.spans}
-        write_index(directory, weight_map, sum(task.nbytes for task in self._tasks))
+        write_index(directory, weight_map, sum(task.nbytes for task in self.tasks))
         copy_side_files(self._side_files, directory, self._changes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
-
-
-def _shards(outputs: Sequence[Output], limit: int) -> list[FileTask]:
-    """Files of at most `limit` bytes, with the usual names of Hugging Face libraries."""
-    runs: list[list[Output]] = []
-    total = limit + 1
-    for output in outputs:
-        if total + output.nbytes > limit:
-            runs.append([])
-            total = 0
-        runs[-1].append(output)
-        total += output.nbytes
-    return [
-        FileTask(
-            f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors",
-            sum(output.nbytes for output in run),
-            tuple(output.key for output in run),
-        )
-        for i, run in enumerate(runs)
-    ]
 
 
 class ToHf(HFJob):
@@ -253,9 +208,13 @@ class ToHf(HFJob):
         self._checkpoint, self._source, self._hf_config = checkpoint, source, dict(hf_config)
         self._placement = placement
         self._dtype = dtype or checkpoint_dtype(hf_config)
-        megatron, table, untrained = self._open()
-        self._units = {unit.key: unit for unit in megatron.units}
-        self._aliases = {name: table.aliases[name] for name in _aliases(checkpoint, untrained, table)}
+        megatron, table, untrained = self._opened
+        description = checkpoint / DESCRIPTION
+        if untrained is not None:
+            repeated = [name for name in table.aliases if name in untrained.info]
+        else:
+            repeated = json.loads(description.read_text(encoding="utf-8"))["aliases"] if description.exists() else []
+        self._aliases = {name: table.aliases[name] for name in repeated}  # as the original checkpoint repeated them
         changes = declared_dtype(hf_config, self._dtype) if self._dtype else {}
         super().__init__(list(self._plan(megatron, table, untrained)), source, changes, max_shard_bytes)
         files = sorted(checkpoint.glob("*.distcp"))
@@ -269,21 +228,17 @@ class ToHf(HFJob):
             "dtype": self._dtype,
         }
 
-    def _open(self) -> tuple[MegatronSource, RuleTable, HFCheckpoint | None]:
+    @cached_property
+    def _opened(self) -> tuple[MegatronSource, RuleTable, HFCheckpoint | None]:
         """The checkpoint, the rules, and the Hugging Face weights if they are needed and available."""
-        opened = cast("tuple[MegatronSource, RuleTable, HFCheckpoint | None] | None", self.__dict__.get("_opened"))
-        if opened is None:
-            table = get_family(self._hf_config).rules(self._hf_config)
-            megatron = MegatronSource(self._checkpoint, table, self._placement)
-            has_weights = any(self._source.glob("*.safetensors"))
-            wanted = bool(table.untrained_names or table.aliases) and has_weights
-            opened = (megatron, table, HFCheckpoint(self._source) if wanted else None)
-            self._opened: Any = opened
-        return opened
+        table = get_family(self._hf_config).rules(self._hf_config)
+        megatron = MegatronSource(self._checkpoint, table, self._placement)
+        wanted = bool(table.untrained_names or table.aliases) and any(self._source.glob("*.safetensors"))
+        return megatron, table, HFCheckpoint(self._source) if wanted else None
 
     def _plan(self, megatron: MegatronSource, table: RuleTable, untrained: HFCheckpoint | None) -> Iterator[Output]:
         stored: set[str] = set()
-        for unit in megatron.units:
+        for key, unit in megatron.units.items():
             dtype = unit.rules[0].dtype or self._dtype or megatron.dtype(unit)
             plans = [TensorPlan(name, SAFETENSORS_DTYPES[dtype], shape) for name, shape in unit.shapes.items()]
             again = [
@@ -292,7 +247,7 @@ class ToHf(HFJob):
                 if original in unit.shapes
             ]
             stored.update(unit.shapes)
-            yield Output(unit.key, (*plans, *again))
+            yield Output(key, (*plans, *again))
         own = {name: rule.dtype for rule in table.all_bound.values() if rule.dtype for name in rule.hf_names}
         for name in table.untrained_names if untrained is not None else ():
             assert untrained is not None
@@ -302,22 +257,13 @@ class ToHf(HFJob):
                 yield Output(name, (TensorPlan(name, short, untrained.info[name].shape),))
 
     def make(self, output: Output) -> Sequence[Tensor]:
-        megatron, _, untrained = self._open()
-        unit: Unit | None = self._units.get(output.key)
-        if unit is not None:
-            tensors = megatron.read(unit)
+        megatron, _, untrained = self._opened
+        if output.key in megatron.units:
+            tensors = megatron.read(megatron.units[output.key])
         else:
             assert untrained is not None
             tensors = {output.key: untrained.tensor(output.key)}
         return [tensors[self._aliases.get(plan.name, plan.name)].to(torch_dtype(plan.dtype)) for plan in output.plans]
-
-
-def _aliases(checkpoint: Path, untrained: HFCheckpoint | None, table: RuleTable) -> list[str]:
-    """Names under which the original checkpoint repeated a tensor."""
-    if untrained is not None:
-        return [name for name in table.aliases if name in untrained.info]
-    path = checkpoint / DESCRIPTION
-    return list(json.loads(path.read_text(encoding="utf-8"))["aliases"]) if path.exists() else []
 
 
 def side_files(checkpoint: Path, source: Path | None) -> Path:

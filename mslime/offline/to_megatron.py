@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, OutputFile, Written, torch_dtype, write_record
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import CONFIG, METADATA, ModelPlacement, ParameterBox
-from mslime.offline.jobs import FileTask, source_identity
+from mslime.offline.jobs import ConversionJob, FileTask, batches, source_identity
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 HF_FILES = "hf"
 """Directory of config.json and tokenizer in a converted checkpoint."""
@@ -29,7 +30,7 @@ _COMMON = "common.pt"
 _ROWS = 4096
 
 
-class ToMegatron:
+class ToMegatron(ConversionJob):
     """Job that converts a Hugging Face checkpoint.
 
     Args:
@@ -56,33 +57,27 @@ class ToMegatron:
     ) -> None:
         refuse_unread(get_family(hf_config), hf_config, ignored)
         self._source, self._hf_config, self._placement, self._dtype = source, dict(hf_config), placement, dtype
-        checkpoint, table = HFCheckpoint(source), self._table()
+        checkpoint, table = self._opened
         table.check_hf(checkpoint.shapes, str(source))
         self._identity = source_identity([source / file for file in {i.file for i in checkpoint.stored.values()}])
         aliases = {name: original for name, original in table.aliases.items() if name in checkpoint.info}
         _check_aliases(checkpoint, aliases)
         self._aliases = list(aliases)
         self._quantised = checkpoint.quantisation
-        self.stored = [
+        stored = [
             rule
             for rule in table.all_bound.values()
             if rule.name in placement.pieces and rule.hf_names[0] in checkpoint.info
         ]
-        self._dtypes = {rule.name: self._dtype_of(rule, checkpoint) for rule in self.stored}
+        self._dtypes = {rule.name: self._dtype_of(rule, checkpoint) for rule in stored}
         sizes = [
-            (rule.name, math.prod(rule.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize)
-            for rule in self.stored
+            (rule.name, math.prod(rule.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize) for rule in stored
         ]
-        self._tasks = _tasks(sizes, max_file_bytes)
-        self._opened: tuple[HFCheckpoint, RuleTable] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
-
-    @property
-    def tasks(self) -> Sequence[FileTask]:
-        """One task per `.distcp` file."""
-        return self._tasks
+        files = batches(((size, size[1]) for size in sizes), max_file_bytes)
+        self.tasks = [
+            FileTask(f"__{i}_0.distcp", sum(nbytes for _, nbytes in file), tuple(name for name, _ in file))
+            for i, file in enumerate(files)
+        ]
 
     def identity(self) -> Mapping[str, object]:
         return {
@@ -92,13 +87,9 @@ class ToMegatron:
             "dtype": self._dtype,
         }
 
-    def _table(self) -> RuleTable:
-        return get_family(self._hf_config).rules(self._hf_config)
-
-    def _open(self) -> tuple[HFCheckpoint, RuleTable]:
-        if self._opened is None:
-            self._opened = (HFCheckpoint(self._source), self._table())
-        return self._opened
+    @cached_property
+    def _opened(self) -> tuple[HFCheckpoint, RuleTable]:
+        return HFCheckpoint(self._source), get_family(self._hf_config).rules(self._hf_config)
 
     def _dtype_of(self, rule: BoundRule, checkpoint: HFCheckpoint) -> str:
         wanted = rule.dtype or self._dtype
@@ -111,21 +102,18 @@ class ToMegatron:
         return wanted or TORCH_DTYPES[found.pop()]
 
     def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
-        checkpoint, table = self._open()
+        checkpoint, table = self._opened
         with OutputFile(path) as file:
             for name in task.names:
-                parameter = self._parameter(table.bind(name), checkpoint)
+                parameter = table.bind(name).to_megatron(checkpoint.view, 0, 1).to(torch_dtype(self._dtypes[name]))
                 for piece in self._placement.pieces[name]:
                     write_record(file, _record(piece), piece.cut(parameter))
                 advance(parameter.nbytes)
             return file.complete()
 
-    def _parameter(self, rule: BoundRule, checkpoint: HFCheckpoint) -> Tensor:
-        return rule.to_megatron(checkpoint.view, 0, 1).to(torch_dtype(self._dtypes[rule.name]))
-
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
         """Write the metadata of megatron-core, and the files for converting back."""
-        objects = _write_objects(directory / f"__{len(self._tasks)}_0.distcp")
+        objects = _write_objects(directory / f"__{len(self.tasks)}_0.distcp")
         _write_metadata(directory, self._entries(written), self._placement.objects, objects)
         _write_common(directory / _COMMON)
         config = {
@@ -141,7 +129,7 @@ class ToMegatron:
         (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
     def _entries(self, written: Sequence[Written]) -> Iterable[tuple[ParameterBox, str, Written]]:
-        for task, done in zip(self._tasks, written, strict=True):
+        for task, done in zip(self.tasks, written, strict=True):
             for name in task.names:
                 for piece in self._placement.pieces[name]:
                     yield piece, self._dtypes[name], done
@@ -159,26 +147,6 @@ def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None
                     f"{checkpoint.directory}: {name}", f"other values from row {row} on",
                     f"must repeat {original}: engines share the two", "use a checkpoint in which they are equal",
                 )  # fmt: skip
-
-
-def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[FileTask]:
-    """Files of at most `limit` bytes, names in order; a larger tensor gets its own file."""
-    tasks: list[FileTask] = []
-    names: list[str] = []
-    total = 0
-
-    def close() -> None:
-        tasks.append(FileTask(f"__{len(tasks)}_0.distcp", total, tuple(names)))
-
-    for name, nbytes in sizes:
-        if names and total + nbytes > limit:
-            close()
-            names, total = [], 0
-        names.append(name)
-        total += nbytes
-    if names:
-        close()
-    return tasks
 
 
 def _record(piece: ParameterBox) -> str:

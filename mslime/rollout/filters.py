@@ -59,37 +59,33 @@ def load_sample_hook(spec: str | None) -> Hook:
     """Function that calls the hook for the samples of a complete group. Raises ConfigError if the hook is not found."""
     if spec is None:
         return lambda group: None
-    function, own = load_function(spec, SETTING), set[str]()
+    function = load_function(spec, SETTING)
+    own = set[str]()  # names that it returned before: it may be called twice for a group
 
     def call(group: Group) -> None:
         """Raises ConfigError if the hook raised, changed a sample, or returned neither metrics nor None."""
         for sample in group.samples:
-            if sample.status is not SampleStatus.FAILED:
-                _call(spec, function, sample, own)
+            if sample.status is SampleStatus.FAILED:
+                continue
+            about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
+            with calling(spec, SETTING, about):
+                told: object = function(sample)
+            found = checked_metrics({} if told is None else told)
+            if isinstance(found, str):
+                way_out = "return a mapping of names and numbers, or None"
+                raise ConfigError(SETTING, spec, f"{found} ({about})", way_out)
+            if _print(sample) != before:
+                way_out = "read it only: what is trained was sampled and scored"
+                raise ConfigError(SETTING, spec, f"changed {about}", way_out)
+            named = {f"user/{name}": number for name, number in found.items()}
+            taken = next((name for name in named if name in sample.scores and name not in own), None)
+            if taken is not None:
+                rule = f"returned {taken}, which the reward or the rollout also returned ({about})"
+                raise ConfigError(SETTING, spec, rule, "give it another name")
+            own.update(named)
+            sample.scores |= named
 
     return call
-
-
-def _call(spec: str, function: Callable[..., Any], sample: Sample, own: set[str]) -> None:
-    """
-    Args:
-        own: names that the hook returned before: it may be called twice for a group.
-    """
-    about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
-    with calling(spec, SETTING, about):
-        told: object = function(sample)
-    found = checked_metrics({} if told is None else told)
-    if isinstance(found, str):
-        raise ConfigError(SETTING, spec, f"{found} ({about})", "return a mapping of names and numbers, or None")
-    if _print(sample) != before:
-        raise ConfigError(SETTING, spec, f"changed {about}", "read it only: what is trained was sampled and scored")
-    named = {f"user/{name}": number for name, number in found.items()}
-    taken = next((name for name in named if name in sample.scores and name not in own), None)
-    if taken is not None:
-        raise ConfigError(SETTING, spec, f"returned {taken}, which the reward or the rollout also returned ({about})",
-                          "give it another name")  # fmt: skip
-    own.update(named)
-    sample.scores |= named
 
 
 def _print(sample: Sample) -> tuple[Any, ...]:

@@ -24,14 +24,12 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
-from mslime.rollout.agents.chat.call_forms import object_call
-from mslime.rollout.agents.chat.messages import Tools
-from mslime.rollout.agents.chat.renderer import Parsed
-from mslime.rollout.conversations import Agents
-from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.agents.call_forms import object_call
+from mslime.rollout.agents.messages import Tools
+from mslime.rollout.agents.renderer import Parsed
+from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import new_group
-from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
 
 LONGEST_BLOCK_S = 1.0
@@ -175,7 +173,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)
     try:
-        await rollout.run(workflow, rollout.task(config.seed, evaluation=False))
+        await rollout.play(workflow, rollout.task(config.seed, evaluation=False))
     finally:
         await agents.close()
         watch.cancel()

@@ -15,9 +15,11 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +35,44 @@ from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, begins_with_blank, encode_after
-from mslime.rollout.agents.chat.messages import whole_text
-from mslime.rollout.protocols import EngineLimits, Engines, living
+from mslime.rollout.agents.messages import whole_text
 from mslime.rollout.shared_room import SharedRoom
+
+
+class Engines(Protocol):
+    """Engines with load balancing: `backends.sglang.engine_pool.EnginePool`, or scripted replies."""
+
+    @property
+    def clients(self) -> Sequence[object]:
+        """All engines, dead ones included."""
+        ...
+
+    @property
+    def dead(self) -> Mapping[str, EngineError]:
+        """Engines that died, by name."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue a sequence on one engine. Raises EngineDied if it died meanwhile, EngineError if it refused."""
+        ...
+
+
+def living(engines: Engines) -> int:
+    """Engines that are alive."""
+    return len(engines.clients) - len(engines.dead)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits at which engines end a sequence, besides the model's own length.
+
+    Attributes:
+        refused_input: an engine refuses to continue this many tokens, or more (6 fewer than its context holds).
+        end_ids: tokens that end a response at the engines.
+    """
+
+    refused_input: int = sys.maxsize
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -94,20 +131,16 @@ class Traffic:
 
     Attributes:
         open: whether new requests may be sent.
+        in_flight: requests at the engines now.
     """
 
     def __init__(self, open: bool = False) -> None:
         self.open = open
-        self._in_flight = 0
+        self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests at the engines now."""
-        return self._in_flight
-
-    async def idle(self, seconds: float) -> bool:
+    async def idle(self, seconds: float | None) -> bool:
         """Wait until no request is at an engine, at most `seconds`; returns whether there is none."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # Python 3.11's wait_for can lose a cancellation
@@ -117,27 +150,14 @@ class Traffic:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Count one request at an engine for the duration of the block."""
-        self._in_flight += 1
+        self.in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self.in_flight -= 1
+            if not self.in_flight:
                 self._idle.set()
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """Result of one request.
-
-    Attributes:
-        tokens: number of tokens added to the sample.
-        finish: why it ended; None if nothing was sent.
-    """
-
-    tokens: int
-    finish: Finish | None
 
 
 class Generator:
@@ -150,7 +170,7 @@ class Generator:
         on_request: called with (engine, start, end) of every answered request, seconds since the epoch.
         adapter: adapter of its requests if there are several; otherwise empty. Each adapter has its own engine
             sessions.
-        places: context managers in which requests are sent. None: limit to the number that the current engines run at
+        places: makes the context in which a request is sent. None: limit to the number that the current engines run at
             once.
 
     Attributes:
@@ -168,7 +188,7 @@ class Generator:
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
         adapter: str = "",
-        places: AbstractAsyncContextManager[None] | None = None,
+        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request, self._adapter = version, on_request, adapter
@@ -176,9 +196,8 @@ class Generator:
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._blank = begins_with_blank(tokenizer)
-        self._places = places or SharedRoom(
-            lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0}
-        ).of("")
+        room = SharedRoom(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0})
+        self._places = places or partial(room.of, "")
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0
@@ -195,7 +214,7 @@ class Generator:
         start: int,
         most: int | None = None,
         stop: tuple[str, ...] = (),
-    ) -> GenerationResult:
+    ) -> tuple[int, Finish | None]:
         """Continue `sample` by one request.
 
         Args:
@@ -205,24 +224,41 @@ class Generator:
             most: tokens to add; fewer if the sample has less room.
             stop: texts that end the turn, in addition to those of the configuration.
 
+        Returns:
+            Number of tokens added to the sample, and why the request ended; None if nothing was sent.
+
         Raises:
             EngineError: no engine is left, or the last one tried refused; the sample keeps its tokens.
         """
-        async with self._places:
+        async with self._places():
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
-                return GenerationResult(0, "length")
+                return 0, "length"
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
             oldest = self._version()
             result = await self._answer(self._compose(sample, sampling, room, session, stop), traffic)
         if result is None:
-            return GenerationResult(0, None)
+            return 0, None
         self.cached_tokens += result.cached_tokens
         endings = self._endings if not stop else Endings(self._end_ids, self._stop + stop, self._tokenizer)
         which = f"group {sample.group_id}, response {sample.index}"
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
-            return self._absorb(sample, endings.settled(sample.tokens[start:], result), oldest)
+            settled = endings.settled(sample.tokens[start:], result)
+            if len(settled.output_ids):
+                versions = [version for version, _, _ in settled.versions]
+                possible = oldest <= min(versions) and max(versions) <= self._version()
+                assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
+                sample.extend(
+                    settled.output_ids,
+                    log_probs=settled.log_probs,
+                    versions=settled.versions,
+                    engine=settled.engine,
+                    routes=None if settled.routes is None else settled.routes[:, self._moe_layers],
+                    supports=settled.supports,
+                )
+            sample.aborts += settled.finish == "abort"
+            return len(settled.output_ids), settled.finish
 
     @property
     def vocab_size(self) -> int:
@@ -272,7 +308,10 @@ class Generator:
                 return None
             version = self._version()
             try:
-                result = await self._send(replace(request, cache_key=f"{self._run}-{version}"), traffic)
+                start = time.time()
+                with traffic.request():  # the engine client enforces the deadline
+                    result = await self._engines.generate(replace(request, cache_key=f"{self._run}-{version}"))
+                self._on_request(result.engine, start, time.time())
                 if not self._reused_older(result, version):
                     return result
             except EngineDied:
@@ -283,37 +322,11 @@ class Generator:
                     raise
                 await asyncio.sleep(next(pauses))
 
-    async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
-        """One exchange with an engine. The engine client enforces the deadline."""
-        start = time.time()
-        with traffic.request():
-            result = await self._engines.generate(request)
-        self._on_request(result.engine, start, time.time())
-        return result
-
     def _reused_older(self, result: GenerateResult, sent: int) -> bool:
         """Whether the answer to a request of version `sent` was computed by newer weights on a cached prefix of older
         ones. The request was in transit or queued at the engine while the weights changed and the cache was kept."""
         kept = self._config.rollout.pause_mode == "in_place" and not self._config.syncs_adapters
         return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
-
-    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> GenerationResult:
-        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
-        if len(result.output_ids):
-            versions = [version for version, _, _ in result.versions]
-            possible = oldest <= min(versions) and max(versions) <= self._version()
-            assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
-            routes = None if result.routes is None else result.routes[:, self._moe_layers]
-            sample.extend(
-                result.output_ids,
-                log_probs=result.log_probs,
-                versions=result.versions,
-                engine=result.engine,
-                routes=routes,
-                supports=result.supports,
-            )
-        sample.aborts += result.finish == "abort"
-        return GenerationResult(len(result.output_ids), result.finish)
 
 
 def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:

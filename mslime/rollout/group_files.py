@@ -7,7 +7,9 @@ of `rollout.state`. Files may come from another run: `fitted` checks that they f
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mslime.config.errors import DataError, reading
@@ -17,6 +19,10 @@ from mslime.data.sample import Group, Sample
 from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
 
 _NAME = re.compile(r"step_(\d+)\.npz")
+
+
+Refuse = Callable[[str, str, str], DataError]
+"""Makes the error of a file from a value, a rule and a way out."""
 
 
 @dataclass(frozen=True)
@@ -87,51 +93,52 @@ def fitted(stored: StepGroups, path: Path, train: TrainConfig, has_teacher: bool
         DataError: they are of another model, or lack data that the run needs.
     """
     with reading(DataError, str(path), "cannot be trained", "write the groups again with this version of mslime"):
+        refuse = partial(DataError, str(path))
         routed, steps = train.replay == "r3", train.optimizer_steps_per_rollout
         if len(stored.groups) < steps:
-            raise _refusal(path, f"{len(stored.groups)} groups", f"cannot fill {steps} optimizer steps",
+            raise refuse(f"{len(stored.groups)} groups", f"cannot fill {steps} optimizer steps",
                            "lower train.optimizer_steps_per_rollout")  # fmt: skip
         samples = [s for g in stored.groups for s in g.samples]
         if not any(s.trainable_tokens for s in samples):
-            raise _refusal(path, "0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
+            raise refuse("0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
         groups = [replace(g, samples=[_used(s, routed, has_teacher) for s in g.samples]) for g in stored.groups]
         for sample in (s for g in groups for s in g.samples):
-            _check_model(sample, path, model)
-            _check_complete(sample, path, routed, has_teacher)
+            _check_model(sample, refuse, model)
+            _check_complete(sample, refuse, routed, has_teacher)
     return groups
 
 
-def _check_model(sample: Sample, path: Path, model: ModelFacts) -> None:
+def _check_model(sample: Sample, refuse: Refuse, model: ModelFacts) -> None:
     where = f"group {sample.group_id}, response {sample.index}"
     other = "name the run's model in model.path, or write the groups with this model"
     if (largest := int(sample.tokens.max())) >= model.vocab_size:
-        raise _refusal(path, f"token {largest} ({where})", f"the model has {model.vocab_size} tokens", other)
+        raise refuse(f"token {largest} ({where})", f"the model has {model.vocab_size} tokens", other)
     if len(sample) > model.max_positions:
-        raise _refusal(path, f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
+        raise refuse(f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
     kept = 0 if sample.supports is None else int(sample.supports.ids.max(initial=0))
     if kept >= model.vocab_size:
         rule = f"a token was drawn from it, and the model has {model.vocab_size} tokens"
-        raise _refusal(path, f"token {kept} ({where})", rule, other)
+        raise refuse(f"token {kept} ({where})", rule, other)
     routes = sample.routes
     if routes is None:
         return
     has, wants = (routes.layer_ids, routes.experts.shape[2]), (model.moe_layer_ids, model.top_k)
     if has != wants:
-        raise _refusal(path, f"routes of layers {list(has[0])}, top-{has[1]} ({where})",
+        raise refuse(f"routes of layers {list(has[0])}, top-{has[1]} ({where})",
                        f"the model routes in layers {list(wants[0])}, top-{wants[1]}", other)  # fmt: skip
     if (largest := int(routes.experts.max(initial=0))) >= model.num_experts:
-        raise _refusal(path, f"expert {largest} ({where})", f"the model has {model.num_experts} experts", other)
+        raise refuse(f"expert {largest} ({where})", f"the model has {model.num_experts} experts", other)
 
 
-def _check_complete(sample: Sample, path: Path, routed: bool, has_teacher: bool) -> None:
+def _check_complete(sample: Sample, refuse: Refuse, routed: bool, has_teacher: bool) -> None:
     where = f"group {sample.group_id}, response {sample.index}"
     if sample.reward is None:
-        raise _refusal(path, where, "is not scored", "write the groups again")
+        raise refuse(where, "is not scored", "write the groups again")
     if routed and sample.routes is None:
-        raise _refusal(path, where, "has no routes to replay (train.replay: r3)",
+        raise refuse(where, "has no routes to replay (train.replay: r3)",
                        "set train.replay to r2 or off, or write the groups with r3")  # fmt: skip
     if has_teacher and sample.teacher_log_probs is None:
-        raise _refusal(path, where, "has no scores of the teacher, which is served",
+        raise refuse(where, "has no scores of the teacher, which is served",
                        "write groups with this teacher, or hold it in the trainer (model.teacher_path)")  # fmt: skip
 
 
@@ -142,7 +149,3 @@ def _used(sample: Sample, routed: bool, has_teacher: bool) -> Sample:
         routes=sample.routes if routed else None,
         teacher_log_probs=sample.teacher_log_probs if has_teacher else None,
     )
-
-
-def _refusal(path: Path, value: str, rule: str, way_out: str) -> DataError:
-    return DataError(str(path), value, rule, way_out)

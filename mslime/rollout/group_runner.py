@@ -17,12 +17,11 @@ from mslime.config.base import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
-from mslime.rollout.conversations import Agents
 from mslime.rollout.filters import load_sample_hook
 from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
 from mslime.rollout.group_tracker import GroupTracker
 from mslime.rollout.rewards.scorer import Scoring
-from mslime.rollout.turns import Rollout
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 
 
@@ -81,12 +80,11 @@ class GroupRunner:
         config: `seed`, `rollout` and `deadlines` are read.
         workflow: the function of `rollout.function`.
         agents: chat renderer and server for rollouts.
-        on_response: called after each finished response.
         on_end: called when a group has ended or rests, to submit another.
 
     Attributes:
         traffic: requests of training groups; while it is closed, nothing is generated.
-        moved: set when a group has ended, or something failed.
+        moved: set when a response or a group has ended, or something failed.
         failure: the first one, until `take_failure`.
     """
 
@@ -99,7 +97,6 @@ class GroupRunner:
         sampling: Sampling,
         scoring: Scoring,
         agents: Agents,
-        on_response: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
@@ -107,7 +104,7 @@ class GroupRunner:
         self._on_error: OnError = config.rollout.on_error
         self._limit_s = config.deadlines.rollout_function_s
         self._tracker, self._generator, self._sampling, self._scoring = tracker, generator, sampling, scoring
-        self._on_response, self._on_end = on_response, on_end
+        self._on_end = on_end
         self._hook = load_sample_hook(config.hooks.sample)
         self._live: dict[int, _LiveGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -177,7 +174,7 @@ class GroupRunner:
         first, *others = group.parts(number)
         if not first.status.finished and self._workflow is not single_turn:
             if others or first.response_length:
-                self._tracker.begin_again(group, number)
+                self._tracker.restart(group, [number], "restarted")
             (first,) = group.parts(number)
             first.metadata = copy.deepcopy(group.metadata)  # an earlier attempt may have added to it
         session = f"g{group.group_id}"
@@ -195,7 +192,7 @@ class GroupRunner:
             counts = await rollout.play(self._workflow, rollout.task(self._seed, evaluation=False), self._on_error)
             self._tracker.counters.add("failed_rollouts", not counts)
             self._tracker.counters.add("done")
-            self._on_response()
+            self.moved.set()
         if rollout.samples[0].status is not SampleStatus.FAILED:
             await rollout.scoring()
             try:
@@ -231,7 +228,8 @@ class GroupRunner:
                 await live.group_gate.moved.wait()
             errors = live.errors()
             if group.finished and live.ended and not errors:
-                errors += await self._score_group(group)
+                (error,) = await asyncio.gather(self._scoring.group_finished(group), return_exceptions=True)
+                errors += [] if error is None else [error]
         except asyncio.CancelledError:
             self._ended(live, self._tracker.put_back)
             raise
@@ -242,10 +240,6 @@ class GroupRunner:
         else:
             self._ended(live, self._tracker.interrupted)
         self._on_end()
-
-    async def _score_group(self, group: Group) -> list[BaseException]:
-        (error,) = await asyncio.gather(self._scoring.group_finished(group), return_exceptions=True)
-        return [] if error is None else [error]
 
     def _ended(self, live: _LiveGroup, then: Callable[[Group], None]) -> None:
         """Remove a group from the running ones."""
@@ -269,17 +263,15 @@ class GroupRunner:
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
-        """Drop a group at its second failure of its own; otherwise put it back and record the failure."""
-        if self._is_culprit(group, errors) and self._tracker.count_failure(group, str(errors[0])):
+        """Drop a group at its second failure of its own; otherwise put it back and record the failure. An engine's
+        death, or a failure of all groups at once, is not the group's own."""
+        forgiven = group.group_id in self._forgiven
+        own = not forgiven and not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
+        if own and (group.failures or self.failure is None) and self._tracker.count_failure(group, str(errors[0])):
             return
         self._tracker.put_back(group)
-        if group.group_id not in self._forgiven:
+        if not forgiven:
             self.fail(errors[0])
-
-    def _is_culprit(self, group: Group, errors: Sequence[BaseException]) -> bool:
-        """Whether the group itself caused these failures, not an engine's death or a failure of all groups at once."""
-        own = not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
-        return own and group.group_id not in self._forgiven and (bool(group.failures) or self.failure is None)
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
         """Report a crash of a group's task: such a task handles its own errors, so any other is a bug and must not be

@@ -29,70 +29,52 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
 from mslime.rollout.returned import TokenCounter
-from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
+from mslime.rollout.state import NO_GROUPS, Columns, PackedGroups, Stored, check_stored, unpack_groups
 from mslime.rollout.step_metrics import StepCounters
-
-# State that a tracker saves for a later service: groups and ledger of a full state, and of an outline.
 
 State = tuple[dict[str, Any], Columns]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """State of a tracker, for checkpoints.
+    """State of a tracker, for checkpoints. An outline has only `begun`, ledger and counters.
 
     Attributes:
         accepted, resting: groups; running groups are saved as resting.
         counters: totals since the start of the run.
         untrained: whether the groups taken last are among the accepted ones, with the ledger as before they were taken.
+        begun: groups as they were before anything was generated; the ledger is without pending tokens then.
     """
 
     accepted: PackedGroups
     resting: PackedGroups
     ledger: Ledger
     counters: dict[str, int]
-    untrained: bool
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Outline of a tracker.
-
-    Attributes:
-        groups: as they were before anything was generated. ledger: without pending tokens.
-    """
-
-    groups: PackedGroups
-    ledger: Ledger
-    counters: dict[str, int]
+    untrained: bool = False
+    begun: PackedGroups = NO_GROUPS
 
 
 def state_of(
     parts: Sequence[Kept], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
 ) -> State:
-    """(JSON-able header, columns) from which a tracker continues without losing a token.
+    """(JSON-able header, columns) from which a tracker continues: without losing a token, or from outlines.
 
     Args:
         parts: of all managers. ledger, counters: of the run.
     """
     accepted, _ = PackedGroups.joined([part.accepted for part in parts])
     groups, columns = PackedGroups.joined([*(part.accepted for part in parts), *(part.resting for part in parts)])
-    numbers = _numbers(version, next_group_id, ledger, counters)
-    return {"accepted": len(accepted), "groups": groups, **numbers}, columns
-
-
-def outline_of(
-    parts: Sequence[Begun], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
-) -> State:
-    """A small state for the case that the groups are lost: untrained groups begin again from their prompts, and their
-    tokens are dropped. Valid for a checkpoint after the step taken last."""
-    begun, columns = PackedGroups.joined([part.groups for part in parts])
-    return {"accepted": 0, "groups": [], "begun": begun, **_numbers(version, next_group_id, ledger, counters)}, columns
+    begun, prompts = PackedGroups.joined([part.begun for part in parts])
+    header = {
+        "accepted": len(accepted), "groups": groups, "version": version, "next_group_id": next_group_id,
+        "ledger": ledger.state_dict(), "counters": dict(counters),
+    }  # fmt: skip
+    return (header | {"begun": begun}, prompts) if begun else (header, columns)
 
 
 @dataclass(frozen=True)
 class Continued:
-    """Contents of a file of `state_of` or `outline_of`.
+    """Contents of a file of `state_of`.
 
     Attributes:
         accepted, resting: groups. counters: totals since the start of the run.
@@ -106,12 +88,10 @@ class Continued:
     next_group_id: int
 
 
-def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group], *,
-              has_teacher: bool) -> Continued:  # fmt: skip
+def continued(header: Mapping[str, Any], columns: Stored, *, has_teacher: bool) -> Continued:
     """Read a state back.
 
     Args:
-        make: creates a new group from its id, prompt and size.
         has_teacher: a served teacher scores responses, so groups from a run without one are incomplete.
 
     Raises:
@@ -120,10 +100,11 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     groups = unpack_groups(header["groups"], columns)
     accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
     check_stored(groups)
-    resting += begun_anew(header.get("begun", []), columns, make)
+    resting += begun_anew(header.get("begun", []), columns)
     if has_teacher:
-        resting += [group for group in accepted if _lacks_teacher(group)]
-        accepted = [group for group in accepted if not _lacks_teacher(group)]
+        whole = [g for g in accepted if all(sample.teacher_log_probs is not None for sample in g.samples)]
+        resting += [group for group in accepted if group not in whole]
+        accepted = whole
     ledger = Ledger.from_state(header["ledger"])
     if (alive := trainable([*accepted, *resting])) != ledger.pending:
         raise ValueError(f"{ledger.pending} tokens are pending in the tracker, {alive} are held")
@@ -131,18 +112,17 @@ def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callab
     return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
 
 
-def _lacks_teacher(group: Group) -> bool:
-    return any(sample.teacher_log_probs is None for sample in group.samples)
-
-
-def _numbers(version: int, next_group_id: int, ledger: Ledger, counters: Mapping[str, int]) -> dict[str, Any]:
-    """Header values of a state besides groups."""
-    return {
-        "version": version,
-        "next_group_id": next_group_id,
-        "ledger": ledger.state_dict(),
-        "counters": dict(counters),
-    }
+def begun_anew(headers: Sequence[Mapping[str, Any]], columns: Stored) -> list[Group]:
+    """The groups of `PackedGroups.begun`, made again."""
+    groups: list[Group] = []
+    for h in headers:
+        tokens, chat = columns.cut("prompts", h["prompt"]).tolist(), h.get("chat") or {}
+        asked = Prompt(
+            tokens, h["label"], dict(h["metadata"]), h["source"], "", chat.get("messages"), chat.get("tools")
+        )
+        groups.append(new_group(int(h["group_id"]), asked, int(h["size"])))
+        groups[-1].failures = int(h["failures"])
+    return groups
 
 
 def trainable(groups: Sequence[Group]) -> int:
@@ -297,10 +277,6 @@ class GroupTracker(TokenCounter):
     def masked(self, tokens: int, reason: str) -> None:
         self.ledger.mask(tokens, reason)
 
-    def begin_again(self, group: Group, number: int) -> None:
-        """Drop the generated tokens of a rollout, because its function cannot continue from the middle."""
-        self._restart(group, [number], "restarted")
-
     def put_back(self, group: Group) -> None:
         """A running group rests unchanged until it is continued."""
         self._rest(self.running.pop(group.group_id))
@@ -308,7 +284,7 @@ class GroupTracker(TokenCounter):
     def interrupted(self, group: Group) -> None:
         """A running group is interrupted and rests; without partial rollouts it restarts from its prompt."""
         if not self._rollout.partial:
-            self._restart(group, group.numbers, "aborted")
+            self.restart(group, group.numbers, "aborted")
         self.put_back(group)
 
     def complete(self, group: Group) -> None:
@@ -367,7 +343,8 @@ class GroupTracker(TokenCounter):
                 return False
         return True
 
-    def _restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
+    def restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
+        """Drop the generated tokens of rollouts, which begin again from their prompt."""
         for number in numbers:
             self.ledger.drop(group.begin_again(number), reason)
             self.on_discard(group.group_id, number)
@@ -429,7 +406,7 @@ class GroupTracker(TokenCounter):
             self._drop(group, "stale")
             self.counters.add("stale_groups")
             return False
-        self._restart(group, list(stale), "stale")
+        self.restart(group, list(stale), "stale")
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer
@@ -494,21 +471,21 @@ class GroupTracker(TokenCounter):
             next_step: first step of a resumed run; its groups are included even if they are taken already.
         """
         taken = self._taken
-        untrained = taken if taken is not None and next_step is not None and taken.step >= next_step else None
-        ledger = self.ledger.copy()
-        if untrained is not None:
-            ledger = ledger.before_training(untrained.tokens, untrained.mark)
-        accepted = sound([*(untrained.groups if untrained is not None else []), *self.accepted], ledger)
+        ledger, accepted, untrained = self.ledger.copy(), self.accepted, False
+        if taken is not None and next_step is not None and taken.step >= next_step:
+            ledger = ledger.before_training(taken.tokens, taken.mark)
+            accepted, untrained = [*taken.groups, *accepted], True
+        accepted = sound(accepted, ledger)
         resting = sound([*self.partial, *self.running.values()], ledger)
         packed = (PackedGroups.of(accepted), PackedGroups.of(resting))
-        return Kept(*packed, ledger, dict(self.counters.total), untrained is not None)
+        return Kept(*packed, ledger, dict(self.counters.total), untrained)
 
-    def begun(self) -> Begun:
+    def begun(self) -> Kept:
         """Outline for a checkpoint."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
         groups = PackedGroups.begun(sorted(self.held(), key=lambda g: g.group_id))
-        return Begun(groups, ledger, dict(self.counters.total))
+        return Kept(NO_GROUPS, NO_GROUPS, ledger, dict(self.counters.total), begun=groups)
 
 
 def due(group: Group) -> tuple[int, int]:
@@ -531,19 +508,6 @@ def _urgency(group: Group) -> tuple[int, int, int]:
 
 Due = tuple[int, int]
 """(training order as in `due`, group id) of an accepted group."""
-
-
-@dataclass(frozen=True)
-class ManagerShare:
-    """Input of one manager for the division of the gate.
-
-    Attributes:
-        ready: groups accepted now, or taken since the gate opened.
-        engines: number of living engines.
-    """
-
-    ready: int
-    engines: int
 
 
 def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> list[int]:
@@ -572,13 +536,14 @@ class JoinedTrackers:
 
     Attributes:
         version: weight version that all engines serve.
+        base_version: when the gate was opened; None before.
         next_group_id: number of groups begun so far.
         allowances: groups that each manager may take, accept and run since the gate opened.
     """
 
     def __init__(self, rollout: RolloutConfig, managers: int) -> None:
         self._gate, self._groups_per_step = SubmitGate.of(rollout), rollout.groups_per_step
-        self._base_version: int | None = None
+        self.base_version: int | None = None
         self._settled = Ledger()  # tokens whose fate was known before the managers began
         self._counted = Counter[str]()  # counts from before that
         self._mark, self._mark_before = dict[str, int](), dict[str, int]()  # of the last two steps
@@ -587,22 +552,20 @@ class JoinedTrackers:
 
     # ------------------------------------------------------------------------------------------------------ the gate
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the gate has been opened."""
-        return self._base_version is not None
-
-    def allow(self, shares: Sequence[ManagerShare]) -> list[int]:
+    def allow(self, ready: Sequence[int], engines: Sequence[int]) -> list[int]:
         """Divide the increase of the gate's limit among managers; returns `allowances`. The first call opens
-        the gate."""
-        if self._base_version is None:
-            self._base_version = self.version
-        more = self._gate.limit(self.version - self._base_version) - sum(self.allowances)
-        unfinished = [allowed - share.ready for allowed, share in zip(self.allowances, shares, strict=True)]
-        engines = [share.engines for share in shares]
-        if not any(engines):  # without engines, requests fail with that error
-            engines = [1] * len(shares)
-        given = dealt(more, unfinished, engines)
+        the gate.
+
+        Args:
+            ready: of each manager: groups accepted now, or taken since the gate opened.
+            engines: number of living engines of each.
+        """
+        if self.base_version is None:
+            self.base_version = self.version
+        more = self._gate.limit(self.version - self.base_version) - sum(self.allowances)
+        unfinished = [allowed - done for allowed, done in zip(self.allowances, ready, strict=True)]
+        # without engines, requests fail with that error
+        given = dealt(more, unfinished, engines if any(engines) else [1] * len(engines))
         self.allowances = [allowed + new for allowed, new in zip(self.allowances, given, strict=True)]
         return self.allowances
 
@@ -646,19 +609,10 @@ class JoinedTrackers:
         self.version, self.next_group_id = saved.version, saved.next_group_id
 
     def state(self, parts: Sequence[Kept]) -> State:
-        """Contents of a state file, from the state of all managers."""
-        ledger = self.ledger([part.ledger for part in parts])
+        """Contents of a state file, from the states or the outlines of all managers."""
+        ledger, counters = self.ledger([part.ledger for part in parts]), Counter(self._counted)
+        for part in parts:
+            counters.update(part.counters)
         if any(part.untrained for part in parts):
             ledger = ledger.before_training(0, self._mark_before)
-        return state_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
-
-    def outline(self, parts: Sequence[Begun]) -> State:
-        """Contents of an outline, from the outlines of all managers."""
-        ledger = self.ledger([part.ledger for part in parts])
-        return outline_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
-
-    def _total(self, parts: Iterable[dict[str, int]]) -> dict[str, int]:
-        total = Counter(self._counted)
-        for part in parts:
-            total.update(part)
-        return dict(total)
+        return state_of(parts, ledger, counters, self.version, self.next_group_id)

@@ -11,7 +11,7 @@ import asyncio
 import copy
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,36 +19,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.base import PauseMode
 from mslime.config.data import EvalSetConfig
-from mslime.config.errors import EngineError
+from mslime.config.errors import EngineError, RolloutError
 from mslime.config.model_facts import ModelFacts
-from mslime.config.reward import GraderConfig, RewardServersConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group
+from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.conversations import Agents
+from mslime.rollout.agents.choose import choose_renderer
 from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
-from mslime.rollout.evaluate import answer
-from mslime.rollout.generation import Generator, GroupGate, Sampling, Traffic
+from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
-from mslime.rollout.group_tracker import (
-    Begun,
-    Due,
-    GroupTracker,
-    Kept,
-    ManagerShare,
-    SubmitGate,
-    due,
-    new_group,
-    trainable,
-)
-from mslime.rollout.hosted import HostedRollouts
-from mslime.rollout.protocols import EngineLimits, living
-from mslime.rollout.rewards.scorer import RewardScorer, Scoring
-from mslime.rollout.teacher import ServedTeacher
-from mslime.rollout.turns import Rollout
-from mslime.rollout.ungrouped_requests import Guests
+from mslime.rollout.group_tracker import Due, GroupTracker, Kept, SubmitGate, due, new_group, trainable
+from mslime.rollout.hosted import Guests, HostedRollouts
+from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
+from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import single_turn
 
 if TYPE_CHECKING:
@@ -60,6 +45,7 @@ as many messages."""
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25
 Span = tuple[str, str, float, float, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class Report:
         serial: later reports have higher numbers.
         accepted, running: groups. done, aborted: responses of this step.
         wanted: new groups that it has room for, beyond groups to continue.
-        share: input for the division of the gate.
+        ready, engines: for the division of the gate (`JoinedTrackers.allow`).
         failed: something failed, and waits to be raised.
     """
 
@@ -99,7 +85,8 @@ class Report:
     done: int
     aborted: int
     wanted: int
-    share: ManagerShare
+    ready: int
+    engines: int
     failed: bool
 
 
@@ -150,7 +137,7 @@ class Manager:
         teacher: ServedTeacher | None = None,
         eval_scorers: Mapping[str, RewardScorer] | None = None,
         adapter: str = "",
-        places: AbstractAsyncContextManager[None] | None = None,
+        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
         report_every_s: float = 0.0,
     ) -> None:
         self._config, self._engines, self._adapter, self._tokenizer = config, engines, adapter, tokenizer
@@ -160,23 +147,23 @@ class Manager:
         hosted = self._workflow if isinstance(self._workflow, HostedRollouts) else None
         self.tracker = GroupTracker(config.rollout, config.on_stale, hosted.counted if hosted is not None else ())
         self._generator = Generator(
-            config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, adapter, places
-        )
+            config, engines, tokenizer, model, limits, lambda: self.tracker.version,
+            lambda engine, start, end: self._note_span(engine, "generate", start, end), adapter, places,
+        )  # fmt: skip
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
-        scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
-        self._agents = Agents.with_tokenizer(
-            config.rollout, model.renderers, tokenizer.for_thread, special_texts(tokenizer)
+        scoring = Scoring(
+            config.reward, config.rollout.max_response_tokens, scorer, teacher,
+            lambda began: self._note_span("teacher", "score", began, time.time()),
+        )  # fmt: skip
+        self._agents = Agents(
+            config.rollout,
+            lambda: choose_renderer(
+                config.rollout.renderer, model.renderers, tokenizer.for_thread(), config.rollout.thinking
+            ),
+            special_texts(tokenizer),
         )
         self._runner = GroupRunner(
-            config,
-            self._workflow,
-            self.tracker,
-            self._generator,
-            self._sampling,
-            scoring,
-            self._agents,
-            self._note_response,
-            self._pump,
+            config, self._workflow, self.tracker, self._generator, self._sampling, scoring, self._agents, self._pump
         )
         self._guests: Guests | None = None
         if hosted is not None:
@@ -191,20 +178,6 @@ class Manager:
         self._spans: list[Span] = []  # since the last step
         self._serial, self._told_at, self._report_every_s = 0, 0.0, report_every_s
 
-    @property
-    def version(self) -> int:
-        """Weight version that the engines serve and the trainer holds."""
-        return self.tracker.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.tracker.version = version
-
-    @property
-    def ledger(self) -> Ledger:
-        """The fate of every generated token."""
-        return self.tracker.ledger
-
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
         otherwise the engines keep them and continue with the new weights. If only adapters are synced, nothing is held.
@@ -218,30 +191,33 @@ class Manager:
         self._generator.ready.clear()
         await self._everywhere(lambda: self._engines.pause(mode))
 
-    async def resume_after_update(self, version: int) -> None:
+    async def resume_after_update(self, version: int, allowance: int | None) -> None:
         """Continue with weights of `version`. Prefixes cached with older weights are flushed. `pause_mode: in_place`
-        has to keep the caches of running responses instead; new requests do not match old prefixes (`Generator`)."""
+        has to keep the caches of running responses instead; new requests do not match old prefixes (`Generator`).
+
+        If only adapters are synced, the engines have loaded them. Responses of older adapters are interrupted and
+        continue at once with the new ones; with `pause_mode: in_place` each request ends with its own. Prefix caches of
+        engines are per adapter.
+
+        Args:
+            allowance: see `go_on`; None if the gate is not open.
+        """
+        if allowance is not None:
+            self.tracker.allowance = allowance
         self.tracker.published(version)
         if self._config.syncs_adapters:
-            await self._switch(version)
-            return
-        if self._pause_mode != "in_place":
-            await self._everywhere(self._engines.flush_cache)
-        await self._everywhere(self._engines.resume)
-        self._runner.forget_deaths()
-        self._generator.ready.set()
+            self._runner.forget_deaths()
+            interrupt = self._pause_mode == "abort"
+            await self._everywhere(lambda: self._engines.switch(version, interrupt, self._adapter))
+        else:
+            if self._pause_mode != "in_place":
+                await self._everywhere(self._engines.flush_cache)
+            await self._everywhere(self._engines.resume)
+            self._runner.forget_deaths()
+            self._generator.ready.set()
         if self._works_ahead:
             self._go_on()
-
-    async def _switch(self, version: int) -> None:
-        """Continue with the adapters of `version`, which the engines have loaded. Responses of older adapters are
-        interrupted and continue at once with the new ones; with `pause_mode: in_place` each request ends with its own.
-        Prefix caches of engines are per adapter."""
-        self._runner.forget_deaths()
-        interrupt = self._pause_mode == "abort"
-        await self._everywhere(lambda: self._engines.switch(version, interrupt, self._adapter))
-        if self._works_ahead:
-            self._go_on()
+        self._runner.moved.set()
 
     async def drain(self) -> None:
         """Interrupt all generation and wait until no request of this manager is at an engine. Generated tokens are
@@ -336,7 +312,8 @@ class Manager:
             tracker.counters.since_mark("done"),
             tracker.counters.since_mark("aborted"),
             max(0, tracker.room() - len(tracker.partial)) if going else 0,
-            ManagerShare(tracker.ready, living(self._engines)),
+            tracker.ready,
+            living(self._engines),
             runner.failure is not None,
         )
 
@@ -365,25 +342,24 @@ class Manager:
         """Interrupt everything after a failure of any manager. Returns and clears this manager's own failure,
         if any."""
         failure = self._runner.take_failure()
-        await self._come_to_rest()
+        if living(self._engines):
+            await self.drain()
+        self._runner.stop_traffic()  # begin nothing more
         return failure
 
     async def standing(self) -> Standing:
         """Numbers for the error of a late step."""
-        return self._standing()
-
-    async def resume_with(self, version: int, allowance: int | None) -> None:
-        """`resume_after_update`, with a new allowance (see `go_on`) if the gate is open."""
-        if allowance is not None:
-            self.tracker.allowance = allowance
-        await self.resume_after_update(version)
-        self._runner.moved.set()
+        tracker, counters = self.tracker, self.tracker.counters
+        return Standing(
+            len(tracker.accepted), len(tracker.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
+            counters.since_mark("filtered_groups"), counters.since_mark("truncated_groups"), living(self._engines),
+        )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------- state
 
     async def continue_with(self, version: int, accepted: Sequence[Group], resting: Sequence[Group]) -> None:
         """Start with these groups of a saved state, before anything is begun."""
-        self.version = version
+        self.tracker.version = version
         self._take_in(accepted, accepted=True)
         self._take_in(resting)
 
@@ -402,7 +378,7 @@ class Manager:
             self._go_on()
         return kept
 
-    async def begun(self) -> Begun:
+    async def begun(self) -> Kept:
         """Outline of this manager for a checkpoint."""
         return self.tracker.begun()
 
@@ -428,19 +404,6 @@ class Manager:
                 break
             self._runner.start(group)
 
-    async def _come_to_rest(self) -> None:
-        """After a failure: interrupt everything, if an engine lives, and begin nothing more."""
-        if living(self._engines):
-            await self.drain()
-        self._runner.stop_traffic()
-
-    def _standing(self) -> Standing:
-        tracker, counters = self.tracker, self.tracker.counters
-        return Standing(
-            len(tracker.accepted), len(tracker.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
-            counters.since_mark("filtered_groups"), counters.since_mark("truncated_groups"), living(self._engines),
-        )  # fmt: skip
-
     async def _everywhere(self, call: Callable[[], Awaitable[None]]) -> None:
         """Send a control call to all engines; repeat it if one dies meanwhile. Raises EngineError if none is left."""
         while True:
@@ -452,18 +415,53 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------------- telling
 
-    def _note_response(self) -> None:
-        self._runner.moved.set()
-
-    def _teaching(self) -> Callable[[], None]:
-        started = time.time()
-        return lambda: self._note_span("teacher", "score", started, time.time())
-
-    def _request_done(self, engine: str, start: float, end: float) -> None:
-        self._note_span(engine, "generate", start, end)
-
     def _note_span(self, lane: str, name: str, start: float, end: float) -> None:
         self._spans.append((lane, name, start, end, self._step))
+
+
+async def answer(
+    groups: Sequence[Group],
+    roll: Callable[[Group, int], Awaitable[None]],
+    scorer: RewardScorer,
+    at_once: int = sys.maxsize,
+) -> None:
+    """Finish and score all rollouts of `groups`. Raises the first error and cancels the others.
+
+    Args:
+        roll: runs a rollout of a group to its end.
+        at_once: limit of concurrent rollouts.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def run(group: Group, number: int) -> None:
+        async with places:
+            await roll(group, number)
+        last = group.parts(number)[-1]
+        if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:
+            last.reward = await scorer.score(last)
+
+    async def score(group: Group) -> None:
+        last = [parts[-1] for parts in group.rollouts() if parts[-1].status is not SampleStatus.FAILED]
+        if all(s.reward is not None for s in last):
+            return  # the rollout function set them, as in training
+        for sample, reward in zip(last, await scorer.score_group(last), strict=True):
+            sample.reward = reward
+
+    await concurrently(run(g, number) for g in groups for number in g.numbers)
+    await concurrently(score(group) for group in groups if scorer.per_group)
+
+
+async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of concurrent calls. The first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
+        raise RolloutError("eval", "a rollout", "was cancelled from within",
+                           "catch CancelledError in the function that answers or scores it")  # fmt: skip
+    return [task.result() for task in begun]
 
 
 # Settings of one of several rollout managers: limits of shared servers are divided, fixed ports counted up.
@@ -471,41 +469,29 @@ class Manager:
 # Processes (`reward.workers`, environments) and limits for each engine hold per manager, since they grow with the
 # engines.
 
-Servers = TypeVar("Servers", bound=RewardServersConfig)
-Grader = TypeVar("Grader", bound=GraderConfig)
-ScoringSection = TypeVar("ScoringSection", bound=ScoringConfig)
-
 
 def share_of(config: RunConfig, index: int) -> RunConfig:
     """Settings of manager `index` of `rollout.managers`. A fixed port of the agents' server is used by manager 0, and
     the others count up from it. Concurrency limits for served teachers and rewards are divided."""
-    teacher, rollout, data, every = config.teacher, config.rollout, config.data, config.rollout.managers
+    every, rollout, data = config.rollout.managers, config.rollout, config.data
+
+    def divided(section: Any) -> Any:
+        return section.model_copy(update={"concurrency": max(1, section.concurrency // every)})
+
+    def grader(section: Any, **changed: Any) -> Any:
+        servers = {"http": divided(section.http), "judge": divided(section.judge)}
+        return section.model_copy(update=servers | changed)
+
+    def scoring(section: Any) -> Any:
+        return grader(section, parts=[grader(part) for part in section.parts])
+
     port = rollout.server.port + index if rollout.server.port else 0
-    sets = [
-        s if s.reward is None else s.model_copy(update={"reward": _reward(s.reward, every)}) for s in data.eval_sets
-    ]
+    sets = [s.model_copy(update={"reward": scoring(s.reward)}) if s.reward else s for s in data.eval_sets]
     return config.model_copy(
         update={
-            "teacher": teacher.model_copy(update={"concurrency": _part(teacher.concurrency, every)}),
+            "teacher": divided(config.teacher),
             "rollout": rollout.model_copy(update={"server": rollout.server.model_copy(update={"port": port})}),
-            "reward": _reward(config.reward, every),
+            "reward": scoring(config.reward),
             "data": data.model_copy(update={"eval_sets": sets}),
         }
     )
-
-
-def _reward(reward: ScoringSection, every: int) -> ScoringSection:
-    return _grader(reward, every, parts=[_grader(part, every) for part in reward.parts])
-
-
-def _grader(grader: Grader, every: int, **changed: Any) -> Grader:
-    divided = {"http": _servers(grader.http, every), "judge": _servers(grader.judge, every)}
-    return grader.model_copy(update={**divided, **changed})
-
-
-def _servers(servers: Servers, every: int) -> Servers:
-    return servers.model_copy(update={"concurrency": _part(servers.concurrency, every)})
-
-
-def _part(requests: int, every: int) -> int:
-    return max(1, requests // every)

@@ -14,7 +14,7 @@ from mslime.backends.sglang.generating import Finish
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.extensions import checked_metrics
-from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.session import ReplyTurn
 from mslime.rollout.workflow import Episode
 
 # Sequences of one rollout: growth, protection against changes by user code, and the choice of trained ones.

@@ -13,31 +13,74 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from mslime.backends.sglang.engine_pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.rollout import RolloutConfig
 from mslime.data.checkpoints import FileSum
-from mslime.data.sample import Group
-from mslime.data.source import Prompt, PromptStream
-from mslime.rollout.evaluate import EvalResult, summarise
-from mslime.rollout.group_tracker import JoinedTrackers, ManagerShare, continued, new_group
-from mslime.rollout.manager import HandedOver, Manager, Report, Standing
-from mslime.rollout.protocols import Asked, StepBatch
-from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
-from mslime.rollout.step_metrics import batch_metrics
+from mslime.data.sample import Group, Sample
+from mslime.data.source import PromptStream
+from mslime.rollout.group_tracker import JoinedTrackers, continued, new_group
+from mslime.rollout.manager import HandedOver, Manager, Report, Standing, concurrently
+from mslime.rollout.state import open_state, save_beside, state_bytes
+from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
 T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
 """Time limit for the managers' reports when a step is late."""
-_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, ManagerShare(0, 0), False)
+_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, 0, 0, False)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The groups of one training step.
+
+    Attributes:
+        version: the trainer's weight version when they were taken.
+        metrics: `reward/*`, `rollout/*`, `staleness/*` and `ledger/*` of the step.
+    """
+
+    step: int
+    version: int
+    groups: list[Group]
+    metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples of all groups, in order."""
+        return [s for g in self.groups for s in g.samples]
+
+
+# Calls to an object's methods, independent of its process: this one here, another one in `run.ray_calls`.
+
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Asked(Protocol[T_co]):
+    """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
+
+    async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        """Call the method: return its result or raise its error."""
+        ...
+
+
+class Local(Generic[T]):
+    """An object of this process."""
+
+    def __init__(self, it: T) -> None:
+        self.it = it
+
+    async def ask(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
+        return await getattr(self.it, method.__name__)(*args, **options)
 
 
 class RolloutService:
@@ -67,9 +110,9 @@ class RolloutService:
         longest_input: int,
         *,
         has_teacher: bool = False,
-        on_progress: Callable[[int, int, int, int, int], None] | None = None,
-        on_span: Callable[[str, str, float, float, int], None] | None = None,
-        on_evaluated: Callable[[str, Sequence[Group]], None] | None = None,
+        on_progress: Callable[[int, int, int, int, int], None] = lambda *counts: None,
+        on_span: Callable[[str, str, float, float, int], None] = lambda *span: None,
+        on_evaluated: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
     ) -> None:
         self._managers, self._source = list(managers), source
         self._group_size, self._groups_per_step = rollout.group_size, rollout.groups_per_step
@@ -111,17 +154,21 @@ class RolloutService:
         limit = asyncio.timeout(self._step_limit_s)
         try:
             async with limit:
-                await self._go_on()
+                allowances = await self._allowances()
+                self._watch()
+                self._note_all(
+                    await self._each(allowances, lambda manager, mine: manager.ask(Manager.go_on, step, mine))
+                )
                 await self._enough()
                 if not self._works_ahead:
-                    await self._all(lambda manager: manager.ask(Manager.drain))
+                    await self._all(Manager.drain)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise self._too_late(await self._standing()) from error
-        self._chosen = self.joined.choose(await self._all(lambda manager: manager.ask(Manager.accepted)))
+            raise await self._too_late() from error
+        self._chosen = self.joined.choose(await self._all(Manager.accepted))
         parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
-        self._note_all(await self._all(lambda manager: manager.ask(Manager.report)))
+        self._note_all(await self._all(Manager.report))
         self._span("rollout", "collect", started)
         return self._batch(step, parts)
 
@@ -142,16 +189,16 @@ class RolloutService:
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update; see `Manager.pause_for_update`."""
-        await self._all(lambda manager: manager.ask(Manager.pause_for_update))
+        await self._all(Manager.pause_for_update)
 
     async def resume_after_update(self, version: int) -> None:
         """Continue with weights of `version`; see `Manager.resume_after_update`."""
         self.joined.version = version
         allowances: Sequence[int | None] = [None] * len(self._managers)
-        if self._works_ahead or self.joined.is_open:
+        if self._works_ahead or self.joined.base_version is not None:
             allowances = await self._allowances()
             self._watch()
-        await self._each(allowances, lambda manager, allowance: manager.ask(Manager.resume_with, version, allowance))
+        await self._each(allowances, lambda manager, mine: manager.ask(Manager.resume_after_update, version, mine))
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now. Manager i modulo
@@ -162,18 +209,13 @@ class RolloutService:
         Raises DataError for a bad file, EngineError if no engine is left, RewardError according to `reward.on_error`.
         """
         started, step, every = time.time(), self._step, len(self._managers)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                parts = [
-                    tasks.create_task(manager.ask(Manager.answer_rows, eval_set, first=index, every=every))
-                    for index, manager in enumerate(self._managers)
-                ]
-        except ExceptionGroup as errors:  # the first failure cancelled the others
-            raise errors.exceptions[0] from None
-        groups = sorted((group for part in parts for group in part.result()), key=_id)
+        parts = await concurrently(
+            manager.ask(Manager.answer_rows, eval_set, first=index, every=every)
+            for index, manager in enumerate(self._managers)
+        )
+        groups = sorted((group for part in parts for group in part), key=_id)
         self._span("rollout", "evaluate", started, step)
-        if self._on_evaluated is not None:
-            self._on_evaluated(eval_set.name, groups)
+        self._on_evaluated(eval_set.name, groups)
         return summarise(eval_set.name, groups, time.time() - started)
 
     async def close(self) -> None:
@@ -183,7 +225,7 @@ class RolloutService:
                 task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         with suppress(UserError):  # of a manager that has ended
-            await self._all(lambda manager: manager.ask(Manager.close))
+            await self._all(Manager.close)
 
     def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
         """The groups of a step, with the numbers of all managers together."""
@@ -191,8 +233,7 @@ class RolloutService:
         booked = self.joined.taken([part.ledger for part in parts], sum(part.alive for part in parts))
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         for span in (span for part in parts for span in part.spans):
-            if self._on_span is not None:
-                self._on_span(*span)
+            self._on_span(*span)
         metrics = {**batch_metrics(groups, self.version), **booked, **counts}
         metrics["data/skipped_rows"] = float(self._source.skipped)
         metrics["rollout/cached_tokens"] = float(sum(part.cached_tokens for part in parts))
@@ -204,64 +245,47 @@ class RolloutService:
 
     # ---------------------------------------------------------------------------------------------------- state
 
-    async def save(self, path: Path, next_step: int | None = None) -> FileSum:
+    async def save(self, path: Path, next_step: int | None = None, interrupt: bool = False) -> FileSum:
         """Write the service's state atomically to `path` (.npz without pickle); returns the file's checksum.
 
         Args:
             next_step: first step of a resumed run; its groups are included even if they are taken already.
+            interrupt: include tokens at the engines: interrupts generation, and continues it during the write.
         """
-        return await self._save(path, next_step, interrupt=False)
-
-    async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
-        """`save` including tokens at the engines: interrupts generation, and continues it during the write."""
-        return await self._save(path, next_step, interrupt=True)
+        async with self._handing:
+            parts = await self._all(Manager.kept, next_step, interrupt)
+            header, columns = self.joined.state(parts)
+            header |= {"source": self._source.state_dict()}
+        return await save_beside(path, header, columns)
 
     async def outline(self) -> bytes:
         """A small state file for the case that this service is lost: untrained groups begin again from their prompts.
         Valid for a checkpoint after the step taken last."""
         async with self._handing:
-            parts = await self._all(lambda manager: manager.ask(Manager.begun))
-            header, columns = self.joined.outline(parts)
+            parts = await self._all(Manager.begun)
+            header, columns = self.joined.state(parts)
             return state_bytes(header | {"source": self._source.state_dict()}, columns)
 
     async def load(self, path: Path) -> None:
         """Continue from a file of `save` or `outline`, before the first `take`. Groups are dealt to the managers in
         order of their ids. Raises CheckpointError if it cannot be read, DataError if the prompts differ."""
         with open_state(path) as (header, stored):
-            await self.continue_from(header, stored)
-
-    async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
-        """`load` from the contents of a file."""
-        self._source.load_state_dict(header["source"])
-        saved = continued(header, columns, new_group, has_teacher=self._has_teacher)
-        self.joined.continue_from(saved)
-        accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
-        every = len(self._managers)
-        await self._each(
-            range(every),
-            lambda manager, i: manager.ask(Manager.continue_with, saved.version, accepted[i::every], resting[i::every]),
-        )
-
-    async def _save(self, path: Path, next_step: int | None, interrupt: bool) -> FileSum:
-        async with self._handing:
-            parts = await self._all(lambda manager: manager.ask(Manager.kept, next_step, interrupt))
-            header, columns = self.joined.state(parts)
-            header |= {"source": self._source.state_dict()}
-        return await save_beside(path, header, columns)
+            self._source.load_state_dict(header["source"])
+            saved = continued(header, stored, has_teacher=self._has_teacher)
+            self.joined.continue_from(saved)
+            every, version = len(self._managers), saved.version
+            accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
+            await self._each(
+                range(every),
+                lambda manager, i: manager.ask(Manager.continue_with, version, accepted[i::every], resting[i::every]),
+            )
 
     # ------------------------------------------------------------------------------------------------ submission
 
-    async def _go_on(self) -> None:
-        """Let all managers work on the step."""
-        allowances, step = await self._allowances(), self._step
-        self._watch()
-        reports = await self._each(allowances, lambda manager, allowance: manager.ask(Manager.go_on, step, allowance))
-        self._note_all(reports)
-
     async def _allowances(self) -> list[int]:
         """The divided gate for the weights that the engines serve now."""
-        reports = await self._all(lambda manager: manager.ask(Manager.report))
-        return self.joined.allow([report.share for report in reports])
+        reports = await self._all(Manager.report)
+        return self.joined.allow([report.ready for report in reports], [report.engines for report in reports])
 
     def _watch(self) -> None:
         if not self._watching:
@@ -286,15 +310,19 @@ class RolloutService:
         async with self._handing:
             groups: list[Group] = []
             try:
-                groups += (self._new_group() for _ in range(count))
+                for _ in range(count):
+                    prompt = self._source.next()
+                    if len(prompt.tokens) >= self._longest_input:
+                        rule = f"model and engines take fewer than {self._longest_input} tokens"
+                        raise DataError(
+                            prompt.where, f"{len(prompt.tokens)} tokens", f"leaves no room for a response: {rule}",
+                            "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' context",
+                        )  # fmt: skip
+                    groups.append(new_group(self.joined.next_group_id, prompt, self._group_size))
+                    self.joined.next_group_id += 1
             except UserError as error:
                 self._fail(error)
             await self._managers[index].ask(Manager.hand, groups)
-
-    def _new_group(self) -> Group:
-        prompt = next_prompt(self._source, self._longest_input)
-        self.joined.next_group_id += 1
-        return new_group(self.joined.next_group_id - 1, prompt, self._group_size)
 
     def _note_all(self, reports: Sequence[Report]) -> None:
         for index, report in enumerate(reports):
@@ -306,15 +334,8 @@ class RolloutService:
             return
         self._reports[index] = report
         self._moved.set()
-        if self._on_progress is not None:
-            every = self._reports
-            self._on_progress(
-                self._groups_per_step,
-                sum(r.accepted for r in every),
-                sum(r.running for r in every),
-                sum(r.done for r in every),
-                sum(r.aborted for r in every),
-            )
+        sums = (sum(getattr(r, name) for r in self._reports) for name in ("accepted", "running", "done", "aborted"))
+        self._on_progress(self._groups_per_step, *sums)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -322,8 +343,14 @@ class RolloutService:
 
     # ------------------------------------------------------------------------------------------------- waiting
 
-    def _too_late(self, found: Standing) -> EngineError:
-        """The error of a step without enough groups in time."""
+    async def _too_late(self) -> EngineError:
+        """The error of a step without enough groups in time, with sums over all managers that answer in time."""
+        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
+        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
+        for task in silent:
+            task.cancel()
+        parts = [astuple(task.result()) for task in answered if task.exception() is None]
+        found = Standing(*map(sum, zip((0,) * len(fields(Standing)), *parts, strict=True)))
         return EngineError(
             f"rollout of step {self._step}",
             f"{found.accepted} of {self._groups_per_step} groups",
@@ -353,18 +380,11 @@ class RolloutService:
         assert found is not None, "a manager reported a failure, and none has one"
         return found
 
-    async def _standing(self) -> Standing:
-        """Sums over all managers that answer in time."""
-        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
-        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
-        for task in silent:
-            task.cancel()
-        found = [astuple(task.result()) for task in answered if task.exception() is None]
-        return Standing(*map(sum, zip((0,) * len(fields(Standing)), *found, strict=True)))
-
-    async def _all(self, call: Callable[[Asked[Manager]], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call all managers concurrently. Raises the first failure after all have answered."""
-        return await self._each(self._managers, lambda manager, _: call(manager))
+    async def _all(
+        self, method: Callable[Concatenate[Manager, P], Awaitable[R]], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
+        """Call a method of all managers concurrently. Raises the first failure after all have answered."""
+        return await self._each(self._managers, lambda manager, _: manager.ask(method, *args, **options))
 
     async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
         """`_all`, with one value per manager."""
@@ -373,20 +393,8 @@ class RolloutService:
         return all_or_first_failure(answers)
 
     def _span(self, lane: str, name: str, start: float, step: int | None = None) -> None:
-        if self._on_span is not None:
-            self._on_span(lane, name, start, time.time(), self._step if step is None else step)
+        self._on_span(lane, name, start, time.time(), self._step if step is None else step)
 
 
 def _id(group: Group) -> int:
     return group.group_id
-
-
-def next_prompt(source: PromptStream, longest_input: int) -> Prompt:
-    """The next prompt that leaves room for a response. Raises UserError if there is none."""
-    prompt = source.next()
-    if len(prompt.tokens) >= longest_input:
-        raise DataError(prompt.where, f"{len(prompt.tokens)} tokens",
-                        f"leaves no room for a response: model and engines take fewer than {longest_input} tokens",
-                        "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' "
-                        "context")  # fmt: skip
-    return prompt

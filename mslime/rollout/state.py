@@ -11,11 +11,11 @@ import asyncio
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -25,12 +25,15 @@ from mslime.config.errors import CheckpointError, DataError
 from mslime.data.checkpoints import FileSum, SummedFile
 from mslime.data.routes import Routes, Supports
 from mslime.data.sample import Group, Sample, SampleStatus, Segment, check_invariants
-from mslime.data.source import Prompt
 
 FORMAT = 1
 Columns = Mapping[str, Sequence[NDArray[Any]]]
 """Parts of every column, in the order of the samples; they are the samples' own arrays, not copies."""
 _COLUMNS: dict[str, str] = {"tokens": "int32", "loss_mask": "bool", "log_probs": "float32"}
+_PLAIN = (
+    "group_id", "index", "prompt_length", "label", "metadata", "reward", "process_rewards", "turns", "scores",
+    "rollout_id", "response", "aborts", "error",
+)  # fmt: skip
 _PIECE_BYTES = 1 << 20
 _FOREIGN = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError,
@@ -71,6 +74,9 @@ class PackedGroups:
         return [header for part in parts for header in json.loads(part.headers)], columns
 
 
+NO_GROUPS = PackedGroups("[]", {})
+
+
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
     """(one header per group, columns) that `unpack_groups` turns back into equal groups."""
     samples = [s for g in groups for s in g.samples]
@@ -83,30 +89,12 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     columns["support_ids"] = [s.ids for s in supports]
     columns["support_sizes"] = [s.sizes.astype(np.int32) for s in supports]
     columns["prompts"] = [g.prompt for g in groups]
-    headers = [_group_header(g) for g in groups]
-    return headers, columns
+    return [{**_begun_header(g), "samples": [_header(s) for s in g.samples]} for g in groups], columns
 
 
-def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Columns | Stored) -> list[Group]:
+def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Stored) -> list[Group]:
     """Inverse of `pack_groups`."""
-    stored = InMemory(columns) if isinstance(columns, Mapping) else columns
-    return [_group(h, stored) for h in headers]
-
-
-def begun_anew(
-    headers: Sequence[Mapping[str, Any]], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group]
-) -> list[Group]:
-    """The groups of `PackedGroups.begun`, made by `make(group_id, prompt, size)`."""
-    stored = InMemory(columns) if isinstance(columns, Mapping) else columns
-    groups: list[Group] = []
-    for h in headers:
-        tokens, chat = stored.cut("prompts", h["prompt"]).tolist(), h.get("chat") or {}
-        asked = Prompt(
-            tokens, h["label"], dict(h["metadata"]), h["source"], "", chat.get("messages"), chat.get("tools")
-        )
-        groups.append(make(int(h["group_id"]), asked, int(h["size"])))
-        groups[-1].failures = int(h["failures"])
-    return groups
+    return [_group(h, columns) for h in headers]
 
 
 def _begun_header(g: Group) -> dict[str, Any]:
@@ -121,10 +109,6 @@ def _begun_header(g: Group) -> dict[str, Any]:
         "failures": g.failures,
         "chat": None if g.messages is None else {"messages": g.messages, "tools": g.tools},
     }
-
-
-def _group_header(g: Group) -> dict[str, Any]:
-    return {**_begun_header(g), "samples": [_header(s) for s in g.samples]}
 
 
 def _group(h: Mapping[str, Any], stored: Stored) -> Group:
@@ -196,10 +180,6 @@ def _write_archive(file: Any, header: bytes, columns: Columns) -> None:
             _write_column(archive, name, parts)
 
 
-Stored: TypeAlias = "InMemory | _Archive"
-"""Columns that are read from front to back."""
-
-
 @contextmanager
 def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
     """Open a file of `save_state`; columns are read as they are cut. Unpack them inside the block.
@@ -210,7 +190,7 @@ def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
     way_out = "resume from another checkpoint, or start without rollout state"
     try:
         with ExitStack() as stack:
-            stored = _Archive(path, stack)
+            stored = Stored(path, stack)
             state: object = json.loads(stored.whole("header").tobytes())
             if not isinstance(state, dict):
                 raise ValueError("its header is no JSON object")
@@ -243,25 +223,9 @@ def _write_column(archive: ZipFile, name: str, parts: Sequence[NDArray[Any]]) ->
         member.write(gathered)
 
 
-class InMemory:
-    """Columns that were never written to a file."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._columns = {name: np.concatenate(parts) if len(parts) else np.empty(0) for name, parts in columns.items()}
-        self._at = dict.fromkeys(columns, 0)
-
-    def cut(self, name: str, count: int) -> NDArray[Any]:
-        """The next `count` elements of a column, as a new array. Raises ValueError at its end."""
-        start = self._at[name]
-        self._at[name] = start + count
-        piece = self._columns[name][start : start + count]
-        if len(piece) != count:
-            raise ValueError(f"{name} is shorter than its header states")
-        return piece.copy()
-
-
-class _Archive:
-    """The columns of a file, each with its own stream. Pickles inside are never opened."""
+class Stored:
+    """The columns of a file, each with its own stream that is read from front to back. Pickles inside are never
+    opened."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         archive = stack.enter_context(ZipFile(path))
@@ -282,6 +246,7 @@ class _Archive:
         return self.cut(name, self._streams[name][2])
 
     def cut(self, name: str, count: int) -> NDArray[Any]:
+        """The next `count` elements of a column, as a new array. Raises ValueError at its end."""
         stream, dtype, left = self._streams[name]
         if not 0 <= count <= left:
             raise ValueError(f"{name} is shorter than its header states")
@@ -305,33 +270,19 @@ class _Archive:
 
 def _header(s: Sample) -> dict[str, Any]:
     """Header of a sample: all fields that are not columns."""
-    routes = s.routes
+    shape = None
+    if s.routes is not None:
+        first, layers = s.routes.pieces[0], s.routes.layer_ids
+        shape = {"rows": len(s.routes), "layers": layers, "top_k": first.shape[2], "dtype": str(first.dtype)}
     return {
-        "group_id": s.group_id,
-        "index": s.index,
-        "prompt_length": s.prompt_length,
+        **{name: vars(s)[name] for name in _PLAIN},
         "length": len(s),
         "segments": [[g.start, g.end, g.version, g.engine, g.trainable] for g in s.segments],
-        "routes": None if routes is None else _routes_header(routes),
+        "routes": shape,
         "support_ids": None if s.supports is None else len(s.supports.ids),
         "taught": s.teacher_log_probs is not None,
-        "label": s.label,
-        "metadata": s.metadata,
-        "reward": s.reward,
-        "process_rewards": s.process_rewards,
-        "turns": s.turns,
-        "scores": s.scores,
-        "rollout_id": s.rollout_id,
         "status": s.status.value,
-        "response": s.response,
-        "aborts": s.aborts,
-        "error": s.error,
     }
-
-
-def _routes_header(routes: Routes) -> dict[str, Any]:
-    piece = routes.pieces[0]
-    return {"rows": len(routes), "layers": routes.layer_ids, "top_k": piece.shape[2], "dtype": str(piece.dtype)}
 
 
 def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
@@ -341,7 +292,10 @@ def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     routes = supports = None
     if shape is not None:
         dims = (shape["rows"], len(shape["layers"]), shape["top_k"])
-        experts = stored.cut("experts", int(np.prod(dims))).reshape(dims).astype(_route_dtype(shape["dtype"]))
+        dtype = np.dtype(shape["dtype"])
+        if dtype.kind != "u":
+            raise ValueError(f"routes are of {dtype}")
+        experts = stored.cut("experts", int(np.prod(dims))).reshape(dims).astype(dtype)
         mask = stored.cut("route_mask", dims[0]).astype(np.bool_)
         routes = Routes(experts, mask, tuple(int(layer) for layer in shape["layers"]))
     if support_ids is not None:
@@ -400,10 +354,3 @@ def _check_values(sample: Sample) -> None:
         raise ValueError("token ids must not be negative")
     if sample.supports is not None and sample.supports.repeats():
         raise ValueError("a support has an id twice")
-
-
-def _route_dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
-    if dtype.kind != "u":
-        raise ValueError(f"routes are of {name}")
-    return dtype

@@ -1,9 +1,11 @@
-"""Metrics of one rollout step, named as in docs/metrics."""
+"""Metrics of a rollout step, named as in docs/metrics, and results of held-out sets."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -84,9 +86,8 @@ def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:
 class StepCounters:
     """Counts of events, in total and since the last step."""
 
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self.total: Counter[str] = Counter(counts or {})
-        self._mark = Counter(self.total)
+    def __init__(self) -> None:
+        self.total, self._mark = Counter[str](), Counter[str]()
 
     def add(self, name: str, n: int = 1) -> None:
         """`n` more of `name`."""
@@ -99,3 +100,77 @@ class StepCounters:
     def mark(self) -> None:
         """Begin a new step."""
         self._mark = Counter(self.total)
+
+
+# Held-out sets.
+
+RIGHT_ABOVE = 0.5
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One held-out set under one weight version.
+
+    Attributes:
+        prompts: rows of the set.
+        accuracy: share of responses that are right, that is, whose reward exceeds 0.5.
+        mean_reward: mean over responses; one that failed or could not be scored counts 0.
+        pass_at: k -> probability that one of k responses is right, mean over prompts; k = 1, 2, 4 ... up to n.
+        response_len_mean: tokens. truncated: share of responses cut at the length limit.
+        version: weight version that sampled every token; None when no token was sampled.
+    """
+
+    name: str
+    prompts: int
+    accuracy: float
+    mean_reward: float
+    pass_at: dict[int, float]
+    response_len_mean: float
+    truncated: float
+    seconds: float
+    version: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/<name>/...` values."""
+        head = f"eval/{self.name}"
+        return {
+            f"{head}/accuracy": self.accuracy,
+            f"{head}/reward": self.mean_reward,
+            f"{head}/response_len_mean": self.response_len_mean,
+            f"{head}/truncated": self.truncated,
+            f"{head}/seconds": self.seconds,
+            **{f"{head}/pass@{k}": v for k, v in self.pass_at.items()},
+        }
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k responses is right, from n of which `right` are.
+
+    1 - C(n - right, k) / C(n, k), Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    assert 0 < k <= n and 0 <= right <= n
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
+    """Result of `groups`: finished rollouts of each prompt, n for every prompt, all of one weight version."""
+    rollouts = [group.rollouts() for group in groups]
+    n = len(rollouts[0])
+    assert all(len(g) == n for g in rollouts)
+    samples = [s for g in groups for s in g.samples]
+    versions = {p.version for s in samples for p in s.segments if p.version is not None}
+    assert len(versions) <= 1, f"weights were replaced during the evaluation of {name}: versions {sorted(versions)}"
+    rewards = np.asarray([[parts[-1].reward or 0.0 for parts in g] for g in rollouts], np.float64)
+    right = (rewards > RIGHT_ABOVE).sum(axis=1)
+    ks = [2**i for i in range(n.bit_length()) if 2**i <= n]
+    return EvalResult(
+        name,
+        len(groups),
+        float((rewards > RIGHT_ABOVE).mean()),
+        float(rewards.mean()),
+        {k: float(np.mean([pass_at_k(n, int(c), k) for c in right])) for k in ks},
+        float(np.mean([s.response_length for s in samples])),
+        float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
+        seconds,
+        next(iter(versions), None),
+    )

@@ -30,8 +30,8 @@ from mslime.data.sample import Sample
 from mslime.extensions import check_parameters, load_function
 
 if TYPE_CHECKING:
-    from mslime.rollout.agents.chat.session import Reply
-    from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+    from mslime.rollout.agents.app import ModelEndpoint
+    from mslime.rollout.agents.session import Reply
 
 SETTING = "rollout.function"
 

@@ -214,7 +214,7 @@ class PendingCall(Generic[R]):
 
 
 class Remote(Generic[T]):
-    """Handle of an object in another process; `rollout.protocols.Asked`.
+    """Handle of an object in another process; `rollout.service.Asked`.
 
     Args:
         actor: a handle of a `Host`.

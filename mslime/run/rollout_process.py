@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
     from mslime.config.schema import DeadlineConfig, RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import Asked
-    from mslime.rollout.rewards.scorer import RewardScorer
+    from mslime.rollout.rewards.scorer import RewardScorer, ServedTeacher
+    from mslime.rollout.service import Asked
     from mslime.rollout.shared_room import SharedRoom
-    from mslime.rollout.teacher import ServedTeacher
 
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class RolloutActor(Host):
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
         """A manager in this process, or one for each adapter."""
-        from mslime.rollout.protocols import Local
+        from mslime.rollout.service import Local
         from mslime.rollout.shared_room import SharedRoom
 
         config, side = self._config, EngineSide(self._run)
@@ -124,7 +124,7 @@ class RolloutActor(Host):
             of.pool, of.room = side.pool, room
             manager = await open_manager(
                 of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
-                None if room is None else room.of(name),
+                None if room is None else partial(room.of, name),
             )  # fmt: skip
             of.serve([Local(manager)], refused_input, has_teacher=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
@@ -233,7 +233,7 @@ class RolloutProcess:
 async def open_manager(
     config: RunConfig, run: ResolvedRun, engines: EnginePool, scoring: ScoringSide, refused_input: int,
     teachers: Sequence[EngineAddress], tokenizer: Tokenizer, adapter: str = "",
-    places: AbstractAsyncContextManager[None] | None = None, report_every_s: float = 0.0,
+    places: Callable[[], AbstractAsyncContextManager[None]] | None = None, report_every_s: float = 0.0,
 ) -> Manager:  # fmt: skip
     """A manager in this process, with its reward workers.
 
@@ -242,8 +242,8 @@ async def open_manager(
         adapter, places: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
     """
     from mslime.backends.sglang.generating import end_ids
+    from mslime.rollout.generation import EngineLimits
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import EngineLimits
 
     await scoring.open(teachers, tokenizer)
     limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
@@ -401,7 +401,7 @@ class ScoringSide:
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.engine_pool import EnginePool
         from mslime.backends.sglang.handshake import meet_teacher
-        from mslime.rollout.teacher import ServedTeacher
+        from mslime.rollout.rewards.scorer import ServedTeacher
 
         if not addresses:
             return None

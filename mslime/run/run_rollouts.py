@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
     from mslime.data.tokenizer import Tokenizer
-    from mslime.rollout.evaluate import EvalResult
     from mslime.rollout.manager import Manager
-    from mslime.rollout.protocols import Asked, StepBatch
-    from mslime.rollout.service import RolloutService
+    from mslime.rollout.service import Asked, RolloutService, StepBatch
     from mslime.rollout.shared_room import SharedRoom
+    from mslime.rollout.step_metrics import EvalResult
     from mslime.run.run_engines import RunEngines
 
 _log = logging.getLogger(__name__)
@@ -137,8 +136,7 @@ class RunRollouts:
             has_teacher: whether a served teacher scores responses.
         """
         from mslime.data.source import open_prompts
-        from mslime.rollout.generation import Sampling
-        from mslime.rollout.protocols import EngineLimits
+        from mslime.rollout.generation import EngineLimits, Sampling
         from mslime.rollout.service import RolloutService
 
         config = self.config
@@ -290,7 +288,7 @@ class RunRollouts:
         checksum."""
         try:
             with phase(_log, f"saving {path}"):
-                return await self.service.checkpoint(path, next_step)
+                return await self.service.save(path, next_step, interrupt=True)
         except EngineError:  # the engines' running work is lost with them; the rest is saved
             return await self.service.save(path, next_step)
 

@@ -21,10 +21,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from mslime import network
 from mslime.config.errors import ConfigError
 from mslime.config.rollout import AtroposConfig
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.server.app import Patience, body_of, deliver, listen, own_clients, refusal
-from mslime.rollout.agents.server.openai_chat import ChatCompletions, Completions
-from mslime.rollout.agents.server.requests import MODEL, Dialect
+from mslime.rollout.agents.app import Patience, body_of, deliver, listen, own_clients, refusal
+from mslime.rollout.agents.messages import ChatError
+from mslime.rollout.agents.openai_chat import ChatCompletions, Completions
+from mslime.rollout.agents.requests import MODEL, Dialect
 from mslime.web_server import Listening, admitted, serve
 from mslime_plugins.atropos.native import PATH, generate_dialect
 from mslime_plugins.atropos.pushed import GroupRefusedError

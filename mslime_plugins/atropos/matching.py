@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.data.sample import Sample
-from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.session import ReplyTurn
 from mslime.rollout.returned import TakenTurn
 from mslime_plugins.atropos.pushed import GroupRefusedError, PushedSequence
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from mslime.rollout.agents.chat.messages import ChatError, as_object
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.openai_chat import OpenAIErrors, read_ids
-from mslime.rollout.agents.server.requests import MOST_REPLIES, Event, Request, ServedReply, asked, integer, texts
+from mslime.rollout.agents.messages import ChatError, as_object
+from mslime.rollout.agents.openai_chat import OpenAIErrors, read_ids
+from mslime.rollout.agents.requests import MOST_REPLIES, Event, Request, ServedReply, asked, integer, texts
+from mslime.rollout.agents.session import ReplyTurn
 
 PATH = "/generate"
 _SAMPLING = ("n", "max_new_tokens", "stop")

@@ -16,12 +16,11 @@ from typing import Any, cast
 
 from mslime.config.rollout import GIVEN
 from mslime.config.schema import RunConfig
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.requests import Request
-from mslime.rollout.agents.server.served_rollouts import ServedRollout
-from mslime.rollout.hosted import HostedRollouts
+from mslime.rollout.agents.app import ServedRollout
+from mslime.rollout.agents.requests import Request
+from mslime.rollout.agents.session import ReplyTurn
+from mslime.rollout.hosted import Guests, HostedRollouts
 from mslime.rollout.turns import Rollout
-from mslime.rollout.ungrouped_requests import Guests
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
 from mslime_plugins.atropos.atropos_server import AtroposServer
 from mslime_plugins.atropos.environments import Registered, Registry

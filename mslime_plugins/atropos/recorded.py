@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.rollout.agents.chat.messages import Message
-from mslime.rollout.agents.chat.session import ReplyTurn, tools_key
-from mslime.rollout.agents.server.requests import Request
-from mslime.rollout.agents.server.served_rollouts import ServedRollout
+from mslime.rollout.agents.app import ServedRollout
+from mslime.rollout.agents.messages import Message
+from mslime.rollout.agents.requests import Request
+from mslime.rollout.agents.session import ReplyTurn, tools_key
 from mslime_plugins.atropos.matching import shared_length
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from mslime.config.keys import read_secret
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.server.app import body_of, listen, own_clients
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.agents.app import ModelEndpoint, body_of, listen, own_clients
+from mslime.rollout.agents.messages import ChatError
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime.web_server import Listening, admitted, same_key, serve
 from mslime_plugins.environments.elsewhere import asked_of, episode_of, is_number

@@ -23,7 +23,7 @@ from mslime.config.keys import read_secret
 from mslime.config.resolved import policy_spec
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
-from mslime.rollout.protocols import Local
+from mslime.rollout.service import Local
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.fleet import Fleet
 from mslime.run.ray_calls import InLoop

@@ -15,8 +15,8 @@ from mslime.data.sample import Group
 from mslime.observe.names import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import read_spans
-from mslime.rollout.group_tracker import new_group
-from mslime.rollout.state import begun_anew, open_state, unpack_groups
+from mslime.rollout.group_tracker import begun_anew
+from mslime.rollout.state import open_state, unpack_groups
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 
@@ -37,7 +37,7 @@ def saved(run: Run, file: str = ROLLOUTS) -> tuple[dict[str, Any], Sequence[Grou
     checkpoint = newest(run.directory / "checkpoints")
     assert checkpoint is not None
     with open_state(checkpoint / file) as (state, stored):
-        held = unpack_groups(state["groups"], stored) + begun_anew(state.get("begun", []), stored, new_group)
+        held = unpack_groups(state["groups"], stored) + begun_anew(state.get("begun", []), stored)
         return state, held, Ledger.from_state(state["ledger"])
 
 

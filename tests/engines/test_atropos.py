@@ -19,7 +19,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.source import NoPrompts
 from mslime.data.tokenizer import HFTokenizer
 from mslime.network import free_port
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference
 from tests.engines.test_rollout_service import (

@@ -21,7 +21,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.reference import Reference, as_told, makers_of, scores, versions_of

@@ -16,9 +16,8 @@ from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
-from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.teacher import ServedTeacher
+from mslime.rollout.generation import EngineLimits
+from mslime.rollout.rewards.scorer import RewardScorer, ServedTeacher
 from mslime.run.assemble import assemble
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference, log_softmax

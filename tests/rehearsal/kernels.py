@@ -120,9 +120,7 @@ def signatures_of_the_extension(sources: Path) -> list[Check]:
 def without_a_driver() -> list[Check]:
     """The GPU packages where no runtime pretends anything: a login node that converts checkpoints."""
     env = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
-    code = (
-        "import mslime.backends.cpu.megatron_patches as cpu; print(len(cpu.install())); import mslime.offline.workers"
-    )
+    code = "import mslime.backends.cpu.megatron_patches as cpu; print(len(cpu.install())); import mslime.offline.jobs"
     code += "; import mslime.backends.megatron.model.chunks"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -19,7 +19,7 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.source import open_prompts
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.service_of_one import ServiceOfOne
@@ -259,7 +259,7 @@ def make_service(
     service = ServiceOfOne(
         config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks
     )
-    service.version = service.manager.version = engines.version = version
+    service.version = service.manager.tracker.version = engines.version = version
     return service
 
 

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.source import open_prompts
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.shared_room import SharedRoom
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.service_of_one import ServiceOfOne
@@ -105,7 +106,7 @@ class Adapter:
         tokenizer: Any = FakeTokenizer()
         self.service = ServiceOfOne(
             config, pool, open_prompts(config.data, config.seed, tokenizer), tokenizer,
-            scorer, MODEL, EngineLimits(), adapter=config.name, places=room.of(config.name),
+            scorer, MODEL, EngineLimits(), adapter=config.name, places=partial(room.of, config.name),
         )  # fmt: skip
         self.steps, self.samples = 0, list[Sample]()
 

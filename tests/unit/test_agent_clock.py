@@ -11,8 +11,8 @@ import pytest
 
 from mslime.config.errors import RolloutError
 from mslime.config.rollout import AgentLimits
-from mslime.rollout.agents.chat import session
-from mslime.rollout.agents.chat.session import AgentClock
+from mslime.rollout.agents import session
+from mslime.rollout.agents.session import AgentClock
 from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
 from tests.unit.test_chat_session import LIMITS, QUESTION, SYSTEM, Chat
 

@@ -13,7 +13,7 @@ import yaml
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import function_contract
-from mslime.rollout.agents.chat.session import REASONS
+from mslime.rollout.agents.session import REASONS
 from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.least import least, refused
 

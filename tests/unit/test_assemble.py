@@ -13,8 +13,8 @@ from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample
 from mslime.data.shard import TrainShard
 from mslime.observe.names import is_known
-from mslime.rollout.state import pack_groups, unpack_groups
 from mslime.run.assemble import assemble, assemble_supervised
+from tests.fixtures.columns import repacked
 from tests.fixtures.model_facts import model_facts
 
 EIGHT_EXPERTS = model_facts(num_experts=8)
@@ -138,7 +138,7 @@ def test_a_constant_denominator_is_rollouts_times_the_response_limit() -> None:
 def test_parts_and_process_rewards_survive_a_resume() -> None:
     group = make_group(0, [1.0, 0.0])
     group.samples[0].rollout_id, group.samples[0].process_rewards = 3, [(4, 0.5)]
-    (back,) = unpack_groups(*pack_groups([group]))
+    (back,) = repacked([group])
     assert [s.rollout_id for s in back.samples] == [3, None]
     assert back.samples[0].process_rewards == [(4, 0.5)] and back.samples[1].process_rewards == []
 

@@ -13,7 +13,7 @@ from examples.calculator.agent import multiply
 from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
 from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.loader import build, read_yaml
-from mslime.rollout.agents.chat.template import TemplateRenderer
+from mslime.rollout.agents.template import TemplateRenderer
 from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.pages import ROOT
 

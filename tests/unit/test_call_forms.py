@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.agents.chat.call_forms import FORMS, short_id, typed
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.package import _call as of_package
-from mslime.rollout.agents.chat.parsing import TaggedParser
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
-from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
+from mslime.rollout.agents.call_forms import FORMS, short_id, typed
+from mslime.rollout.agents.choose import _call as of_package
+from mslime.rollout.agents.messages import ChatError
+from mslime.rollout.agents.parsing import TaggedParser
+from mslime.rollout.agents.renderer import Parsed, ParsedCall
+from mslime.rollout.agents.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates, family_templates
 from tests.fixtures.family_templates import FAMILIES, Family
 from tests.fixtures.made_tokenizer import respelled

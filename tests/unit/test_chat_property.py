@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.session import ReplyTurn
 from tests.unit.test_chat_session import CALL, MORE, QUESTION, SYSTEM, TOOLS, Chat, echo, result
 
 REPLIES = st.sampled_from(

@@ -14,7 +14,8 @@ import pytest
 from mslime.config.rollout import AgentLimits
 from mslime.data.tokenizer import HFTokenizer, special_texts
 from mslime.observe.names import is_known
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.choose import PackageRenderer
+from mslime.rollout.agents.messages import (
     ChatError,
     ContextFull,
     LimitReached,
@@ -23,9 +24,8 @@ from mslime.rollout.agents.chat.messages import (
     from_chat,
     to_chat,
 )
-from mslime.rollout.agents.chat.package import PackageRenderer
-from mslime.rollout.agents.chat.renderer import Rendering
-from mslime.rollout.agents.chat.session import COUNTED, REASONS, ChatSession, ReplyTurn
+from mslime.rollout.agents.renderer import Rendering
+from mslime.rollout.agents.session import COUNTED, REASONS, ChatSession, ReplyTurn
 from tests.fixtures.made_tokenizer import tokenizer_for
 from tests.fixtures.scripted_engine import ScriptedEngine
 

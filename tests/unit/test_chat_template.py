@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.agents.chat.messages import ChatError
-from mslime.rollout.agents.chat.template import USUAL, TemplateRenderer
+from mslime.rollout.agents.messages import ChatError
+from mslime.rollout.agents.template import USUAL, TemplateRenderer
 from tests.fixtures import chat_templates
 from tests.fixtures.made_tokenizer import make_tokenizer, respelled
 

@@ -89,7 +89,7 @@ def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
 
 
 BUSY = """
-from mslime.offline.workers import Workers
+from mslime.offline.jobs import Workers
 from tests.fixtures.convert_tools import sleep_long
 if __name__ == "__main__":
     list(Workers(2).run(sleep_long, [1, 2], print))

@@ -17,8 +17,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, check_invariants, rollouts_in_time, sequence_times
 from mslime.data.shard import TrainShard
-from mslime.rollout.state import pack_groups, unpack_groups
 from mslime.run.assemble import assemble, grouped_rewards
+from tests.fixtures.columns import repacked
 from tests.unit.test_algorithms_advantages_tokens import on_ranks
 from tests.unit.test_assemble import make_config
 
@@ -264,7 +264,7 @@ def test_turns_survive_a_resume_a_cut_and_an_adoption() -> None:
     group = groups_of([[(1.0, [Said(0, [10, 11], [12]), Said(0, [13], [14]), Said(0, [15], [])])]])[0]
     (sample,) = group.samples
     sample.process_rewards = [(3, 0.5), (6, 0.25)]
-    ((back,),) = (group.samples for group in unpack_groups(*pack_groups([group])))
+    ((back,),) = (group.samples for group in repacked([group]))
     assert back.turns == sample.turns == [(2, 1), (5, 2), (7, 3)]
     branch = sample.branch(1, 6)
     assert branch.turns == []

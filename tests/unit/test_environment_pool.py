@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError
+from mslime.rollout import worker_process
 from mslime.rollout.environments import EnvironmentTask, Step
 from mslime.rollout.environments.environment_pool import (
     EnvironmentFailedError,
@@ -18,7 +19,6 @@ from mslime.rollout.environments.environment_pool import (
     OpenEnvironment,
 )
 from mslime.rollout.environments.protocol import EnvironmentJob
-from mslime.rollout.workers import worker_process
 
 USER = "tests.unit.user_environments"
 TASK = EnvironmentTask("Go.", None, {}, 0, 0, False, 5)

@@ -12,10 +12,9 @@ import pytest
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import SampleStatus, check_invariants
+from mslime.rollout.environments.environment_rollout import ChatTurns, PlainTurns
 from mslime.rollout.environments.environment_rollout import _turns as open_turns
-from mslime.rollout.environments.turn_tokens import ChatTurns, PlainTurns
-from mslime.rollout.protocols import StepBatch
-from mslime.rollout.service import RolloutService
+from mslime.rollout.service import RolloutService, StepBatch
 from tests.fixtures.least import refused
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTokenizer, make_service, publish, run_config
 

@@ -22,7 +22,7 @@ from mslime.config.loader import build
 from mslime.data.sample import Group, Sample
 from mslime.data.source import UserSource
 from mslime.observe.hooks import StepRecord, call_step_hook
-from mslime.rollout.rewards.result import checked
+from mslime.rollout.rewards.reward_kinds import checked
 from tests.fixtures.pages import ROOT, blocks, read_page, shown
 from tests.unit.rollout_fakes import FakeTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.fair_gate import FairGate, InLine
+from mslime.rollout.shared_room import FairGate, InLine
 
 
 def fill(gate: FairGate, running: dict[str, int], room: dict[str, int]) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.source import Prompt
-from mslime.rollout.evaluate import answer
 from mslime.rollout.group_tracker import new_group
+from mslime.rollout.manager import answer
 
 
 class FakeRanks:

@@ -17,9 +17,9 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.source import open_prompts
 from mslime.observe.progress import RolloutCounts
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.manager import Manager, Report, share_of
-from mslime.rollout.protocols import EngineLimits, Local, StepBatch
-from mslime.rollout.service import RolloutService
+from mslime.rollout.service import Local, RolloutService, StepBatch
 from mslime.rollout.state import open_state, unpack_groups
 from tests.fixtures.least import least, refused
 from tests.unit.rollout_fakes import (
@@ -195,7 +195,7 @@ async def test_another_number_of_managers_resumes_exactly(tmp_path: Path, before
     # Until one is in the middle of a response, with tokens of the newest weights.
     while not any(3 in versions and left > 9 for e in engines for versions, left in e.at_work.values()):
         await ticks(1)
-    await service.checkpoint(tmp_path / "state.npz", next_step=3)
+    await service.save(tmp_path / "state.npz", next_step=3, interrupt=True)
     await service.close()
     state, held = held_in(tmp_path / "state.npz")
     cut = [s for g in held for s in g.samples if not s.status.finished]
@@ -265,7 +265,7 @@ async def test_groups_of_another_process_can_be_masked(tmp_path: Path) -> None:
         sample.loss_mask.setflags(write=False)
     manager = Manager(config, engine, FakeTokenizer(), FakeScorer(), MODEL, EngineLimits())
     await manager.continue_with(0, groups[:4], groups[4:])
-    assert manager.ledger.pending == sum(s.trainable_tokens for g in groups for s in g.samples) > 0
+    assert manager.tracker.ledger.pending == sum(s.trainable_tokens for g in groups for s in g.samples) > 0
     for sample in (s for g in manager.tracker.held() for s in g.samples):
         assert sample.mask_all() > 0
     await service.close()
@@ -350,7 +350,7 @@ async def test_a_reward_that_raises_at_one_manager_ends_the_step_with_all_at_res
         for step in range(10):  # the other manager alone may fill a step, where it may work ahead
             taken += await steps(joined, engines, step, step + 1)
     assert [engine.running for engine in engines] == [0, 0]
-    await joined.checkpoint(tmp_path / "s.npz", next_step=len(taken))
+    await joined.save(tmp_path / "s.npz", next_step=len(taken), interrupt=True)
     state, held = held_in(tmp_path / "s.npz")
     alive = sum(s.trainable_tokens for g in held for s in g.samples)
     assert Ledger.from_state(state["ledger"]).pending == alive

@@ -19,13 +19,13 @@ from mslime.data.source import Prompt
 from mslime.rollout.group_tracker import (
     GroupTracker,
     JoinedTrackers,
-    ManagerShare,
     continued,
     dealt,
     due,
     new_group,
     trainable,
 )
+from tests.fixtures.columns import InMemory
 from tests.fixtures.one_tracker import OneTracker
 
 SIZE = 2
@@ -77,7 +77,7 @@ class Pair:
         self._allow()
 
     def _allow(self) -> None:
-        allowed = self.joined.allow([ManagerShare(part.ready, 1) for part in self.parts])
+        allowed = self.joined.allow([part.ready for part in self.parts], [1] * len(self.parts))
         for part, allowance in zip(self.parts, allowed, strict=True):
             part.allowance = allowance
 
@@ -158,8 +158,9 @@ class Pair:
         """Everything goes on from the joined state, with another number of managers."""
         state = written(self.joined.state([part.kept(self.step) for part in self.parts]))
         if chance % 4 == 0:
-            state = written(self.joined.outline([part.begun() for part in self.parts]))
-        self.one, whole = OneTracker(self.config), continued(*state, new_group, has_teacher=False)
+            state = written(self.joined.state([part.begun() for part in self.parts]))
+        header, columns = state
+        self.one, whole = OneTracker(self.config), continued(header, InMemory(columns), has_teacher=False)
         self.one.load_state_dict(*state)
         self._begin_joined(1 + chance % 4)
         self.joined.continue_from(whole)
@@ -180,7 +181,7 @@ class Pair:
         """The files of the two hold the same."""
         pairs = (
             (self.joined.state([part.kept(next_step) for part in self.parts]), self.one.state_dict(next_step)),
-            (self.joined.outline([part.begun() for part in self.parts]), self.one.outline()),
+            (self.joined.state([part.begun() for part in self.parts]), self.one.outline()),
         )
         for (ours, _), (theirs, _) in pairs:
             assert ours["ledger"] == theirs["ledger"]
@@ -223,4 +224,4 @@ def test_new_groups_go_where_the_fewest_wait_for_each_engine(
 
 def test_managers_without_engines_are_allowed_groups_whose_requests_tell_of_it() -> None:
     joined = JoinedTrackers(config_of(max_staleness=1).rollout, 2)
-    assert sum(joined.allow([ManagerShare(0, 0), ManagerShare(0, 0)])) == 6
+    assert sum(joined.allow([0, 0], [0, 0])) == 6

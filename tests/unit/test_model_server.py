@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from mslime.config.errors import ConfigError, EngineError
-from mslime.rollout.agents.server.app import ModelServer, Patience
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
+from mslime.rollout.agents.app import ModelEndpoint, ModelServer, Patience, ServedRollout
 from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]
@@ -263,7 +262,7 @@ def test_responses_over_two_turns_with_a_tool(how: str) -> None:
 
 
 def test_items_of_two_replies_after_each_other_are_two_messages() -> None:
-    from mslime.rollout.agents.server.responses import _merged
+    from mslime.rollout.agents.responses import _merged
 
     items = [
         {"id": "rs_n0", "type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},

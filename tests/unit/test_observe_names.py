@@ -93,8 +93,7 @@ def test_losses_and_advantages_report_exactly_what_is_listed_for_them() -> None:
 
 def test_a_rollout_step_reports_exactly_what_is_listed_for_it() -> None:
     from mslime.data.ledger import Ledger
-    from mslime.rollout.evaluate import summarise
-    from mslime.rollout.step_metrics import batch_metrics
+    from mslime.rollout.step_metrics import batch_metrics, summarise
     from mslime.run.assemble import assemble
 
     from .test_assemble import EIGHT_EXPERTS, make_config, make_group, with_routes

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mslime.rollout.agents.server.app import ModelServer
+from mslime.rollout.agents.app import ModelServer
 from tests.unit.test_chat_session import CALL, Chat
 
 ROOT = Path(__file__).parents[2]

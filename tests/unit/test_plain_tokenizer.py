@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.agents.chat.package import PlainTokenizer
+from mslime.rollout.agents.choose import PlainTokenizer
 from tests.fixtures.made_tokenizer import SPECIALS, make_tokenizer
 
 INNER = make_tokenizer(SPECIALS, "<|im_end|>")

@@ -22,8 +22,7 @@ import pytest
 
 from examples.agents import coding
 from mslime.data.sample import Sample
-from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.agents.app import ModelEndpoint, ModelServer
 from tests.unit.plugins.test_nemo_gym import newer_python
 from tests.unit.test_chat_session import Chat
 

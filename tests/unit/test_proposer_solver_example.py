@@ -13,7 +13,7 @@ from mslime.checks.user_functions import check_seams, seams_of
 from mslime.config.loader import build, read_yaml
 from mslime.data.sample import check_invariants
 from mslime.rollout import function_contract
-from mslime.rollout.agents.chat.template import TemplateRenderer
+from mslime.rollout.agents.template import TemplateRenderer
 from mslime.rollout.function_contract import check_rollout
 from tests.fixtures.pages import ROOT
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mslime.rollout.agents.chat.messages import Tools
-from mslime.rollout.agents.chat.renderer import SHORT, Parsed, Rendering
+from mslime.rollout.agents.messages import Tools
+from mslime.rollout.agents.renderer import SHORT, Parsed, Rendering
 
 LONG, FEW = list(range(SHORT + 1)), [1, 2, 3]
 

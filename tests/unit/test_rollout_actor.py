@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mslime.data.sample_log import SampleLog
-from mslime.rollout.protocols import StepBatch
+from mslime.rollout.service import StepBatch
 from mslime.run import assemble as assembly
 from mslime.run import run_rollouts
 from mslime.run.assemble import Assembled

@@ -15,8 +15,8 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import DataError, EngineError
 from mslime.config.loader import build
 from mslime.data.sample import Group, SampleStatus, check_invariants
+from mslime.rollout.generation import EngineLimits
 from mslime.rollout.group_tracker import GroupTracker
-from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
 

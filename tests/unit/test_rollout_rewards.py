@@ -15,12 +15,12 @@ import pytest
 from mslime.config.errors import ConfigError, RewardError
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample
-from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
-from mslime.rollout.rewards.result import RewardJob
+from mslime.rollout.rewards.reward_kinds import RewardJob
 from mslime.rollout.rewards.reward_pool import MODULE, Worker
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.workers.worker_process import WorkerLostError, end_process
+from mslime.rollout.step_metrics import pass_at_k, summarise
+from mslime.rollout.worker_process import WorkerLostError, end_process
 
 USER = "tests.unit.user_rewards"
 

@@ -18,7 +18,7 @@ from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.state import open_state, save_state
+from mslime.rollout.state import save_state
 from mslime.run.assemble import assemble
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, write_prompts
 from tests.unit.user_episodes import OTHER_PROMPT
@@ -218,8 +218,7 @@ async def test_every_token_is_in_the_ledger_whatever_functions_do(
     header, columns = service.state_dict()
     save_state(tmp_path / "state.npz", header, columns)
     resumed = make_service(config, slow, version=service.version)
-    with open_state(tmp_path / "state.npz") as (saved, stored):
-        await resumed.continue_from(saved, stored)
+    await resumed.load(tmp_path / "state.npz")
     await service.close()
     assert (await resumed.take(4)).groups
     await resumed.close()

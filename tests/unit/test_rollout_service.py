@@ -530,7 +530,7 @@ async def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_mo
         return keep(next_step)
 
     monkeypatch.setattr(service.tracker, "kept", note)
-    checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
+    checkpoint = asyncio.create_task(service.save(tmp_path / "rollouts.npz", interrupt=True))
     while not begun.is_set():
         await asyncio.sleep(0)
     ((held, pending),) = kept
@@ -565,7 +565,7 @@ async def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_
     first = await service.take(0)
     assert all((r.top_p, r.top_k, r.min_p) == (0.9, 20, 0.01) for r in engine.requests)
     await publish(service, engine, 1)
-    await service.checkpoint(tmp_path / "rollouts.npz")
+    await service.save(tmp_path / "rollouts.npz", interrupt=True)
     await service.close()
 
     engine = FakeSlowEngine(uneven)
@@ -590,7 +590,7 @@ async def test_new_prompts_are_handed_out_while_a_checkpoint_is_written(
     engine = FakeSlowEngine(short)
     service = make_service(run_config(tmp_path, max_staleness=1), engine)
     await service.take(0)
-    checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
+    checkpoint = asyncio.create_task(service.save(tmp_path / "rollouts.npz", interrupt=True))
     while not begun.is_set():
         await asyncio.sleep(0)
     before = service.joined.next_group_id
@@ -610,7 +610,7 @@ async def test_responses_that_began_before_truncated_sampling_keep_their_whole_v
     first = await service.take(0)
     assert all(s.supports is None for s in first.samples) and "rollout/support_mean" not in first.metrics
     await publish(service, engine, 1)
-    await service.checkpoint(tmp_path / "rollouts.npz")
+    await service.save(tmp_path / "rollouts.npz", interrupt=True)
     await service.close()
     engine = FakeSlowEngine(uneven)
     other = make_service(run_config(tmp_path, max_staleness=0, over_sampling=1.5, **TRUNCATED), engine, version=1)
@@ -647,7 +647,7 @@ async def test_an_evaluation_beside_training_is_of_one_version_or_refused(
     evaluation = asyncio.create_task(service.evaluate(held_out))
     batch = await service.take(0)
     assert not evaluation.done() and len(batch.groups) == 2, "the step's groups do not wait for it"
-    total = await service.checkpoint(tmp_path / "rollouts.npz")
+    total = await service.save(tmp_path / "rollouts.npz", interrupt=True)
     assert total.size and not evaluation.done(), "a checkpoint interrupts its responses, which go on"
     result = await evaluation
     assert result.version == 0 and result.response_len_mean == 40
@@ -720,7 +720,7 @@ async def test_a_group_that_always_fails_ends_a_run_once_and_is_dropped_by_the_r
     service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(fails_for_group_2))
     with pytest.raises(RewardError, match="KeyError"):
         await service.take(0)
-    await service.checkpoint(tmp_path / "s.npz", 0)
+    await service.save(tmp_path / "s.npz", 0, interrupt=True)
     await service.close()
 
     resumed = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(fails_for_group_2))

@@ -375,7 +375,7 @@ async def test_what_is_saved_after_a_function_changed_its_sample_can_be_resumed(
     service = make_service(run_config(tmp_path, function=named(function)), FakeSlowEngine(short))
     with pytest.raises(RolloutError):
         await service.take(0)
-    await service.checkpoint(tmp_path / "state.npz", next_step=0)
+    await service.save(tmp_path / "state.npz", next_step=0, interrupt=True)
     await service.close()
     again = make_service(run_config(tmp_path), FakeSlowEngine(short))
     await again.load(tmp_path / "state.npz")

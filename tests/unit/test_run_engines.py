@@ -9,7 +9,7 @@ import pytest
 
 from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
-from mslime.rollout.protocols import Local
+from mslime.rollout.service import Local
 from mslime.run.rollout_process import Member
 from mslime.run.run_engines import RunEngines
 

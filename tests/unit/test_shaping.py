@@ -11,8 +11,8 @@ from mslime.config.data import EvalSetConfig
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.rewards.scorer import overlong_penalty, repeated_share, shaped
-from mslime.rollout.state import pack_groups, unpack_groups
 from mslime.run.assemble import SourceNames, data_source
+from tests.fixtures.columns import repacked
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, run_config, write_prompts
 
 
@@ -86,7 +86,7 @@ def test_scores_survive_a_checkpoint_and_end_with_the_response():
     sample = Sample.from_prompt(0, 0, [1])
     sample.extend([5], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
     sample.scores = {"user/x": 2.0}
-    ((back,),) = [g.samples for g in unpack_groups(*pack_groups([Group(0, [sample])]))]
+    ((back,),) = [g.samples for g in repacked([Group(0, [sample])])]
     assert back.scores == {"user/x": 2.0}
     sample.restart()
     assert sample.scores == {}

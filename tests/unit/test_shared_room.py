@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mslime.rollout.fair_gate import FairGate
-from mslime.rollout.shared_room import SharedRoom
+from mslime.rollout.shared_room import FairGate, SharedRoom
 
 
 async def settled() -> None:

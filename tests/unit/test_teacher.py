@@ -27,9 +27,10 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.resolved import teacher_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.data.sample import Group, Sample, check_invariants
+from mslime.rollout.rewards.scorer import TRIES, ServedTeacher
 from mslime.rollout.state import pack_groups, unpack_groups
-from mslime.rollout.teacher import TRIES, ServedTeacher
 from mslime.run.assemble import assemble
+from tests.fixtures.columns import InMemory
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.rollout_fakes import (
@@ -418,7 +419,7 @@ def test_scores_go_with_the_tokens_they_are_of() -> None:
 def test_scores_survive_the_way_to_disk_beside_samples_without() -> None:
     plain, scored, other = finished(), taught(), taught()
     headers, arrays = pack_groups([Group(0, [plain, scored]), Group(1, [copy.deepcopy(plain), other])])
-    back = [s for g in unpack_groups(headers, arrays) for s in g.samples]
+    back = [s for g in unpack_groups(headers, InMemory(arrays)) for s in g.samples]
     for before, after in zip([plain, scored, plain, other], back, strict=True):
         check_invariants(after)
         assert (before.teacher_log_probs is None) == (after.teacher_log_probs is None)
@@ -427,4 +428,4 @@ def test_scores_survive_the_way_to_disk_beside_samples_without() -> None:
             np.testing.assert_array_equal(before.teacher_log_probs, after.teacher_log_probs)
     for header in (h for group in headers for h in group["samples"]):
         del header["taught"]  # as files were before teachers were served
-    assert all(s.teacher_log_probs is None for g in unpack_groups(headers, arrays) for s in g.samples)
+    assert all(s.teacher_log_probs is None for g in unpack_groups(headers, InMemory(arrays)) for s in g.samples)

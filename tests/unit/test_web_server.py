@@ -16,8 +16,7 @@ from aiohttp import web
 
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
-from mslime.rollout.agents.server.app import ModelServer
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.agents.app import ModelEndpoint, ModelServer
 from mslime.run.endpoint import FILE_NAME, ControlEndpoint, Orders
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.atropos_server import AtroposServer

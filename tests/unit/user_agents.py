@@ -12,8 +12,8 @@ import openai
 
 from examples.proposer_solver import agents as proposer_solver
 from mslime.data.sample import Sample
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall, Renderer
-from mslime.rollout.agents.chat.template import TemplateRenderer
+from mslime.rollout.agents.renderer import Parsed, ParsedCall, Renderer
+from mslime.rollout.agents.template import TemplateRenderer
 from mslime.rollout.function_contract import _Plain
 from mslime.rollout.workflow import Engine, Episode, Task
 from tests.fixtures import chat_templates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mslime.rollout.workers.frames import run
+from mslime.rollout.worker_process import run
 
 
 async def answer(asked: str) -> Any:

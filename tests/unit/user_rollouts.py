@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from mslime.data.sample import Sample
-from mslime.rollout.agents.chat.renderer import Renderer
+from mslime.rollout.agents.renderer import Renderer
 from mslime.rollout.function_contract import _Plain
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 

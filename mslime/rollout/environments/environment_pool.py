@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Failure, Observation, Step
-from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
+from mslime.rollout.worker_process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.environments.environment_worker"
 
@@ -162,17 +162,13 @@ class EnvironmentPool:
         async with self._refilling:
             self._homes = [h for h in self._homes if h.alive and not h.retired]
             self._all = [h for h in self._all if h.alive]
-            if missing := self._size - len(self._homes):
-                await self._refill(missing)
+            missing = range(self._size - len(self._homes))
+            started = await asyncio.gather(*(self._start() for _ in missing), return_exceptions=True)
+            self._homes += [home for home in started if isinstance(home, _Home)]
+            errors = [error for error in started if isinstance(error, BaseException)]
+            if errors and (not self._homes or not isinstance(errors[0], EnvironmentFailedError)):
+                raise errors[0]  # another failed start is tolerated while other processes live
         return min(self._homes, key=lambda home: home.residents)
-
-    async def _refill(self, missing: int) -> None:
-        """Start processes. A failed start is tolerated while other processes live."""
-        started = await asyncio.gather(*(self._start() for _ in range(missing)), return_exceptions=True)
-        self._homes += [home for home in started if isinstance(home, _Home)]
-        errors = [error for error in started if isinstance(error, BaseException)]
-        if errors and (not self._homes or not isinstance(errors[0], EnvironmentFailedError)):
-            raise errors[0]
 
     async def _start(self) -> _Home:
         try:

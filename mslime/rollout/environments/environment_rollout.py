@@ -2,52 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from mslime.config.data import DataConfig
+from mslime.config.errors import ConfigError
 from mslime.config.plugins import found, load
-from mslime.config.rollout import TIMED_ADVANTAGES, Credit, EnvironmentLimitsConfig, RolloutConfig
+from mslime.config.rollout import TIMED_ADVANTAGES, EnvironmentLimitsConfig, RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, special_texts
-from mslime.rollout.environments.environment_pool import (
-    EnvironmentFailedError,
-    EnvironmentLostError,
-    EnvironmentPool,
-    OpenEnvironment,
-)
-from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Observation, Step
-from mslime.rollout.environments.turn_tokens import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said
+from mslime.rollout.agents.messages import as_ordinary
+from mslime.rollout.environments.environment_pool import EnvironmentFailedError, EnvironmentLostError, EnvironmentPool
+from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Messages, Observation, Step
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
+_SAID = "\ue000said\ue001"
+"""Placeholder of a reply in the template; no template writes it."""
 
-@dataclass
-class Played:
-    """Course of an episode.
+
+@dataclass(frozen=True)
+class Said:
+    """The model's turn: its text, and the position of its last token in a sequence of the rollout."""
+
+    text: str
+    sample: Sample
+    last: int
+
+
+class OneSequence:
+    """An episode's conversation in one sequence, extended by turns and by texts.
 
     Attributes:
         samples: its sequences, the one with the newest turn last.
-        steps: (the model's turn, result of the step).
     """
 
-    samples: list[Sample]
-    steps: list[tuple[Said, Step]] = field(default_factory=list[tuple[Said, Step]])
+    def __init__(self, engine: Engine, sample: Sample, turns: PlainTurns | ChatTurns) -> None:
+        self._engine, self._turns, self.samples = engine, turns, [sample]
 
-    @property
-    def rewards(self) -> list[tuple[Said, float]]:
-        """(the model's turn, reward) of the steps that have one."""
-        return [(said, step.reward) for said, step in self.steps if step.reward is not None]
+    async def said(self) -> Said | None:
+        """Generate the model's next turn; None if there is no room for one."""
+        (sample,) = self.samples
+        turn = await self._engine.generate(sample)
+        return Said(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
 
-    @property
-    def reward(self) -> float | None:
-        """Reward of the episode: the final reward of its last step, else the sum over its steps; None if no step has
-        one."""
-        last = self.steps[-1][1] if self.steps else Step()
-        if last.final_reward is not None:
-            return last.final_reward
-        return sum(reward for _, reward in self.rewards) if self.rewards else None
+    def hear(self, observation: Observation) -> None:
+        """Add the model's next input. Raises NoRoomError if it does not fit."""
+        self._turns.add(self._engine, self.samples[0], observation)
+
+
+class PlainTurns:
+    """Concatenated texts, for prompts without a chat template.
+
+    Args:
+        special: special tokens that are broken up in an environment's text.
+    """
+
+    def __init__(self, special: Sequence[str] = ()) -> None:
+        self._special = special
+
+    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+        """Start a sequence with the prompt and the result of `reset`."""
+        sample = engine.new_sample()
+        self.add(engine, sample, first)
+        return sample
+
+    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
+        """Add the model's next input. Raises NoRoomError if it does not fit."""
+        text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
+        if text:
+            engine.append(sample, as_ordinary(text, self._special))
+
+
+class ChatTurns:
+    """Turns in the tokenizer's chat template.
+
+    Args:
+        options: `data.chat_template_kwargs`.
+        special: see `PlainTurns`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any], special: Sequence[str] = ()) -> None:
+        self._tokenizer, self._options, self._special = tokenizer, options, special
+
+    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+        if not first:
+            return engine.new_sample()
+        return engine.new_sample(engine.encode(self._render(opening(task, self._ordinary(first)))))
+
+    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
+        engine.append(sample, self.user_turn(_messages(self._ordinary(observation)), int(sample.tokens[-1])))
+
+    def user_turn(self, messages: Messages, last: int) -> str:
+        """The template's text between two replies: from the end of a reply to the start of the assistant's next one.
+
+        Args:
+            last: the reply's last token. If it ends the turn, the text does not repeat that end.
+
+        Raises:
+            ConfigError: the template does not write replies unchanged.
+        """
+        whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *messages])
+        _, found, after = whole.rpartition(_SAID)
+        if not found:
+            raise ConfigError("data.apply_chat_template", True, "the chat template does not write a reply as it is, so "
+                              "nothing can follow one", "use a rollout function of yours")  # fmt: skip
+        ended = self._tokenizer.decode([last], special_tokens=True) if last in self._tokenizer.special_ids else ""
+        return after.removeprefix(ended) if ended else after
+
+    def _ordinary(self, observation: Observation) -> Observation:
+        if isinstance(observation, str):
+            return as_ordinary(observation, self._special)
+        return [{**m, "content": as_ordinary(m["content"], self._special)} for m in observation]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._tokenizer.render(messages, self._options)
+
+
+class ChatTalk:
+    """A conversation in messages: the run's renderer extends the tokens of the model's turns. If the family's template
+    rewrites history, another sequence of the rollout begins (docs/agents.md)."""
+
+    def __init__(self, task: Task, engine: Engine, first: Observation) -> None:
+        self._engine, self._messages = engine, opening(task, first)
+        self.samples: list[Sample] = []
+
+    async def said(self) -> Said | None:
+        try:
+            reply = await self._engine.chat(self._messages)
+        except NoRoomError:
+            return None
+        self._messages.append(reply.message)
+        self.samples = [*(s for s in self.samples if s is not reply.sample), reply.sample]
+        return Said(reply.text, reply.sample, reply.end - 1)
+
+    def hear(self, observation: Observation) -> None:
+        """See `OneSequence`. The next turn checks whether it fits. A chat continues with a message, even an
+        empty one."""
+        self._messages += _messages(observation)
+
+
+def opening(task: Task, first: Observation) -> Messages:
+    """The prompt's messages with the result of `reset`; a text is appended to the user's message."""
+    prompt = [dict(m) for m in task.messages or [{"role": "user", "content": task.text}]]
+    last = prompt[-1]
+    if isinstance(first, str) and last["role"] == "user" and isinstance(last["content"], str):
+        return [*prompt[:-1], {**last, "content": f"{last['content']}\n\n{first}"}] if first else prompt
+    return [*prompt, *_messages(first)] if first else prompt
+
+
+def _messages(observation: Observation) -> Messages:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
 
 class EnvironmentRollout:
@@ -69,7 +175,7 @@ class EnvironmentRollout:
         alone = lost = False
         while True:  # ends: an environment with its own process is not lost
             try:
-                return self._told(await self._play(task, engine, alone))
+                return await self._play(task, engine, alone)
             except EnvironmentLostError as error:
                 alone, lost = lost or error.suspect, True
             except EnvironmentFailedError as error:
@@ -79,26 +185,34 @@ class EnvironmentRollout:
         """End the environment processes."""
         await self._pool.close()
 
-    async def _play(self, task: Task, engine: Engine, alone: bool) -> Played:
-        async with self._opened(alone) as environment:
-            talk = self._begin(task, engine, await environment.reset(_task(task)))
-            played = Played(talk.samples)
+    async def _play(self, task: Task, engine: Engine, alone: bool) -> Episode:
+        environment = await self._pool.open(alone)
+        try:
+            asked = EnvironmentTask(
+                task.text, task.label, dict(task.metadata), task.group_id, task.index, task.evaluation, task.seed,
+                task.messages,
+            )  # fmt: skip
+            talk = self._begin(task, engine, await environment.reset(asked))
+            samples, steps = talk.samples, list[tuple[Said, Step]]()
             for _ in range(self._limits.turns):
                 said = await talk.said()
                 if said is None:
                     break
-                played.samples = talk.samples
+                samples = talk.samples
                 step = await environment.step(said.text)
-                played.steps.append((said, step))
-                if step.done or self._out_of_time(environment):
+                steps.append((said, step))
+                late = self._limits.episode_s is not None and environment.seconds >= self._limits.episode_s
+                if step.done or late:
                     break
                 try:
                     talk.hear(step.observation)
                 except NoRoomError:
                     break
-            if self._turns is None and not played.steps:
-                raise self._pool.failed("reset returned what leaves no room for a turn")
-            return played
+        finally:
+            await environment.close()
+        if self._turns is None and not steps:
+            raise self._pool.failed("reset returned what leaves no room for a turn")
+        return self._told(samples, steps)
 
     def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatTalk:
         if self._turns is None:
@@ -108,37 +222,27 @@ class EnvironmentRollout:
         except NoRoomError as error:
             raise self._pool.failed(f"reset returned what does not fit: {error}") from error
 
-    @asynccontextmanager
-    async def _opened(self, alone: bool) -> AsyncIterator[OpenEnvironment]:
-        """Open an environment that is always closed afterwards."""
-        environment = await self._pool.open(alone)
-        try:
-            yield environment
-        finally:
-            await environment.close()
+    def _told(self, samples: list[Sample], steps: Sequence[tuple[Said, Step]]) -> Episode:
+        """Result of an episode: the final reward of its last step, else the sum over its steps, if any has one.
 
-    def _out_of_time(self, environment: OpenEnvironment) -> bool:
-        return self._limits.episode_s is not None and environment.seconds >= self._limits.episode_s
-
-    def _told(self, played: Played) -> Episode:
-        done = bool(played.steps) and played.steps[-1][1].done
-        metrics = {"environment_turns": float(len(played.steps)), "environment_done": float(done)}
-        for _, step in played.steps:
+        Args:
+            steps: (the model's turn, result of the step).
+        """
+        last = steps[-1][1] if steps else Step()
+        rewards = [(said, step.reward) for said, step in steps if step.reward is not None]
+        reward = last.final_reward
+        if reward is None and rewards:
+            reward = sum(each for _, each in rewards)
+        metrics = {"environment_turns": float(len(steps)), "environment_done": float(last.done)}
+        for _, step in steps:
             metrics |= step.metrics
-        credit = [(said.sample, said.last, reward) for said, reward in self._credited(played)]
-        return Episode(played.samples, played.reward, credit, metrics)
-
-    def _credited(self, played: Played) -> list[tuple[Said, float]]:
-        """(the model's turn, process reward), which credit the reward of a step to that turn."""
-        steps = played.rewards
-        if self._credit == "none" or not steps:
-            return []
-        if self._credit == "steps":
-            return steps
-        last = played.steps[-1][0]  # the reward of the whole episode is added here
-        moved = [*steps, (last, -sum(reward for _, reward in steps))]
-        found = [(said, sum(reward for other, reward in moved if other is said)) for said, _ in played.steps]
-        return [(said, reward) for said, reward in found if reward]
+        if self._credit == "none":
+            rewards = []
+        elif self._credit == "moved" and rewards:
+            rewards.append((steps[-1][0], -sum(each for _, each in rewards)))  # where the episode's reward is added
+            turns = [(said, sum(each for other, each in rewards if other is said)) for said, _ in steps]
+            rewards = [(said, each) for said, each in turns if each]
+        return Episode(samples, reward, [(said.sample, said.last, each) for said, each in rewards], metrics)
 
 
 def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
@@ -155,7 +259,10 @@ def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
         return load_workflow(rollout.function)
     job = EnvironmentJob(rollout.environment, rollout.environment_options, limits.call_s, limits.memory_mib)
     turns = _turns(rollout, config.data, tokenizer)
-    credit = _credit(rollout.environment_credit, config.algorithm.advantage)
+    wanted, timed = rollout.environment_credit, config.algorithm.advantage in TIMED_ADVANTAGES
+    credit = "moved" if timed else "steps"
+    if wanted == "episode" or (wanted == "auto" and not timed):
+        credit = "none"
     return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, turns, credit)
 
 
@@ -165,16 +272,3 @@ def _turns(rollout: RolloutConfig, data: DataConfig, tokenizer: Tokenizer) -> Pl
     special = [] if rollout.read_special_tokens else special_texts(tokenizer)
     template = data.apply_chat_template
     return ChatTurns(tokenizer, data.chat_template_kwargs, special) if template else PlainTurns(special)
-
-
-def _credit(wanted: Credit, advantage: str) -> str:
-    timed = advantage in TIMED_ADVANTAGES
-    if wanted == "episode" or (wanted == "auto" and not timed):
-        return "none"
-    return "moved" if timed else "steps"
-
-
-def _task(task: Task) -> EnvironmentTask:
-    return EnvironmentTask(
-        task.text, task.label, dict(task.metadata), task.group_id, task.index, task.evaluation, task.seed, task.messages
-    )

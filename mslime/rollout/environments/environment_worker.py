@@ -23,7 +23,7 @@ from mslime.rollout.environments.protocol import (
     checked_step,
     load_environment,
 )
-from mslime.rollout.workers.frames import DataLimit, run
+from mslime.rollout.worker_process import DataLimit, run
 
 STACK_BYTES = 8 * 2**20  # of a thread, unless configured otherwise
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.result import RewardJob, RewardResult
-from mslime.rollout.workers.worker_process import WorkerLostError, WorkerProcess
+from mslime.rollout.rewards.reward_kinds import RewardJob, RewardResult
+from mslime.rollout.worker_process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.rewards.reward_worker"
 ASYNC_SLOTS = 64  # samples that one worker's async function may await at once

@@ -1,4 +1,5 @@
-"""Rewards: choice of grader, combination of several rewards to one number, and the handling of errors.
+"""Rewards: choice of grader, combination of several rewards to one number, and the handling of errors; and a served
+teacher's scores.
 
 Fast comparisons with a label run here. Other comparisons and user functions run in killable processes (`reward_pool`);
 reward models and judges are called over HTTP (`servers`). If a comparison cannot grade an answer in time, the answer
@@ -9,23 +10,89 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.errors import ConfigError, RewardError
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.engine_pool import all_or_first_failure
+from mslime.backends.sglang.generating import ScoreRequest
+from mslime.config.base import EngineTag
+from mslime.config.errors import ConfigError, EngineError, RewardError
 from mslime.config.reward import GraderConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_teacher_log_probs
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS, raised
 from mslime.rollout.filters import UNSHAPED
-from mslime.rollout.rewards.result import RewardJob, RewardResult, checked
-from mslime.rollout.rewards.reward_kinds import RewardKind, reward_kind
+from mslime.rollout.generation import Traffic
+from mslime.rollout.rewards.reward_kinds import RewardJob, RewardKind, RewardResult, checked, reward_kind
 from mslime.rollout.rewards.reward_pool import WorkerPool
 from mslime.rollout.rewards.servers import HttpGrader, JudgeGrader
-from mslime.rollout.teacher import ServedTeacher
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.engine_pool import EnginePool
+
+
+TRIES = 4
+FIRST_WAIT_S = 0.1  # doubled after each try
+
+
+class ServedTeacher:
+    """Scores samples on the teacher's servers; on shared GPUs only while the servers hold their memory. Belongs to one
+    event loop."""
+
+    def __init__(self, engines: EnginePool) -> None:
+        self._engines = engines
+        self._run, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._awake, self._traffic = asyncio.Event(), Traffic(open=True)
+        self._awake.set()
+
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Hold these parts on shared GPUs. Without all of them nothing is scored: running requests are finished first,
+        and new ones wait. Raises EngineError as the servers do."""
+        self._awake.clear()
+        await self._traffic.idle(None)
+        await self._engines.hold_memory(tags)
+        if set(tags) == set(get_args(EngineTag)):
+            self._awake.set()
+
+    async def score(self, sample: Sample) -> NDArray[np.float32]:
+        """[T] float32: the teacher's log-prob of each trained token of a finished sample, 0 elsewhere.
+
+        Raises:
+            EngineError: the server refused, or its answers were inconsistent, four times; or no server is left.
+        """
+        scores = np.zeros(len(sample), np.float32)
+        trained = np.flatnonzero(sample.loss_mask)
+        if len(trained):
+            # Tokens before the first trained one, and after the last one, need no log-probs.
+            first, end = int(trained[0]), int(trained[-1]) + 1
+            found = await self._in_turn(sample.tokens[:end], first, f"g{sample.group_id}")
+            scores[trained] = found[trained]
+        return scores
+
+    async def _in_turn(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
+        while not self._awake.is_set():  # its memory may be released again before this continues
+            await self._awake.wait()
+        refusals = 0
+        with self._traffic.request():
+            while True:  # ends: every death leaves one server less
+                request = ScoreRequest(f"{self._run}-{session}-{next(self._numbers)}", tokens, start, session)
+                try:
+                    return await self._engines.score(request)
+                except EngineDied:
+                    if len(self._engines) == 0:
+                        raise
+                except EngineError:
+                    refusals += 1
+                    if refusals == TRIES:
+                        raise
+                    await asyncio.sleep(FIRST_WAIT_S * 2 ** (refusals - 1))
 
 
 class TextGrader:
@@ -88,7 +155,6 @@ class RewardScorer:
     Attributes:
         name: of the function or kind, for messages.
         per_group: a part needs all samples of a prompt at once, so `score_group` scores all of them.
-        errors: number of rewards that raised, ran out of time or were no finite number.
     """
 
     def __init__(self, config: ScoringConfig, place: str = "reward", tokenizer: Tokenizer | None = None) -> None:
@@ -101,7 +167,6 @@ class RewardScorer:
             self._graders.append((part, open_grader(part, kind, where, tokenizer)))
         self.name = " + ".join(part.function or part.name for part, _ in self._graders)
         self.per_group = any(part.per == "group" for part, _ in self._graders)
-        self.errors = 0
         self._metrics: set[str] = set()
 
     async def start(self) -> None:
@@ -136,9 +201,12 @@ class RewardScorer:
     def _is_dropped(self, sample: Sample, results: list[RewardResult]) -> bool:
         """Whether errors of the parts drop the sample. Raises RewardError if they end the run."""
         failed = [(part, v) for (part, _), v in zip(self._graders, results, strict=True) if v.error]
-        self.errors += bool(failed)
         sample.error = "; ".join(v.error for _, v in failed)
-        fatal = [(part, v) for part, v in failed if not self._is_answers_fault(part, sample)]
+        fatal = list[tuple[RewardPartConfig, RewardResult]]()
+        for part, v in failed:
+            kind = self._kinds[part.kind]  # a comparison that fails in its process: the response's fault
+            if kind is None or callable(kind.function) or kind.label_problem(sample.label):
+                fatal.append((part, v))
         if fatal and self._config.on_error == "fail":
             raise self._error(sample, *fatal[0])
         return bool(fatal) and self._config.on_error == "drop"
@@ -152,16 +220,12 @@ class RewardScorer:
         if part.per == "group":
             assert isinstance(grader, WorkerPool), "only functions are asked for groups"
             return await grader.score_group(samples)
-        return await asyncio.gather(*(self._result(part, grader, sample) for sample in samples))
 
-    async def _result(self, part: RewardPartConfig, grader: Grader, sample: Sample) -> RewardResult:
-        problem = self._label_problem(part, sample)
-        return RewardResult(0.0, problem) if problem else await grader.score(sample)
+        async def result(sample: Sample) -> RewardResult:
+            problem = self._label_problem(part, sample)
+            return RewardResult(0.0, problem) if problem else await grader.score(sample)
 
-    def _is_answers_fault(self, part: RewardPartConfig, sample: Sample) -> bool:
-        """Whether an error of this part was caused by the response, and not by the row or the function."""
-        kind = self._kinds[part.kind]
-        return kind is not None and not callable(kind.function) and not kind.label_problem(sample.label)
+        return await asyncio.gather(*map(result, samples))
 
     def _label_problem(self, part: RewardPartConfig, sample: Sample) -> str:
         kind = self._kinds[part.kind]
@@ -198,30 +262,25 @@ class Scoring:
     interruption are not repeated."""
 
     def __init__(
-        self,
-        shaping: RewardConfig,
-        limit: int,
-        scorer: RewardScorer,
-        teacher: ServedTeacher | None,
-        span: Callable[[], Callable[[], None]],
-    ) -> None:
+        self, shaping: RewardConfig, limit: int, scorer: RewardScorer, teacher: ServedTeacher | None,
+        on_taught: Callable[[float], None],
+    ) -> None:  # fmt: skip
         """
         Args:
             shaping: penalties of a reward. limit: `rollout.max_response_tokens`.
-            span: called when the teacher begins; returns a function to call when it has ended.
+            on_taught: called when the teacher has scored a sample, with the second since the epoch when it began.
         """
         self._shaping, self._limit = shaping, limit
-        self._scorer, self._teacher, self._span = scorer, teacher, span
+        self._scorer, self._teacher, self._on_taught = scorer, teacher, on_taught
 
     async def rollout_finished(self, samples: Sequence[Sample]) -> None:
         """Score a rollout's reward and teacher log-probs concurrently. Raises the first error, after all have ended.
 
         A per-sample reward scores the last sample and applies to all.
         """
-        done = await asyncio.gather(self._reward(samples), *map(self._teach, samples), return_exceptions=True)
-        for error in done:
-            if error is not None:
-                raise error
+        all_or_first_failure(
+            await asyncio.gather(self._reward(samples), *map(self._teach, samples), return_exceptions=True)
+        )
 
     async def group_finished(self, group: Group) -> None:
         """Score the rollouts of a group together, if the reward is per group."""
@@ -245,11 +304,11 @@ class Scoring:
 
     async def _teach(self, sample: Sample) -> None:
         if self._teacher is not None and sample.teacher_log_probs is None:
-            ended = self._span()
+            began = time.time()
             scores = await self._teacher.score(sample)
             check_teacher_log_probs(scores, sample.loss_mask)
             sample.teacher_log_probs = scores
-            ended()
+            self._on_taught(began)
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:

@@ -22,7 +22,7 @@ from mslime.config.errors import ConfigError, UserError
 from mslime.config.reward import HttpRewardConfig, JudgeConfig, RewardServersConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.rewards.result import RewardResult, checked
+from mslime.rollout.rewards.reward_kinds import RewardResult, checked
 
 MOST_BYTES = 64 * 2**20  # limit of a response
 AGAIN = (408, 425, 429)  # and every 5xx
@@ -43,10 +43,11 @@ class RewardServers:
     Args:
         place: the configuration section, for messages.
         limit_s: seconds for one attempt.
+        tokenizer: turns prompts back into text.
     """
 
-    def __init__(self, config: RewardServersConfig, place: str, limit_s: float) -> None:
-        self._config, self._place, self._limit_s = config, place, limit_s
+    def __init__(self, config: RewardServersConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
+        self._servers, self._place, self._limit_s, self._tokenizer = config, place, limit_s, tokenizer
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.concurrency)
         self._under_way = Counter(dict.fromkeys(config.urls, 0))
@@ -54,8 +55,8 @@ class RewardServers:
     async def start(self) -> None:
         """Open the connection pool. Raises ConfigError if the token's variable is not set."""
         headers = {"Content-Type": "application/json"}
-        if self._config.auth_env is not None:
-            headers["Authorization"] = f"Bearer {token_of(self._config.auth_env, self._place)}"
+        if self._servers.auth_env is not None:
+            headers["Authorization"] = f"Bearer {token_of(self._servers.auth_env, self._place)}"
         timeout = aiohttp.ClientTimeout(total=self._limit_s)
         self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
 
@@ -74,7 +75,7 @@ class RewardServers:
             await self.start()
         data = as_json(body)
         attempts = AsyncRetrying(
-            stop=stop_after_attempt(self._config.retries + 1), wait=wait_random_exponential(0.2, max=10), reraise=True,
+            stop=stop_after_attempt(self._servers.retries + 1), wait=wait_random_exponential(0.2, max=10), reraise=True,
             retry=retry_if_exception_type(AgainError),
         )  # fmt: skip
         failed = Counter[str]()
@@ -85,6 +86,12 @@ class RewardServers:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+
+    def prompt_of(self, sample: Sample) -> str | None:
+        """Text of the prompt; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
 
     async def _attempt(self, data: bytes, read: Callable[[Any], T], failed: Counter[str]) -> T:
         """Post to the server with the fewest failures for this request and, among equals, the fewest running
@@ -116,6 +123,10 @@ class RewardServers:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise RewardRefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
 
 
 def as_json(value: object) -> bytes:
@@ -170,27 +181,19 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 # Rewards from a server of reward models: samples are posted in batches.
 
 
-class HttpGrader:
-    """Scores samples at `http.url`. Belongs to one event loop.
+class HttpGrader(RewardServers):
+    """Scores samples at `http.url`.
 
     A request is {"samples": [{"prompt", "response", "label", "metadata"}, ...]}; the answer {"rewards": [...]}, one for
-    each sample: a number, or an object {"reward": number, "metrics": {name: number}}.
-
-    Args:
-        place: the configuration section, for messages.
-        limit_s: seconds for one attempt.
-        tokenizer: turns prompts back into text; without one `prompt` is null.
+    each sample: a number, or an object {"reward": number, "metrics": {name: number}}. Without a tokenizer `prompt` is
+    null.
     """
 
     def __init__(self, config: HttpRewardConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._servers = RewardServers(config, place, limit_s)
+        super().__init__(config, place, limit_s, tokenizer)
+        self._config = config
         self._waiting: list[tuple[Sample, asyncio.Future[RewardResult]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Open the connection pool. Raises ConfigError if the token's variable is not set."""
-        await self._servers.start()
 
     async def score(self, sample: Sample) -> RewardResult:
         """Score a sample; a failed request is returned as its error."""
@@ -207,7 +210,7 @@ class HttpGrader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._servers.close()
+        await super().close()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -234,10 +237,7 @@ class HttpGrader:
                     future.set_exception(error)
             return
         except Exception as error:  # any error belongs to these samples, whose callers wait
-            said = (
-                str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
-            )
-            results = [RewardResult(0.0, said)] * len(batch)
+            results = [RewardResult(0.0, _said(error))] * len(batch)
         except BaseException:
             for _, future in batch:
                 future.cancel()
@@ -256,13 +256,11 @@ class HttpGrader:
                 raise RewardRefusedError(f'answered {found} to {len(samples)} samples; expected {{"rewards": [...]}}')
             return [checked(r, len(s)) for r, s in zip(rewards, samples, strict=True)]
 
-        return await self._servers.ask({"samples": [self._row(s) for s in samples]}, read)
-
-    def _row(self, sample: Sample) -> dict[str, Any]:
-        prompt = None
-        if self._tokenizer is not None:
-            prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
-        return {"prompt": prompt, "response": sample.response, "label": sample.label, "metadata": sample.metadata}
+        rows = [
+            {"prompt": self.prompt_of(s), "response": s.response, "label": s.label, "metadata": s.metadata}
+            for s in samples
+        ]
+        return await self.ask({"samples": rows}, read)
 
 
 # Rewards from a language model that replies with a number: reward kind `judge`.
@@ -272,37 +270,21 @@ class HttpGrader:
 _PLACES = re.compile(r"\{(prompt|response|label)\}")
 
 
-class JudgeGrader:
-    """Scores samples by a judge's reply. Belongs to one event loop.
-
-    Args:
-        place: the configuration section, for messages.
-        limit_s: seconds for one attempt.
-        tokenizer: turns prompts back into text; without one {prompt} is empty.
-    """
+class JudgeGrader(RewardServers):
+    """Scores samples by a judge's reply. Without a tokenizer {prompt} is empty."""
 
     def __init__(self, config: JudgeConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._servers = RewardServers(config, place, limit_s)
-
-    async def start(self) -> None:
-        """Open the connection pool. Raises ConfigError if the token's variable is not set."""
-        await self._servers.start()
+        super().__init__(config, place, limit_s, tokenizer)
+        self._config = config
 
     async def score(self, sample: Sample) -> RewardResult:
         """Score a sample; a failed request is returned as its error."""
         try:
-            return await self._servers.ask(self._request(sample), self._read)
-        except (AgainError, RewardRefusedError) as error:
-            return RewardResult(0.0, str(error))
+            return await self.ask(self._request(sample), self._read)
         except UserError:
             raise
         except Exception as error:  # any error belongs to this sample
-            return RewardResult(0.0, f"{type(error).__name__}: {error}")
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._servers.close()
+            return RewardResult(0.0, _said(error))
 
     def _request(self, sample: Sample) -> dict[str, Any]:
         asked = [{"role": "user", "content": self._question(sample)}]
@@ -313,10 +295,7 @@ class JudgeGrader:
 
     def _question(self, sample: Sample) -> str:
         """The filled template. It is filled in one pass, so braces in a response stay unchanged."""
-        prompt = ""
-        if self._tokenizer is not None:
-            prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
-        said = {"prompt": prompt, "response": sample.response, "label": _text(sample.label)}
+        said = {"prompt": self.prompt_of(sample) or "", "response": sample.response, "label": _text(sample.label)}
         assert self._config.template is not None, "check_reward"
         return _PLACES.sub(lambda place: said[place[1]], self._config.template)
 

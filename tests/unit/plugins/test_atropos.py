@@ -25,7 +25,7 @@ from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import NoPrompts
 from mslime.network import free_port
 from mslime.rollout.function_contract import _Characters, _Plain
-from mslime.rollout.protocols import EngineLimits
+from mslime.rollout.generation import EngineLimits
 from mslime.run.assemble import grouped_rewards, sample_advantages
 from mslime_plugins.atropos.leases import HandedIn, Leases
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment

@@ -14,9 +14,9 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import function_contract
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
-from mslime.rollout.conversations import Agents
+from mslime.rollout.agents.app import ModelEndpoint
 from mslime.rollout.function_contract import check_rollout
+from mslime.rollout.turns import Agents
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime_plugins.environments import nemo_gym
 from mslime_plugins.environments.elsewhere import episode_of

@@ -17,7 +17,7 @@ from mslime.config.errors import RolloutError
 from mslime.data.sample import SampleStatus, check_invariants
 from mslime.network import free_port
 from mslime.rollout import function_contract
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint
+from mslime.rollout.agents.app import ModelEndpoint
 from mslime.rollout.function_contract import check_rollout
 from mslime_plugins.environments.nemo_gym import NemoGym
 from tests.unit.plugins.test_environments_elsewhere import FakeServer, one_turn

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from mslime.rollout.agents.chat.messages import ChatError, as_list, as_object, from_chat, to_chat
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.requests import (
+from mslime.rollout.agents.messages import ChatError, as_list, as_object, from_chat, to_chat
+from mslime.rollout.agents.requests import (
     MOST_IN_ALL,
     MOST_REPLIES,
     Event,
@@ -21,8 +20,10 @@ from mslime.rollout.agents.server.requests import (
     stopped,
     texts,
     tool,
+    tools_of,
     wants_usage,
 )
+from mslime.rollout.agents.session import ReplyTurn
 
 # Parts shared by OpenAI's three APIs: log-probabilities, token counts, errors.
 
@@ -63,7 +64,6 @@ class ChatCompletions(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         refuse(body, functions="functions became tools")
-        tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
         return asked(
             body,
@@ -71,8 +71,7 @@ class ChatCompletions(OpenAIErrors):
             messages=tuple(
                 from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
             ),
-            tools=tuple(t for t in tools if t is not None),
-            left_out=("tools: those that are no functions",) if None in tools else (),
+            **tools_of(body, _read_tool, "tools: those that are no functions"),
             count=integer(body, "n", 1, MOST_REPLIES) or 1,
             max_tokens=min(shorter, default=None),
             stop=texts(body, "stop"),
@@ -92,21 +91,25 @@ class ChatCompletions(OpenAIErrors):
             }
             for i, told in enumerate(replies)
         ]
-        return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
+        return {**_base(request, replies, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        base = _base(request, replies, "chat.completion.chunk")
+        base = _base(request, replies, "chatcmpl", "chat.completion.chunk")
         for i, told in enumerate(replies):
             for delta in _deltas(told.turn):
                 yield "", {**base, "choices": [{"index": i, "delta": delta, "finish_reason": None}]}
             last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": _log_probs(told)}
             yield "", {**base, "choices": [last]}
-        if request.usage:
-            yield "", {**base, "choices": [], "usage": usage(replies)}
-        yield "", "[DONE]"
+        yield from _ending(request, base, replies)
 
 
-def read_tool(value: object, where: str) -> dict[str, Any] | None:
+def _ending(request: Request, base: Mapping[str, Any], replies: Sequence[ServedReply]) -> Iterator[Event]:
+    if request.usage:
+        yield "", {**base, "choices": [], "usage": usage(replies)}
+    yield "", "[DONE]"
+
+
+def _read_tool(value: object, where: str) -> dict[str, Any] | None:
     """A tool definition in a chat completion's request; None for tools that are no functions."""
     given = as_object(value, where)
     if given.get("type", "function") != "function":
@@ -119,8 +122,8 @@ def _log_probs(told: ServedReply) -> dict[str, Any] | None:
     return {"content": token_log_probs(told), "refusal": None} if told.spelled else None
 
 
-def _base(request: Request, replies: Sequence[ServedReply], kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{replies[0].turn.reply.echo}"
+def _base(request: Request, replies: Sequence[ServedReply], prefix: str, kind: str) -> dict[str, Any]:
+    name = f"{prefix}-{replies[0].turn.reply.echo}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
@@ -140,17 +143,8 @@ def _deltas(turn: ReplyTurn) -> Iterator[dict[str, Any]]:
 # OpenAI's completions: POST /v1/completions, plain prompts as text or token ids.
 
 _COMPLETION_FIELDS = (
-    "prompt",
-    "n",
-    "max_tokens",
-    "stop",
-    "stream",
-    "logprobs",
-    "stream_options",
-    "model",
-    "echo",
-    "suffix",
-)
+    "prompt", "n", "max_tokens", "stop", "stream", "logprobs", "stream_options", "model", "echo", "suffix",
+)  # fmt: skip
 _FEWER = "send several requests"
 
 
@@ -180,15 +174,13 @@ class Completions(OpenAIErrors):
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. A choice also contains the sampled `token_ids`."""
         choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
-        return {**_completion_base(request, replies), "choices": choices, "usage": usage(replies)}
+        return {**_base(request, replies, "cmpl", "text_completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
-        base = _completion_base(request, replies)
+        base = _base(request, replies, "cmpl", "text_completion")
         for i, told in enumerate(replies):
             yield "", {**base, "choices": [_choice(i, told)]}
-        if request.usage:
-            yield "", {**base, "choices": [], "usage": usage(replies)}
-        yield "", "[DONE]"
+        yield from _ending(request, base, replies)
 
 
 def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
@@ -213,18 +205,9 @@ def read_ids(value: object, where: str) -> tuple[int, ...]:
     return tuple(cast("list[int]", value))
 
 
-def _completion_base(request: Request, replies: Sequence[ServedReply]) -> dict[str, Any]:
-    name = f"cmpl-{replies[0].turn.reply.echo}"
-    return {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
-
-
 def _choice(index: int, told: ServedReply) -> dict[str, Any]:
     turn, found = told.turn, None
     if told.spelled:
-        found = {
-            "tokens": list(told.spelled),
-            "token_logprobs": told.log_probs,
-            "top_logprobs": None,
-            "text_offset": [],
-        }
+        tokens = list(told.spelled)
+        found = {"tokens": tokens, "token_logprobs": told.log_probs, "top_logprobs": None, "text_offset": []}
     return {"index": index, "text": turn.reply.text, "finish_reason": turn.finish, "logprobs": found}

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mslime.rollout.agents.chat.call_forms import Block, CallForm, ParsedCalls, Piece, joined
-from mslime.rollout.agents.chat.messages import NO_JSON, Tools, canonical_json, parsed_json
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.agents.call_forms import Block, CallForm, ParsedCalls, Piece, joined
+from mslime.rollout.agents.messages import NO_JSON, Tools, canonical_json, parsed_json
+from mslime.rollout.agents.renderer import Parsed, ParsedCall
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags around reasoning, by family; the last are Mistral's."""

@@ -25,7 +25,7 @@ from mslime.config.errors import RolloutError, UserError
 from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     Call,
     ChatError,
     ContextFull,
@@ -39,7 +39,7 @@ from mslime.rollout.agents.chat.messages import (
     to_chat,
     to_template,
 )
-from mslime.rollout.agents.chat.renderer import Parsed, Rendering
+from mslime.rollout.agents.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
 
 if TYPE_CHECKING:
@@ -447,16 +447,7 @@ class ChatSession:
         assert task is not None, "a turn is part of a task"
         self._running.add(task)
         self._clock.stop()
-        try:
-            return await self._noted(work)
-        finally:
-            self._running.discard(task)
-            if self.turns and not self._running and not self.closed:
-                self._clock.run()
-
-    async def _noted(self, work: Coroutine[Any, Any, ReplyTurn]) -> ReplyTurn:
-        """Run a turn and record its outcome: the function may see only its agent's version of an error."""
-        self.full, self.failure = False, None
+        self.full, self.failure = False, None  # recorded, as the function may see only its agent's version of an error
         try:
             self._check_limits()
             return await work
@@ -470,6 +461,9 @@ class ChatSession:
             raise
         finally:
             work.close()
+            self._running.discard(task)
+            if self.turns and not self._running and not self.closed:
+                self._clock.run()
 
     async def _reply(
         self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mslime.rollout.agents.chat.messages import ChatError, Message, as_list, as_object, as_text
-from mslime.rollout.agents.chat.session import ReplyTurn
+from mslime.rollout.agents.messages import ChatError, Message, as_list, as_object, as_text
+from mslime.rollout.agents.session import ReplyTurn
 
 MODEL = "policy"
 """Name of the trained model, for clients that send none."""
@@ -157,6 +157,19 @@ def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, 
         body=body,
         **meant,
     )
+
+
+def tools_of(
+    body: Mapping[str, Any], read: Callable[[object, str], dict[str, Any] | None], left_out: str
+) -> dict[str, Any]:
+    """`tools` and `left_out` of `asked`.
+
+    Args:
+        read: reads a tool's definition at a place; None: it is left out, and `left_out` is counted as ignored.
+    """
+    tools = [read(value, f"tools[{i}]") for i, value in enumerate(as_list(body.get("tools"), "tools"))]
+    named = tuple(tool for tool in tools if tool is not None)
+    return {"tools": named, "left_out": (left_out,) if len(named) < len(tools) else ()}
 
 
 def refuse(body: Mapping[str, Any], **fields: str) -> None:

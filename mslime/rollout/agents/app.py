@@ -7,12 +7,15 @@ connection alive: a weight update takes longer than most clients' time-out.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
+import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,16 +24,122 @@ from aiohttp import web
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
 from mslime.network import url_of
-from mslime.rollout.agents.chat.messages import ChatError, ContextFull
-from mslime.rollout.agents.chat.session import ChatSession, ReplyTurn
-from mslime.rollout.agents.server.anthropic import Messages
-from mslime.rollout.agents.server.openai_chat import ChatCompletions, Completions
-from mslime.rollout.agents.server.requests import MODEL, Dialect, Request, ServedReply
-from mslime.rollout.agents.server.responses import Responses
-from mslime.rollout.agents.server.served_rollouts import ModelEndpoint, ServedRollout
-from mslime.web_server import Listening, admitted, serve
+from mslime.rollout.agents.anthropic import Messages
+from mslime.rollout.agents.messages import ChatError, ContextFull, SessionOver
+from mslime.rollout.agents.openai_chat import ChatCompletions, Completions
+from mslime.rollout.agents.requests import MODEL, Dialect, Request, ServedReply
+from mslime.rollout.agents.responses import Responses
+from mslime.rollout.agents.session import ChatSession, ReplyTurn
+from mslime.web_server import Listening, admitted, same_key, serve
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelEndpoint:
+    """Address of one rollout's model for an agent.
+
+    Attributes:
+        url: for clients that add /v1 themselves, such as Anthropic's.
+        openai_url: for those that do not, such as OpenAI's.
+        key: the API key; of this rollout alone.
+        model: a name for the model. Any other works too.
+    """
+
+    url: str
+    openai_url: str
+    key: str
+    model: str
+
+
+class ServedRollout:
+    """A served rollout.
+
+    Args:
+        token: prefix of its key, by which a proxy in front can refuse all other requests.
+
+    Attributes:
+        name: in its URL. key: API key of its agents.
+        under_way: attempts that have not ended, awaited or not. on_end: called when one has.
+    """
+
+    def __init__(self, chat: ChatSession, token: str = "") -> None:
+        self.chat, self.name = chat, secrets.token_hex(8)
+        self.key = f"{token}{'.' if token else ''}{secrets.token_urlsafe(24)}"
+        self._attempts: dict[bytes, asyncio.Task[list[ReplyTurn]]] = {}
+        self.under_way = 0
+        self.on_end: Callable[[], None] = lambda: None
+
+    def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[ReplyTurn]]:
+        """Task of the replies to a request. A caller that gives up leaves it running: a repeat may join it.
+
+        It ends with a ChatError if the request cannot be answered; see `ChatSession`.
+
+        Args:
+            body: with the path; equal for a repeat. marked: the client marked the request as a repeat.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        attempt = self._attempts.get(digest) if marked else None
+        if attempt is not None and not _failed(attempt):
+            self.chat.counts["joined_retries"] += 1
+            return attempt
+        attempt = self._attempts[digest] = asyncio.create_task(self._replies(request))
+        self.under_way += 1
+        attempt.add_done_callback(self._ended)
+        return attempt
+
+    def _ended(self, attempt: asyncio.Task[list[ReplyTurn]]) -> None:
+        self.under_way -= 1
+        if not attempt.cancelled() and attempt.exception() is not None:  # else asyncio logs it if no client waits
+            log.debug("a request failed: %s", attempt.exception())
+        self.on_end()
+
+    async def told(self, turns: Sequence[ReplyTurn], log_probs: bool) -> list[ServedReply]:
+        """Replies with the data that the client receives."""
+        return [
+            ServedReply(turn, tuple(await self.chat.spell(ServedReply(turn).ids)) if log_probs else ())
+            for turn in turns
+        ]
+
+    @property
+    def recorded(self) -> Mapping[str, ReplyTurn]:
+        """Turns by the name that clients use."""
+        return self.chat.forest.named
+
+    async def _replies(self, request: Request) -> list[ReplyTurn]:
+        self.chat.ignore(request.ignored)
+        self.chat.check_replies(max(1, len(request.prompts)) * request.count)
+        asked = [
+            self.chat.complete(prompt if isinstance(prompt, str) else list(prompt), max_tokens=request.max_tokens,
+                               stop=request.stop)
+            for prompt in request.prompts for _ in range(request.count)
+        ] or [
+            self.chat.reply(request.messages, request.tools, max_tokens=request.max_tokens, stop=request.stop)
+            for _ in range(request.count)
+        ]  # fmt: skip
+        try:
+            turns = [await asked[0]] if len(asked) == 1 else await _concurrently(asked)
+        except asyncio.CancelledError:
+            if not self.chat.closed:
+                raise
+            raise SessionOver("rollout", "over", "ended while the reply was generated", "stop the agent") from None
+        self.chat.answered(turns)
+        return turns
+
+
+async def _concurrently(asked: Sequence[Coroutine[Any, Any, ReplyTurn]]) -> list[ReplyTurn]:
+    """All replies; if one fails, all are cancelled."""
+    tasks = [asyncio.create_task(one) for one in asked]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _failed(attempt: asyncio.Task[list[ReplyTurn]]) -> bool:
+    return attempt.done() and (attempt.cancelled() or attempt.exception() is not None)
+
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
 COUNT = "/v1/messages/count_tokens"
@@ -106,7 +215,7 @@ class ModelServer:
     async def _start(self) -> None:
         app = web.Application(client_max_size=self._max_body)
         for dialect in DIALECTS:
-            app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
+            app.router.add_post("/{session}" + dialect.path, partial(self.answer, dialect=dialect))
         app.router.add_post("/{session}" + COUNT, self._count)
         app.router.add_get("/{session}/v1/models", self._models)
         app.router.add_get("/{session}/v1/models/{name:.+}", self._models)
@@ -138,8 +247,8 @@ class ModelServer:
         if session is None:
             rule = "the rollout has ended" if name in self._ended else "no rollout is served here"
             raise _Refused(400 if name in self._ended else 404, "url", rule, "stop the agent")
-        key = http.headers.get("authorization", "").removeprefix("Bearer ").strip() or http.headers.get("x-api-key", "")
-        if not session.admits(key) and not session.admits(http.headers.get("x-api-key", "")):
+        keys = http.headers.get("authorization", "").removeprefix("Bearer ").strip(), http.headers.get("x-api-key", "")
+        if not any(same_key(key, session.key) for key in keys):
             raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
         admitted(http)
         try:
@@ -180,24 +289,18 @@ async def deliver(
     Args:
         raw: the request's body.
     """
+    marked = http.headers.get("x-stainless-retry-count", "0") != "0"
     try:
-        return await _deliver(http, dialect, session, request, raw, patience)
+        attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
+        response = await _wait(http, attempt, request.stream, patience)
+        try:
+            replies = await session.told(attempt.result(), request.logprobs)
+        except Exception as error:  # any error goes to the client
+            return await _fail(http, dialect, response, error)
+        response = await _tell(http, dialect, request, replies, response)
     except ConnectionError:  # the client has disconnected: no error here, and its turn is not trained
         log.debug("a client disconnected before its reply was sent")
         return web.Response(status=499)
-
-
-async def _deliver(
-    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
-) -> web.StreamResponse:
-    marked = http.headers.get("x-stainless-retry-count", "0") != "0"
-    attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
-    response = await _wait(http, attempt, request.stream, patience)
-    try:
-        replies = await session.told(attempt.result(), request.logprobs)
-    except Exception as error:  # any error goes to the client
-        return await _fail(http, dialect, response, error)
-    response = await _tell(http, dialect, request, replies, response)
     for told in replies:
         told.turn.delivered = True
     return response
@@ -224,13 +327,6 @@ class _Refused(Exception):
     def __init__(self, status: int, field: str, rule: str, way_out: str) -> None:
         self.status, self.field = status, field
         super().__init__(f"{field}: {rule}\n  way out: {way_out}")
-
-
-def _handler(server: ModelServer, dialect: Dialect) -> Any:
-    async def handle(http: web.Request) -> web.StreamResponse:
-        return await server.answer(http, dialect)
-
-    return handle
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -286,31 +382,27 @@ def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str]
     return web.Response(body=_dumped(data), status=status, headers=headers, content_type="application/json")
 
 
-def _described(error: BaseException) -> tuple[int, str, str]:
-    """(HTTP status, field, code) of an error. A client's mistake would fail again if repeated; other errors may not."""
+def _described(dialect: Dialect, error: BaseException) -> tuple[int, Mapping[str, Any]]:
+    """(HTTP status, JSON) of an error. A client's mistake would fail again if repeated; other errors may not."""
+    status, field, code, words = 503, "", "unavailable", str(error)
     if isinstance(error, _Refused):
-        return error.status, error.field, "refused"
-    if isinstance(error, ContextFull):
-        return 400, error.field, "context_length_exceeded"
-    if isinstance(error, ChatError):
-        return 400, error.field, "limit_reached" if error.field.startswith("rollout") else "invalid_request"
-    return 503, "", "unavailable"
+        status, field, code = error.status, error.field, "refused"
+    elif isinstance(error, ContextFull):
+        status, field, code = 400, error.field, "context_length_exceeded"
+        if error.most:
+            words = f"{dialect.too_long(error.tokens, error.most)}\n{error}"
+    elif isinstance(error, ChatError):
+        status, field = 400, error.field
+        code = "limit_reached" if field.startswith("rollout") else "invalid_request"
+    return status, dialect.error(status, words, field, code)
 
 
 def refusal(dialect: Dialect, error: BaseException) -> web.Response:
     """Error response in the form of its API."""
-    status, field, code = _described(error)
+    status, body = _described(dialect, error)
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
-    headers = {} if status in (408, 503) else NO_RETRY
-    return _json(dialect.error(status, _words(dialect, error), field, code), status, headers)
-
-
-def _words(dialect: Dialect, error: BaseException) -> str:
-    """Text of an error; a full context begins with the API's own words."""
-    if isinstance(error, ContextFull) and error.most:
-        return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
-    return str(error)
+    return _json(body, status, {} if status in (408, 503) else NO_RETRY)
 
 
 async def _fail(
@@ -321,8 +413,8 @@ async def _fail(
     if begun is None:
         return refusal(dialect, error)
     if begun.content_type == _SSE:
-        status, field, code = _described(error)
-        await begun.write(_written("error", dialect.error(status, _words(dialect, error), field, code)))
+        _, body = _described(dialect, error)
+        await begun.write(_written("error", body))
         await begun.write_eof()
     elif http.transport is not None:
         http.transport.abort()

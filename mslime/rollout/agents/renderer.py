@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from mslime.config.errors import MALFORMED
-from mslime.rollout.agents.chat.messages import Tools, as_ordinary, parsed_json
+from mslime.rollout.agents.messages import Tools, as_ordinary, parsed_json
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from mslime.rollout.agents.chat.messages import NO_JSON, Tools, canonical_json, first_json, parsed_json
-from mslime.rollout.agents.chat.renderer import ParsedCall
+from mslime.rollout.agents.messages import NO_JSON, Tools, canonical_json, first_json, parsed_json
+from mslime.rollout.agents.renderer import ParsedCall
 
 # Values of arguments that a model wrote without types, by the tool's JSON schema.
 #

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     ROLES,
     Call,
     ChatError,
@@ -18,17 +18,9 @@ from mslime.rollout.agents.chat.messages import (
     canonical_json,
     text_of,
 )
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.openai_chat import OpenAIErrors, token_log_probs
-from mslime.rollout.agents.server.requests import (
-    Event,
-    Request,
-    ServedReply,
-    asked,
-    integer,
-    refuse,
-    tool,
-)
+from mslime.rollout.agents.openai_chat import OpenAIErrors, token_log_probs
+from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, tool, tools_of
+from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model", "previous_response_id", "include")
 
@@ -47,17 +39,14 @@ class Responses(OpenAIErrors):
         if (instructions := body.get("instructions")) is not None:
             text = as_text(instructions, "instructions")
             messages = [Message("system", text), *messages[1 if messages and messages[0].role == "system" else 0 :]]
-        tools = [_read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
-        theirs = ("tools: those that are no functions",) if None in tools else ()
         include = as_list(body.get("include"), "include")
         return asked(
             body,
             _READ,
             messages=tuple(messages),
-            tools=tuple(t for t in tools if t is not None),
+            **tools_of(body, _read_tool, "tools: those that are no functions"),
             max_tokens=integer(body, "max_output_tokens", 1),
             logprobs="message.output_text.logprobs" in include,
-            left_out=theirs,
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:

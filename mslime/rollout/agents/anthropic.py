@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mslime.rollout.agents.chat.messages import (
+from mslime.rollout.agents.messages import (
     Call,
     ChatError,
     Message,
@@ -17,8 +17,8 @@ from mslime.rollout.agents.chat.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.agents.chat.session import ReplyTurn
-from mslime.rollout.agents.server.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool
+from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool, tools_of
+from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -32,16 +32,13 @@ class Messages:
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
         said = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
-        tools = [_read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
-        theirs = ("tools: those without input_schema",) if None in tools else ()
         return asked(
             body,
             _READ,
             messages=(*((Message("system", system),) if system else ()), *said),
-            tools=tuple(t for t in tools if t is not None),
+            **tools_of(body, _read_tool, "tools: those without input_schema"),
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop_sequences"),
-            left_out=theirs,
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:

@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any, Literal
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.agents.chat.call_forms import FORMS, SPELLINGS
-from mslime.rollout.agents.chat.messages import ChatError, Tools, whole_text
-from mslime.rollout.agents.chat.parsing import THINKING, HarmonyParser, TaggedParser
-from mslime.rollout.agents.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.agents.call_forms import FORMS, SPELLINGS
+from mslime.rollout.agents.messages import ChatError, Tools, whole_text
+from mslime.rollout.agents.parsing import THINKING, HarmonyParser, TaggedParser
+from mslime.rollout.agents.renderer import Parsed, ParsedCall
 
 SETTING = "rollout.renderer"
 Messages = Sequence[Mapping[str, Any]]

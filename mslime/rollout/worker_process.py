@@ -1,4 +1,9 @@
-"""The parent's side of a worker process: start, call, and kill it if it does not answer. The other side is `frames`."""
+"""User code in worker processes, which can be killed and replaced: the protocol, and both of its sides.
+
+Frames (four bytes of length, then a pickle) travel on private copies of standard input and output; prints of user code
+go to standard error. The first frame is the job; the reply is ("ready", details) or ("error", a ConfigError). Every
+later frame is (number, request), and its reply (number, answer).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,118 @@ import asyncio
 import logging
 import os
 import pickle
+import resource
 import signal
+import struct
 import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from mslime.config.errors import ConfigError
-from mslime.logs import OURS
-from mslime.rollout.workers.frames import HEADER, NoAnswerError, encode
+from mslime.logs import OURS, log_process
 
 if TYPE_CHECKING:
     from mslime.rollout.environments.protocol import EnvironmentJob
-    from mslime.rollout.rewards.result import RewardJob
+    from mslime.rollout.rewards.reward_kinds import RewardJob
+
+
+HEADER = struct.Struct("<I")
+
+
+class NoAnswerError(Exception):
+    """Replaces an answer that could not be sent."""
+
+
+Answer = Callable[[Any], Awaitable[Any]]
+Open = Callable[[Any], tuple[Any, Answer]]
+"""Opens a job: returns (details to send with `ready`, handler of requests). Raises ConfigError."""
+
+
+def encode(message: object) -> bytes:
+    """Encode a message as a frame."""
+    body = pickle.dumps(message)
+    return HEADER.pack(len(body)) + body
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next message; None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
+
+
+async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
+    """Handle frames concurrently until the parent closes the pipe."""
+
+    def send(message: object) -> None:
+        out.write(encode(message))
+        out.flush()
+
+    try:
+        told, answer = open_job(read_frame(stdin))
+    except ConfigError as error:
+        send(("error", error))
+        return
+    send(("ready", told))
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def work(number: int, asked: Any) -> None:
+        try:
+            send((number, await answer(asked)))
+        except Exception as error:  # any pickling error of the user's result: sent, or the parent would wait
+            send((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
+
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as reader:
+        while (message := await loop.run_in_executor(reader, read_frame, stdin)) is not None:
+            task = asyncio.create_task(work(*message))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+def run(open_job: Open) -> None:
+    """Serve on private copies of the process's pipes. Prints of user code go to standard error, and its standard input
+    is empty: a forked child closes `sys.stdin`, and would wait forever for a lock held by the reader thread.
+
+    The program's argument is the lowest level that it logs.
+    """
+    log_process(f"worker {os.getpid()}", sys.argv[1] if len(sys.argv) > 1 else "warning")
+    source, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    asyncio.run(serve(open_job, source, out))
+    os._exit(0)  # user code may have left threads behind
+
+
+# Memory limits of a process. Linux only: other systems have no limit.
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process map `more_bytes` beyond its present use; larger allocations raise MemoryError."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, held + more_bytes))
+
+
+class DataLimit:
+    """Limit of memory that a process writes to; address space that its threads only reserve does not count. It may be
+    set repeatedly, always relative to the use at construction."""
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":
+            with open("/proc/self/status") as file:
+                self._held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+
+    def set(self, more_bytes: int) -> None:
+        """Allow `more_bytes` beyond the use at construction."""
+        if sys.platform == "linux":
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (self._held + more_bytes, hard))
+
 
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
@@ -51,7 +156,7 @@ class WorkerProcess:
         """Start a process and wait until it has opened its job. Raises ConfigError if it cannot.
 
         Args:
-            module: its program, which calls `frames.run`.
+            module: its program, which calls `run`.
         """
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(

@@ -1,1 +1,0 @@
-"""User functions and classes in worker processes, which can be killed and replaced."""
