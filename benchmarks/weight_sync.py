@@ -126,7 +126,7 @@ def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tens
         stage = layers.index(rule.layer) // per_stage if rule.layer >= 0 else first
         elsewhere = rule.is_expert and rule.expert // (experts // layout.ep) != place.ep
         if stage == place.pp and not elsewhere:
-            mine[rule.is_expert].append((name, rule.local_shape(layout.etp if rule.is_expert else layout.tp)))
+            mine[rule.is_expert].append((name, rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp)))
     held: dict[str, torch.Tensor] = {}
     for named in mine.values():
         buffer = torch.randn(sum(math.prod(shape) for _, shape in named)).to(TORCH_DTYPES[job.dtype])

@@ -505,12 +505,12 @@ class ModelPlacement:
         assert not absent, f"no place for {absent[:3]}"
         for name, pieces in self.pieces.items():
             covered = sum(math.prod(piece.size) for piece in pieces)
-            expected = math.prod(table.bind(name).full_shape)
+            expected = math.prod(table.bind(name).kind.full_shape)
             assert covered == expected, f"{name}: pieces of {covered} elements, the rule says {expected}"
 
 
 def whole(rule: BoundRule) -> ParameterBox:
     """Place of a parameter that megatron-core does not build: under its own name."""
-    shape = rule.full_shape
+    shape = rule.kind.full_shape
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return ParameterBox(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

@@ -70,7 +70,7 @@ class ToMegatron:
         ]
         self._dtypes = {rule.name: self._dtype_of(rule, checkpoint) for rule in self.stored}
         sizes = [
-            (rule.name, math.prod(rule.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize)
+            (rule.name, math.prod(rule.kind.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize)
             for rule in self.stored
         ]
         self._tasks = _tasks(sizes, max_file_bytes)

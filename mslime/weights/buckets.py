@@ -168,7 +168,7 @@ def _converted(
             rule = table.bind(name)
             made = [next(pieces) for _ in rule.hf_names]
             assert [piece.name for piece in made] == list(rule.hf_names), (made, rule.hf_names)
-            copies += rule.hf_copies(shards_of(slot, index), [_view(flat, piece) for piece in made])
+            copies += rule.kind.placed(shards_of(slot, index), [_view(flat, piece) for piece in made])
     copy_each([place for place, _ in copies], [part for _, part in copies])
     return flat
 

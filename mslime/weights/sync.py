@@ -163,7 +163,7 @@ class WeightSender:
         self._table.check_model(name for _, names in held for name in names)
         for name, shape in mine.items():
             rule = self._table.bind(name)
-            expected = rule.local_shape(layout.etp if rule.is_expert else layout.tp)
+            expected = rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp)
             assert shape == expected, f"{name} has shape {shape}, its rule gives {expected}"
         layers: list[set[int]] = [set() for _ in range(layout.pp)]
         for stage, names in held:

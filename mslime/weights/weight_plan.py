@@ -450,7 +450,7 @@ def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
     entries: dict[str, Entry] = {}
     packed = sent = 0
     for slot in (slot for unit in run for slot in unit):
-        slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].local_shape(load.sharing), packed))
+        slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].kind.local_shape(load.sharing), packed))
         packed += slots[-1].numel
         for rule in slot:
             for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):

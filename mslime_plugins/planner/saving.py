@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mslime.config.output import CheckpointConfig
 from mslime.config.resolved import PolicySpec
 from mslime.config.transports import traits_of
-from mslime.convert.families.delta_nets import FLOAT32_PARAMETERS
+from mslime.convert.families.qwen3_next import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable
 from mslime_plugins.planner.parameters import model_parameters
 from mslime_plugins.planner.trainer_memory import params_bytes

@@ -31,7 +31,7 @@ FACTS = {
         },
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
-    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta_nets.py"}),
+    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/qwen3_next.py"}),
     "what engines are asked for weights": (
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},

@@ -117,8 +117,12 @@ def limited_groups(config: HFConfig) -> dict[str, object]:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
 
 
-def read_experts(config: HFConfig) -> Experts:
-    """Experts of DeepSeek-V2 and similar models: in all layers but the first `first_k_dense_replace`."""
+def read_experts(config: HFConfig, *, sigmoid: bool = False) -> Experts:
+    """Experts of DeepSeek-V2 and similar models: in all layers but the first `first_k_dense_replace`.
+
+    Args:
+        sigmoid: DeepSeek-V3's router, with normalised sigmoid scores and a correction bias.
+    """
     dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
     if not isinstance(dense, int) or not 0 <= dense < layers:
         raise CheckpointError(
@@ -131,7 +135,9 @@ def read_experts(config: HFConfig) -> Experts:
         number=required_int(config, "n_routed_experts"),
         top_k=required_int(config, "num_experts_per_tok"),
         ffn=ffn,
-        normalised=False,
+        score="sigmoid" if sigmoid else "softmax",
+        normalised=sigmoid,
+        correction="gate.e_score_correction_bias" if sigmoid else "",
         scale=required_number(config, "routed_scaling_factor"),
         shared_ffn=required_int(config, "n_shared_experts") * ffn,
     )
