@@ -54,7 +54,7 @@ NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, 
 _NO_CP = "megatron-core's gated delta-net layer has none"
 FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
 """Name endings of parameters that stay in float32 in a bfloat16 model, as in the published Qwen3.5."""
-_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _MTP_NAMES = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 
 
@@ -108,12 +108,10 @@ def delta_rules(
     heads: DeltaHeads, width: int, at: tuple[int, ...], names: tuple[str, ...], projection: Kind, dtype: str | None
 ) -> tuple[Rule, ...]:
     """Gated delta-net and the norm before it, in each of the layers `at`."""
-    m, h = f"{_LAYER}self_attention.", f"{_HF_LAYER}linear_attn."
-    per_head, norm, before = Column((heads.values,)), Replicated((heads.value_dim,)), Replicated((heads.hidden,))
+    m, h = f"{_M}self_attention.", f"{_H}linear_attn."
+    per_head, norm = Column((heads.values,)), Replicated((heads.value_dim,))
     return (
-        Rule(
-            f"{_LAYER}input_layernorm.weight", (f"{_HF_LAYER}input_layernorm.weight",), Replicated((heads.hidden,)), at
-        ),
+        Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), Replicated((heads.hidden,)), at),
         Rule(f"{m}in_proj.weight", tuple(f"{h}{name}.weight" for name in names), projection, at),
         Rule(f"{m}conv1d.weight", (f"{h}conv1d.weight",), DeltaConv(heads, width), at),
         Rule(f"{m}dt_bias", (f"{h}dt_bias",), per_head, at),
@@ -198,7 +196,7 @@ class Qwen3Next(Decoder):
 # its settings are in `text_config`. For text, the three sections of its rotary embedding use the same position, which
 # is plain rotation. The vision part is carried, not trained; `vision_config` defines its tensors.
 
-_M, _H = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
+_EXPERT, _EXPERTS = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
 
 
 class Qwen35MoeText(Qwen3Next):
@@ -232,8 +230,8 @@ class Qwen35MoeText(Qwen3Next):
         joined, down = FusedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
         return (
             *(rule for rule in experts.rules(hidden) if not rule.experts),
-            Rule(f"{_M}linear_fc1.weight", (f"{_H}gate_up_proj",), joined, at, number),
-            Rule(f"{_M}linear_fc2.weight", (f"{_H}down_proj",), down, at, number),
+            Rule(f"{_EXPERT}linear_fc1.weight", (f"{_EXPERTS}gate_up_proj",), joined, at, number),
+            Rule(f"{_EXPERT}linear_fc2.weight", (f"{_EXPERTS}down_proj",), down, at, number),
         )
 
 
