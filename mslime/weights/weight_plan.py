@@ -303,7 +303,8 @@ def build_plan(
     owned_by: list[list[BoundRule]] = [[] for _ in range(layout.pp)]
     for rule in table.bound.values():
         if rule.exported:
-            owned_by[_stage_of(rule, stages, layout.pp)].append(rule)
+            outside = 0 if rule.name.startswith("embedding.") else layout.pp - 1
+            owned_by[stages[rule.layer] if rule.layer >= 0 else outside].append(rule)
     queues = [
         queue
         for stage, owned in enumerate(owned_by)
@@ -387,12 +388,6 @@ def _deal(units: Sequence[Unit], senders: int) -> list[tuple[Unit, ...]]:
         runs[min(int(middle * senders / whole), senders - 1)].append(unit)
         sent += _hf_numel(unit)
     return [tuple(run) for run in runs]
-
-
-def _stage_of(rule: BoundRule, stages: Mapping[int, int], pp: int) -> int:
-    if rule.layer >= 0:
-        return stages[rule.layer]
-    return 0 if rule.name.startswith("embedding.") else pp - 1
 
 
 def _shared_units(rules: Iterable[BoundRule]) -> list[Unit]:
@@ -501,17 +496,13 @@ def _encoded_bucket(bucket: Bucket, encoded: Encoded) -> Bucket:
             else (TensorPlan(entry.name, short, entry.shape),)
         )
     ]
-    return replace(bucket, dtype="uint8", packed_dtype=bucket.dtype, entries=_side_by_side(plans, TORCH_DTYPES))
-
-
-def _side_by_side(plans: list[TensorPlan], names: Mapping[str, str]) -> tuple[Entry, ...]:
-    """Entries without gaps, wide elements first, so that each starts at a multiple of its size."""
+    # Without gaps, wide elements first, so that each starts at a multiple of its size.
     entries: list[Entry] = []
     at = 0
-    for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[names[plan.dtype]]):
-        entries.append(Entry(plan.name, plan.shape, at, names[plan.dtype]))
+    for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[TORCH_DTYPES[plan.dtype]]):
+        entries.append(Entry(plan.name, plan.shape, at, TORCH_DTYPES[plan.dtype]))
         at += entries[-1].size
-    return tuple(entries)
+    return replace(bucket, dtype="uint8", packed_dtype=bucket.dtype, entries=tuple(entries))
 
 
 # Checkpoint tensors that are not trained: multi-token-prediction layers, and copies inside them.
