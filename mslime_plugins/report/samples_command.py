@@ -16,8 +16,7 @@ from rich.text import Text
 from mslime.config.errors import UserError
 from mslime.config.lora import directories
 from mslime.observe.samples import SampleLine, file_of, read_samples, recorded_steps
-from mslime_plugins.report.recorded_responses import facts, ordered, telling, versions_of, visible
-from mslime_plugins.report.sample_tokens import tokens_of
+from mslime_plugins.report.sample_tokens import facts, ordered, telling, tokens_of, versions_of, visible
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 

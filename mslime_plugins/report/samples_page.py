@@ -14,8 +14,7 @@ from typing import Any
 
 from mslime.config.errors import UserError
 from mslime.observe.samples import SampleLine, recorded_steps
-from mslime_plugins.report.recorded_responses import facts, telling_of_step, visible
-from mslime_plugins.report.sample_tokens import Token, tokens_of
+from mslime_plugins.report.sample_tokens import Token, facts, telling_of_step, tokens_of, visible
 
 STEPS, EVALUATIONS = 8, 4
 BYTES, EVALUATION_BYTES = 1_500_000, 500_000
