@@ -235,9 +235,9 @@ def _add_ratios(statistics: LossStatistics, batch: TokenBatch, policy: TokenLoss
         of_tokens["entropy"] = inputs.entropy.detach()[mask].double()
         statistics.add("entropy_of_tokens", of_tokens["entropy"].sum())
     if batch.ages is not None:
-        statistics.add_by_age(batch.ages[mask], of_tokens)
+        statistics.add_by("age", batch.ages[mask], of_tokens)
     if inputs.positions is not None:
-        statistics.add_by_position(inputs.positions[mask], of_tokens)
+        statistics.add_by("position", inputs.positions[mask], of_tokens)
 
 
 # Losses for clients of `mslime serve`, as the public SDK's documentation defines them: sums over tokens.

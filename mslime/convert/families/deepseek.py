@@ -8,7 +8,6 @@ others have shared experts and a softmax router, whose values are not normalised
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import (
     Family,
@@ -17,6 +16,7 @@ from mslime.convert.families.family import (
     Support,
     norm_epsilon,
     refuse_unless,
+    refused,
     required_int,
     required_number,
     rotary,
@@ -212,8 +212,8 @@ class DeepseekV3(DeepseekV2):
         fields, top_k = limited_groups(hf_config), required_int(hf_config, "num_experts_per_tok")
         # megatron-core ranks groups by their best top_k // topk_group experts, the model by their best two.
         if fields and top_k // required_int(hf_config, "topk_group") != 2:
-            raise CheckpointError(
-                "config.json: topk_group", hf_config.get("topk_group"),
+            raise refused(
+                "topk_group", hf_config.get("topk_group"),
                 f"megatron-core ranks groups by two experts only where topk_group is half of top-{top_k}",
                 "use a checkpoint with two experts a group, or with one group",
             )  # fmt: skip

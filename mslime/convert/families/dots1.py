@@ -6,9 +6,8 @@ Grouped-query attention with a norm on every query and key head; dense first lay
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts, limited_groups, read_experts
-from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, Support, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
@@ -38,7 +37,6 @@ class Dots1(Decoder):
         return super().transformer_fields(hf_config) | limited_groups(hf_config)
 
     def refuse_for_engine(self, hf_config: HFConfig) -> None:
-        raise CheckpointError(
-            "config.json: architectures", hf_config["architectures"], self.support.not_served,
-            "train it with train.task: sft",
-        )  # fmt: skip
+        raise refused(
+            "architectures", hf_config["architectures"], self.support.not_served, "train it with train.task: sft"
+        )

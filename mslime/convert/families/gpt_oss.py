@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.family import (
     HFConfig,
     ModelFields,
     Support,
     as_list,
     refuse_unless,
+    refused,
     required_int,
     required_number,
     rotary,
@@ -112,10 +112,7 @@ def _windows(config: HFConfig, layers: int) -> dict[str, object]:
     types = as_list(config.get("layer_types")) or ["sliding_attention", "full_attention"] * layers
     types = types[:layers]
     if len(types) < layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise CheckpointError(
-            "config.json: layer_types", types, f"names {layers} layers, each sliding_attention or full_attention",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
+        raise refused("layer_types", types, f"names {layers} layers, each sliding_attention or full_attention")
     window = required_int(config, "sliding_window")
     return {
         "window_size": (window - 1, 0),

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,
@@ -20,6 +19,7 @@ from mslime.convert.families.family import (
     llama3_factor,
     norm_epsilon,
     refuse_unless,
+    refused,
     required_int,
     rotary,
     yarn_fields,
@@ -234,10 +234,7 @@ class Decoder(Family):
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         rope = rotary(hf_config, self.rope_kinds, self.rope_base, self.partial_rotary or 1.0)
         if rope.percent != 1.0 and self.partial_rotary is None:
-            raise CheckpointError(
-                "config.json: partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads",
-                "use the config.json of the checkpoint",
-            )  # fmt: skip
+            raise refused("partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads")
         experts = self.experts(hf_config)
         return ModelFields(
             vocab_size=required_int(hf_config, "vocab_size"),

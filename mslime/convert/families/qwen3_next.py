@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,
@@ -22,6 +21,7 @@ from mslime.convert.families.family import (
     as_object,
     flag,
     refuse_unless,
+    refused,
     required_int,
 )
 from mslime.convert.families.gqa import (
@@ -66,10 +66,7 @@ def delta_heads(config: HFConfig) -> DeltaHeads:
     """
     keys, values = required_int(config, "linear_num_key_heads"), required_int(config, "linear_num_value_heads")
     if values % keys:
-        raise CheckpointError(
-            "config.json: linear_num_value_heads", values, f"must be a multiple of the {keys} key heads",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
+        raise refused("linear_num_value_heads", values, f"must be a multiple of the {keys} key heads")
     dims = required_int(config, "linear_key_head_dim"), required_int(config, "linear_value_head_dim")
     return DeltaHeads(keys, values, *dims, required_int(config, "hidden_size"))
 
@@ -87,10 +84,9 @@ def linear_layers(config: HFConfig) -> tuple[int, ...]:
     types = as_list(config.get("layer_types")) or regular
     known = len(types) == layers and set(types) <= {"full_attention", "linear_attention"}
     if not known or (given and types != regular):
-        raise CheckpointError(
-            "config.json: layer_types", types,
+        raise refused(
+            "layer_types", types,
             f"names {layers} layers, each linear_attention or full_attention, by full_attention_interval",
-            "use the config.json of the checkpoint",
         )  # fmt: skip
     return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
 
@@ -268,9 +264,7 @@ class Qwen35Moe(Family):
 def _section(config: HFConfig, name: str) -> dict[str, object]:
     section = as_object(config.get(name))
     if section is None:
-        raise CheckpointError(
-            f"config.json: {name}", config.get(name), "must be an object", "use the config.json of the checkpoint"
-        )
+        raise refused(name, config.get(name), "must be an object")
     return section
 
 
@@ -278,9 +272,7 @@ def _text_config(config: HFConfig) -> HFConfig:
     """Settings of the text part; the outer section defines whether embeddings are tied."""
     section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
     if flag(section, "tie_word_embeddings", tied) != tied:
-        raise CheckpointError(
-            "config.json: tie_word_embeddings", tied, "text_config has another value", "make the two agree"
-        )
+        raise refused("tie_word_embeddings", tied, "text_config has another value", "make the two agree")
     quantised = {name: config[name] for name in ("quantization_config",) if name in config}
     return section | {"tie_word_embeddings": tied} | quantised
 
