@@ -181,7 +181,8 @@ class Quantisation:
         """
         found: dict[str, Joined] = {}
         for name, (dtype, _) in stored.items():
-            scheme = next((s for s in self.schemes if _marks(s, name, dtype)), None)
+            marked = (s for s in self.schemes if name.endswith(s.suffixes[0]))
+            scheme = next((s for s in marked if not isinstance(s, Fp8) or dtype == _FP8), None)
             if scheme is None:
                 refuse_plain_fp8(name, dtype, where)
                 continue
@@ -201,10 +202,6 @@ class Quantisation:
                 )  # fmt: skip
             found[scheme.weight_name(base)] = Joined(scheme, names, shape)
         return found
-
-
-def _marks(scheme: Scheme, name: str, dtype: str) -> bool:
-    return name.endswith(scheme.suffixes[0]) and (not isinstance(scheme, Fp8) or dtype == _FP8)
 
 
 def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:

@@ -156,7 +156,8 @@ def describe_found(found: Sequence[FittingLayout], gpu: str) -> Group:
         table.add_column(name, justify="left" if name in columns[1:5] else "right")
     for number, each in enumerate(found, 1):
         plan, seconds = each.plan, each.seconds
-        host = f"{plan.host.total / GIB:.0f}" + _word(verdict_of(plan.host_share))
+        verdict = verdict_of(plan.host_share)
+        host = f"{plan.host.total / GIB:.0f}" + ("" if verdict == "fits" else f" {verdict}")
         table.add_row(
             str(number), each.settings["cluster"]["placement"], f"{plan.trainer_gpus}: {plan.layout.describe()}",
             each.measures, engines_of(each.settings["sglang"]),
@@ -176,10 +177,6 @@ def describe_found(found: Sequence[FittingLayout], gpu: str) -> Group:
         Text("or as flags:\n", style="bold"),
         Text(" ".join(as_flags(best.settings))),
     )  # fmt: skip
-
-
-def _word(verdict: Verdict) -> str:
-    return "" if verdict == "fits" else f" {verdict}"
 
 
 def engines_of(sglang: Mapping[str, Any]) -> str:

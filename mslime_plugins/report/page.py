@@ -96,7 +96,8 @@ def _parts(run_dir: Path, recorded: Sequence[Row], config_text: str) -> dict[str
         read_config(config_text),
         choose_charts(lambda chart: chart_data(chart, rows)),
     )
-    samples, no_samples = samples_data(run_dir) if _generates(config) else (None, "")
+    generates = not config or config["train"]["task"] == "rl"
+    samples, no_samples = samples_data(run_dir) if generates else (None, "")
     missing = [*drawn.missing, *([no_samples] if no_samples else []), *([] if steps else [timeline.FILE_NAME])]
     chapters = {title: chart_section(title, cards) for title, cards in drawn.sections.items()}
     first, *others = chapters or {"": ""}
@@ -112,10 +113,6 @@ def _parts(run_dir: Path, recorded: Sequence[Row], config_text: str) -> dict[str
         "rest": _configuration(config_text),
         "data": as_script_data(drawn.charts, steps, samples),
     }
-
-
-def _generates(config: dict[str, Any]) -> bool:
-    return not config or config["train"]["task"] == "rl"
 
 
 # Page parts

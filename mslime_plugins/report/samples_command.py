@@ -56,7 +56,9 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
     for row in shown:
         console.print(_card(row))
     if not shown:
-        console.print(f"step {step}: none of the responses in {path} is {_what(wanted)}", markup=False, highlight=False)
+        kinds = {"truncated": "cut at the length limit", "continued": "of several weight versions"}
+        what = kinds.get(wanted.kind, "there")
+        console.print(f"step {step}: none of the responses in {path} is {what}", markup=False, highlight=False)
     else:
         console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
 
@@ -113,10 +115,6 @@ def _ranges(steps: Sequence[int]) -> str:
         else:
             runs.append([step])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def _what(wanted: Wanted) -> str:
-    return {"truncated": "cut at the length limit", "continued": "of several weight versions"}.get(wanted.kind, "there")
 
 
 def _footer(path: Path, step: int, shown: Sequence[SampleLine]) -> str:

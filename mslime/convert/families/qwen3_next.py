@@ -210,7 +210,9 @@ class Qwen35MoeText(Qwen3Next):
         refuse_unless(hf_config, "mlp_only_layers", (None, []))
         refuse_unless(hf_config, "mtp_num_hidden_layers", (None, 0, 1))
         refuse_unless(hf_config, "mtp_use_dedicated_embeddings", (None, False))
-        return super().transformer_fields(_with_all_routed(hf_config))
+        # megatron-core needs a dense layer's size, although no layer is dense.
+        dense: dict[str, object] = {"intermediate_size": hf_config.get("moe_intermediate_size")}
+        return super().transformer_fields(ChainMap(dense, cast("dict[str, object]", hf_config)))
 
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         return super().model_fields(_for_text(hf_config))
@@ -275,11 +277,6 @@ def _text_config(config: HFConfig) -> HFConfig:
         raise refused("tie_word_embeddings", tied, "text_config has another value", "make the two agree")
     quantised = {name: config[name] for name in ("quantization_config",) if name in config}
     return section | {"tie_word_embeddings": tied} | quantised
-
-
-def _with_all_routed(config: HFConfig) -> HFConfig:
-    """The settings with a dense layer's size: megatron-core needs one, although no layer is dense."""
-    return ChainMap({"intermediate_size": config.get("moe_intermediate_size")}, cast("dict[str, object]", config))
 
 
 def _for_text(config: HFConfig) -> HFConfig:
