@@ -47,10 +47,9 @@ from mslime.config.loader import build
 from mslime.config.resolved import engine_spec, policy_spec
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
-from mslime.convert.lora_rules import make_adapters
+from mslime.convert.lora_rules import make_adapters, served_modules
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.safetensors_files import read_header
-from mslime.convert.served_adapters import served_modules
 from mslime.network import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

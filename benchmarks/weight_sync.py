@@ -58,10 +58,11 @@ from mslime.config.schema import DeadlineConfig
 from mslime.config.transports import AUTO, transports
 from mslime.config.weights import WeightsConfig
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.safetensors_files import torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
 from mslime.weights.broadcast import meet
-from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.weights.buckets import named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import Link
@@ -126,10 +127,10 @@ def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tens
         stage = layers.index(rule.layer) // per_stage if rule.layer >= 0 else first
         elsewhere = rule.is_expert and rule.expert // (experts // layout.ep) != place.ep
         if stage == place.pp and not elsewhere:
-            mine[rule.is_expert].append((name, rule.local_shape(layout.etp if rule.is_expert else layout.tp)))
+            mine[rule.is_expert].append((name, rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp)))
     held: dict[str, torch.Tensor] = {}
     for named in mine.values():
-        buffer = torch.randn(sum(math.prod(shape) for _, shape in named)).to(TORCH_DTYPES[job.dtype])
+        buffer = torch.randn(sum(math.prod(shape) for _, shape in named)).to(torch_dtype(job.dtype))
         at = len(buffer)
         for name, shape in named:
             at -= math.prod(shape)

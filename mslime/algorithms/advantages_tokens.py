@@ -96,8 +96,9 @@ def token_advantages(
         raw = whiten(raw, masks, sum_over_ranks)
     result: list[TokenAdvantages] = []
     for columns, advantages, (_, returns) in zip(steps, raw, found, strict=True):
-        rewarded = advantages - _distillation(columns, algorithm)
-        result.append(TokenAdvantages(rewarded.astype(np.float32), returns))
+        if algorithm.opd_coef != 0:
+            advantages = advantages - _kl_cost(columns, columns.teacher_log_probs, algorithm.opd_coef, "k1")
+        result.append(TokenAdvantages(advantages.astype(np.float32), returns))
     return result
 
 
@@ -106,7 +107,9 @@ def _one_step(
 ) -> tuple[NDArray[np.float64], NDArray[np.float32] | None]:
     """(advantages [N] before whitening, returns)."""
     given = np.where(columns.mask, columns.advantages, 0.0).astype(np.float64)
-    penalty = _kl_penalty(columns, algorithm)
+    penalty = None
+    if _kl_in_reward(algorithm):
+        penalty = _kl_cost(columns, columns.reference_log_probs, algorithm.kl_coef, algorithm.kl_type)
     if algorithm.advantage not in ("reinforce_pp", "gae"):
         return (given if penalty is None else given - discounted_returns(penalty, columns, 1.0, add)), None
     assert columns.rewards is not None, f"{algorithm.advantage} needs token rewards"
@@ -257,32 +260,20 @@ def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
     return algorithm.kl_in == "reward" and algorithm.kl_coef > 0
 
 
-def _kl_penalty(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64] | None:
-    """kl_coef times the estimate of KL(pi_old || ref) of each trained token, [N]; None if it is not in the reward."""
-    if not _kl_in_reward(algorithm):
-        return None
-    assert columns.policy_log_probs is not None and columns.reference_log_probs is not None, "needs both log-probs"
-    estimate = _kl(columns.policy_log_probs, columns.reference_log_probs, algorithm.kl_type)
-    return algorithm.kl_coef * np.where(columns.mask, estimate, 0.0)
+def _kl_cost(
+    columns: TokenColumns, other: NDArray[np.float32] | None, coef: float, kind: KLType
+) -> NDArray[np.float64]:
+    """coef times the estimate of KL(pi_old || other) of each trained token, [N].
 
-
-def _kl(log_p: NDArray[np.floating], log_q: NDArray[np.floating], kind: KLType) -> NDArray[np.float64]:
-    """`kl_estimate` of arrays, [N], without torch: processes that shard rollouts also import this module."""
+    Imports torch only here: processes that shard rollouts also import this module.
+    """
     import torch
 
     from mslime.algorithms.token_batch import kl_estimate
 
-    p, q = (torch.as_tensor(x, dtype=torch.float64) for x in (log_p, log_q))
-    return kl_estimate(p, q, kind).numpy()
-
-
-def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
-    """opd_coef * (log pi_old - log teacher) of each trained token, [N]: the reverse KL to the teacher, estimate k1."""
-    if algorithm.opd_coef == 0:
-        return np.zeros(len(columns.mask))
-    assert columns.policy_log_probs is not None and columns.teacher_log_probs is not None, "needs both log-probs"
-    estimate = _kl(columns.policy_log_probs, columns.teacher_log_probs, "k1")
-    return algorithm.opd_coef * np.where(columns.mask, estimate, 0.0)
+    assert columns.policy_log_probs is not None and other is not None, "needs both log-probs"
+    p, q = (torch.as_tensor(x, dtype=torch.float64) for x in (columns.policy_log_probs, other))
+    return coef * np.where(columns.mask, kl_estimate(p, q, kind).numpy(), 0.0)
 
 
 def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

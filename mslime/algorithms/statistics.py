@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,38 +20,12 @@ from mslime.algorithms.token_batch import LOSS_SETTING
 from mslime.config.errors import ConfigError
 
 SUM_NAMES = (
-    "tokens",
-    "total",
-    "policy",
-    "kl",
-    "entropy",
-    "clipped_below",
-    "clipped_above",
-    "ppo_kl",
-    "mismatch_tokens",
-    "mismatch_k1",
-    "mismatch_k3",
-    "weight",
-    "weight_squared",
-    "weight_clipped",
-    "weight_masked",
-    "correction_tokens",
-    "sequences",
-    "sequences_masked",
-    "nll",
-    "value_tokens",
-    "value",
-    "value_clipped",
-    "return",
-    "return_squared",
-    "residual",
-    "residual_squared",
-    "kl_tokens",
-    "entropy_tokens",
-    "entropy_of_tokens",
-    "policy_tokens",
-    "user_reports",
-)
+    "tokens", "total", "policy", "kl", "entropy", "clipped_below", "clipped_above", "ppo_kl",
+    "mismatch_tokens", "mismatch_k1", "mismatch_k3",
+    "weight", "weight_squared", "weight_clipped", "weight_masked", "correction_tokens", "sequences", "sequences_masked",
+    "nll", "value_tokens", "value", "value_clipped", "return", "return_squared", "residual", "residual_squared",
+    "kl_tokens", "entropy_tokens", "entropy_of_tokens", "policy_tokens", "user_reports",
+)  # fmt: skip
 MAX_NAMES = ("mismatch_abs", "ratio_above")
 
 BINS = 256
@@ -139,14 +113,17 @@ class LossStatistics:
         self._count("ratio_bins", torch.where(log_ratio < 0, BINS - 1 - position, BINS + position))
         self._largest("ratio_above", log_ratio)
 
-    def add_by_age(self, ages: Tensor, of_tokens: dict[str, Tensor]) -> None:
-        """Sums of each column of [n] trained tokens, `k3`, `clipped` or `entropy`, by their [n] int64 ages."""
-        self._add_by("age", ages.clamp(0, AGES - 1), of_tokens)
-
-    def add_by_position(self, positions: Tensor, of_tokens: dict[str, Tensor]) -> None:
-        """Likewise by [n] int64 positions after the response's first trained token."""
-        first = torch.tensor(POSITIONS, device=positions.device)
-        self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, of_tokens)
+    def add_by(self, by: Literal["age", "position"], values: Tensor, of_tokens: dict[str, Tensor]) -> None:
+        """Sums of each column of [n] trained tokens, `k3`, `clipped` or `entropy`, by their [n] int64 ages, or by their
+        positions after the response's first trained token.
+        """
+        if by == "age":
+            bucket = values.clamp(0, AGES - 1)
+        else:
+            bucket = torch.searchsorted(torch.tensor(POSITIONS, device=values.device), values, right=True) - 1
+        self._count(f"{by}_tokens", bucket)
+        for name, column in of_tokens.items():
+            self._count(f"{by}_{name}", bucket, column)
 
     def add_user_metrics(self, of_tokens: Mapping[str, Tensor]) -> None:
         """Add sums of [n] numbers of trained tokens, by name, from a user's loss.
@@ -167,11 +144,6 @@ class LossStatistics:
     def reports_user_metrics(self) -> bool:
         """Whether any of the summed ranks has `user_names`. Equal on all of them."""
         return bool(self.sums[SUM_NAMES.index("user_reports")] > 0)
-
-    def _add_by(self, by: str, bucket: Tensor, of_tokens: dict[str, Tensor]) -> None:
-        self._count(f"{by}_tokens", bucket)
-        for name, column in of_tokens.items():
-            self._count(f"{by}_{name}", bucket, column)
 
     def _count(self, block: str, index: Tensor, values: Tensor | None = None) -> None:
         """Add `values` [n], or ones, to the bins `index` [n] of a block."""

@@ -29,10 +29,9 @@ from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.flops import quadratic_tokens
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.lora_rules import make_adapters
+from mslime.convert.lora_rules import check_served, make_adapters, served_modules
 from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
-from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 
 # Rules for a run from a quantised checkpoint: its engines hold the weights as the checkpoint stores them.

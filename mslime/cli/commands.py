@@ -253,14 +253,14 @@ def _print_fields(section: str, markdown: bool) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from mslime.convert.support import as_markdown, as_table, support_rows
+    from mslime.convert.support import as_markdown, as_table
 
     if args.markdown:
-        print(as_markdown(support_rows()), end="")
+        print(as_markdown(), end="")
     else:
         from rich.console import Console
 
-        Console().print(as_table(support_rows()))
+        Console().print(as_table())
     return 0
 
 

@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.codecs import FP8_BLOCK, blocks, fp8_quantise, int4_quantise
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.quantised import Fp8, Int4, Quantisation, check_quantisation, left_plain, scales_are_powers_of_two
+from mslime.convert.quantised import (
+    FP8_BLOCK,
+    Fp8,
+    Int4,
+    Quantisation,
+    blocks,
+    check_quantisation,
+    fp8_quantise,
+    int4_quantise,
+    left_plain,
+    scales_are_powers_of_two,
+)
 from mslime.convert.safetensors_files import TensorPlan
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
@@ -111,7 +121,7 @@ def encoded_weights(checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -
     if quantisation is None:
         return None
     encoding = _encoding(quantisation, hf_config)
-    names = checkpoint.quantised_names
+    names = frozenset(checkpoint.joined)
     if encoding is None:
         raise _not_sent(checkpoint, quantisation.method, "FP8 with a scale for each block, or INT4 in groups")
     if isinstance(encoding, Int4Groups) and (other := [name for name in names if not re.search(EXPERTS, name)]):

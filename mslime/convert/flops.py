@@ -119,7 +119,9 @@ def quadratic_tokens(hf_config: Mapping[str, object]) -> float | None:
     if not full:
         return None
     elements = matrix_elements_per_token(family.rules(hf_config), model.top_k)
-    linear = elements + len(windowed) * window * pair + _delta_net(widths)
+    # Products of one token with the states of all gated delta-net layers.
+    delta_net = 3.0 * len(widths.linear_layers) * widths.linear_key_dim * widths.linear_values
+    linear = elements + len(windowed) * window * pair + delta_net
     return 2 * linear / (len(full) * pair)
 
 
@@ -142,8 +144,3 @@ def _windows(fields: Mapping[str, object], layers: int) -> tuple[set[int], int]:
     before, _ = cast("tuple[int, int]", fields["window_size"])
     frequency = cast("list[int] | None", fields.get("window_attn_skip_freq"))
     return {layer for layer in range(layers) if frequency is None or frequency[layer]}, before + 1
-
-
-def _delta_net(widths: Widths) -> float:
-    """Products of one token with the states of all gated delta-net layers."""
-    return 3.0 * len(widths.linear_layers) * widths.linear_key_dim * widths.linear_values

@@ -8,13 +8,11 @@ open files. Quantised weights appear, and are read, as plain tensors. Missing, t
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
 import shutil
 import stat
-from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from mslime.convert.safetensors_files import (
     AGAIN,
     SAFETENSORS_DTYPES,
     TensorInfo,
+    kept_open,
     read_header,
     tensor_bytes,
     torch_dtype,
@@ -74,9 +73,10 @@ class LazyTensor:
         info = self.checkpoint.stored[self.name]
         box = _box(index, info.shape)
         if box is None or not _is_run(box, info.shape):
-            return self.checkpoint.handle(info.file).get_slice(self.name)[index]
+            return self.checkpoint.slicer(info.file).get_slice(self.name)[index]
         sizes = tuple(end - first for first, end in box)
-        tensor = self.checkpoint.read(self.name, _first_element(box, info.shape), math.prod(sizes)).view(sizes)
+        at = sum(first * math.prod(info.shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
+        tensor = self.checkpoint.read(self.name, at, math.prod(sizes)).view(sizes)
         return tensor if index is Ellipsis else _without_integers(tensor, index)
 
 
@@ -107,6 +107,7 @@ class HFCheckpoint:
     Attributes:
         directory: its path.
         stored: every tensor of the files by name.
+        joined: quantised weights by name.
         info: every tensor by name, a quantised weight as one tensor in the model's dtype.
         quantisation: method of quantised weights, for people; None for plain weights.
 
@@ -117,8 +118,8 @@ class HFCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._handles: OrderedDict[str, io.FileIO] = OrderedDict()
-        self._slicers: OrderedDict[str, Any] = OrderedDict()
+        self._open = kept_open(lambda path: path.open("rb", buffering=0), directory, _OPEN_FILES)
+        self.slicer = kept_open(_open_slicer, directory, _OPEN_FILES)
         index = directory / INDEX_NAME
         if index.exists():
             self.stored = self._read_indexed(index)
@@ -130,11 +131,17 @@ class HFCheckpoint:
                 "point model.path at a Hugging Face checkpoint with safetensors weights",
             )  # fmt: skip
         self.quantisation: str | None = None
-        self._joined = self._join()
-        hidden = {name for joined in self._joined.values() for name in joined.stored}
+        self.joined: dict[str, Joined] = {}
+        if (quantisation := check_quantisation(_config(directory))) is not None:
+            stored = {name: (info.dtype, info.shape) for name, info in self.stored.items()}
+            self.quantisation, self.joined = quantisation.method, quantisation.join(stored, str(directory))
+        else:
+            for name, info in self.stored.items():
+                refuse_plain_fp8(name, info.dtype, str(directory))
+        hidden = {name for joined in self.joined.values() for name in joined.stored}
         self.info = {name: info for name, info in self.stored.items() if name not in hidden}
-        dtype = SAFETENSORS_DTYPES[plain_dtype(_config(directory))] if self._joined else ""
-        for name, joined in self._joined.items():
+        dtype = SAFETENSORS_DTYPES[plain_dtype(_config(directory))] if self.joined else ""
+        for name, joined in self.joined.items():
             self.info[name] = TensorInfo(self.stored[joined.stored[0]].file, dtype, joined.shape)
         self._refuse_other_head()
 
@@ -158,21 +165,12 @@ class HFCheckpoint:
                 "set tie_word_embeddings to false in config.json, or delete the tensor",
             )  # fmt: skip
 
-    def _join(self) -> dict[str, Joined]:
-        quantisation = check_quantisation(_config(self.directory))
-        if quantisation is None:
-            for name, info in self.stored.items():
-                refuse_plain_fp8(name, info.dtype, str(self.directory))
-            return {}
-        self.quantisation = quantisation.method
-        stored = {name: (info.dtype, info.shape) for name, info in self.stored.items()}
-        return quantisation.join(stored, str(self.directory))
-
     def _read_indexed(self, index: Path) -> dict[str, TensorInfo]:
         with reading(CheckpointError, str(index), "the index is JSON with a weight_map from names to files", AGAIN):
             weight_map = cast("dict[str, str]", dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
             for file in weight_map.values():
-                _refuse_outside(index, file)
+                if Path(file).name != file or file in ("", ".", ".."):
+                    raise CheckpointError(str(index), file, "files of an index lie in its own directory", AGAIN)
         found: dict[str, TensorInfo] = {}
         headers: dict[str, dict[str, TensorInfo]] = {}
         for name, file in weight_map.items():
@@ -180,34 +178,15 @@ class HFCheckpoint:
                 headers[file] = read_header(self.directory / file)
             if name not in headers[file]:
                 raise CheckpointError(
-                    f"{self.directory / file}: {name}",
-                    None,
-                    f"{INDEX_NAME} lists the tensor in this file",
-                    AGAIN,
+                    f"{self.directory / file}: {name}", None, f"{INDEX_NAME} lists the tensor in this file", AGAIN
                 )
             found[name] = headers[file][name]
         return found
 
     @property
-    def quantised_names(self) -> frozenset[str]:
-        """Weights that are stored quantised."""
-        return frozenset(self._joined)
-
-    @property
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor."""
         return {name: info.shape for name, info in self.info.items()}
-
-    def handle(self, file: str) -> Any:
-        """An open safetensors file, for slices that are not contiguous; a few are kept open."""
-        from safetensors import safe_open
-
-        if file not in self._slicers:
-            if len(self._slicers) >= _OPEN_FILES:
-                self._slicers.popitem(last=False)
-            self._slicers[file] = safe_open(self.directory / file, framework="pt")
-        self._slicers.move_to_end(file)
-        return self._slicers[file]
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Elements `first` to `first + count` of a stored tensor, [count].
@@ -219,7 +198,7 @@ class HFCheckpoint:
 
         info = self.stored[name]
         tensor = torch.empty(count, dtype=torch_dtype(info.dtype))
-        file, target = self._file(info.file), tensor_bytes(tensor)
+        file, target = self._open(info.file), tensor_bytes(tensor)
         file.seek(info.start + first * tensor.itemsize)
         done = 0
         while done < len(target):
@@ -231,14 +210,6 @@ class HFCheckpoint:
             done += read
         return tensor
 
-    def _file(self, file: str) -> io.FileIO:
-        if file not in self._handles:
-            if len(self._handles) >= _OPEN_FILES:
-                self._handles.popitem(last=False)[1].close()
-            self._handles[file] = (self.directory / file).open("rb", buffering=0)
-        self._handles.move_to_end(file)
-        return self._handles[file]
-
     def view(self, name: str) -> LazyTensor | LazyJoined:
         """A tensor by name, read when indexed.
 
@@ -247,7 +218,7 @@ class HFCheckpoint:
         """
         if name not in self.info:
             raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", AGAIN)
-        joined = self._joined.get(name)
+        joined = self.joined.get(name)
         return LazyTensor(self, name) if joined is None else LazyJoined(self, name, joined)
 
     def tensor(self, name: str) -> Tensor:
@@ -255,10 +226,11 @@ class HFCheckpoint:
         return self.view(name)[...]
 
 
-def _refuse_outside(index: Path, file: str) -> None:
-    """Raise CheckpointError for an index that names a file outside of the checkpoint's directory."""
-    if Path(file).name != file or file in ("", ".", ".."):
-        raise CheckpointError(str(index), file, "files of an index lie in its own directory", AGAIN)
+def _open_slicer(path: Path) -> Any:
+    """An open safetensors file, for slices that are not contiguous."""
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
 
 
 def _config(directory: Path) -> dict[str, object]:
@@ -307,10 +279,6 @@ def _is_run(box: Box, shape: Shape) -> bool:
     """Whether the elements of a box are contiguous in memory."""
     partial = [dim for dim, ((first, end), size) in enumerate(zip(box, shape, strict=True)) if end - first != size]
     return not partial or all(box[dim][1] - box[dim][0] == 1 for dim in range(partial[-1]))
-
-
-def _first_element(box: Box, shape: Shape) -> int:
-    return sum(first * math.prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
 
 
 class ShardWriter:

@@ -8,6 +8,7 @@ its adapter. Names are peft's, derived from the weight's name.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import ConfigError, nearest
 from mslime.config.lora import LORA_GROUPS, LoraConfig
+from mslime.convert.families.family import Family
 from mslime.convert.table import BoundRule, Rule, RuleTable, of_all_experts
 from mslime.convert.tensor_layouts import (
-    FusedGatedMLP,
     FusedQKV,
     GatedMLP,
     Joined,
@@ -108,7 +109,7 @@ class AdapterRule:
     @property
     def split_in_halves(self) -> bool:
         """Whether a rank's rows of B are a part of its first half and a part of its second."""
-        return isinstance(self.b.kind, GatedMLP | FusedGatedMLP)
+        return isinstance(self.b.kind, GatedMLP)
 
     def rows(self, tp_rank: int, tp_size: int) -> list[Run]:
         """(which of `parts`, first row, number of rows) of one rank's weight that have an adapter; B's rows, in order.
@@ -212,15 +213,19 @@ class Adapters:
                 )  # fmt: skip
 
     @cached_property
+    def adapted(self) -> tuple[str, ...]:
+        """Hugging Face names of the modules with an adapter."""
+        bases = (base for rule in self.rules for base in rule.base.expand())
+        return tuple(
+            dict.fromkeys(_module(base.hf_names[part]) for base in bases for part in self.bound[base.name].rule.parts)
+        )
+
+    @cached_property
     def target_modules(self) -> tuple[str, ...]:
         """Modules with an adapter as peft's `target_modules`: name endings if these suffice, else whole names."""
-        bases = (base for rule in self.rules for base in rule.base.expand())
-        adapted = dict.fromkeys(
-            _module(base.hf_names[part]) for base in bases for part in self.bound[base.name].rule.parts
-        )
-        ends = tuple(dict.fromkeys(_end(name) for name in adapted))
+        ends = served_modules(self)
         meant = sum(_end(name) in ends for name in self.modules)
-        return ends if meant == len(adapted) else tuple(adapted)
+        return ends if meant == len(self.adapted) else self.adapted
 
 
 def _stacked(rule: Rule) -> Rule:
@@ -301,7 +306,7 @@ def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[st
 
 def _is_built(rule: Rule) -> bool:
     """Whether the layer of these weights supports adapters."""
-    kinds = FusedQKV | GatedMLP | FusedGatedMLP | Sharded | Replicated
+    kinds = FusedQKV | GatedMLP | Sharded | Replicated
     return rule.megatron.split(".")[-2] in LINEAR and isinstance(rule.kind, kinds) and not rule.stacked
 
 
@@ -371,7 +376,55 @@ def _factor_kinds(kind: Kind, parts: tuple[int, ...], rank: int) -> tuple[Kind, 
         if kind.tp_axis == 0:
             return Replicated((rank, features)), Sharded((out, rank), 0)
         return Sharded((rank, features), 1), Replicated((out, rank))
-    assert isinstance(kind, FusedQKV | GatedMLP | FusedGatedMLP) and kind.hidden is not None, kind
+    assert isinstance(kind, FusedQKV | GatedMLP) and kind.hidden is not None, kind
     narrow = replace(kind, hidden=rank)
     a = Together((rank, kind.hidden), len(parts))
     return a, narrow if len(parts) == len(kind.hf_shapes) else SomeParts(narrow, parts)
+
+
+# Adapters that SGLang 0.5.23 serves beside a model's weights (`lora.sync: adapter`).
+#
+# It silently skips unknown adapters, or exits. So only adapters are allowed that were compared with merged weights,
+# family by family (`Support.served_adapters`).
+
+_SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Name endings of tested modules."""
+_TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
+"""(module, its partner): SGLang joins them, so a layer with an adapter on one must have one on the other."""
+_EXPERTS = (("gate_proj", "down_proj"), ("down_proj", "gate_proj"))
+"""The same pairs in experts: adapters on both or on neither."""
+_MERGED = "set lora.sync: merged"
+
+
+def served_modules(adapters: Adapters) -> tuple[str, ...]:
+    """Name endings of the modules with an adapter."""
+    return tuple(dict.fromkeys(map(_end, adapters.adapted)))
+
+
+def check_served(adapters: Adapters, family: Family) -> None:
+    """Check that SGLang serves these adapters.
+
+    Raises:
+        ConfigError: it does not, or they are not tested.
+    """
+    if not family.support.served_adapters:
+        raise ConfigError(
+            "lora.sync", "adapter", f"engines were never run with adapters of {family.architecture}", _MERGED
+        )
+    beside = defaultdict[str, set[str]](set)
+    for name in adapters.adapted:
+        layer, _, end = name.rpartition(".")
+        if end not in _SERVED:
+            raise ConfigError(
+                "lora.sync", "adapter", f"engines were never run with an adapter on {name}",
+                f"{_MERGED}, or leave it out of lora.targets",
+            )  # fmt: skip
+        beside[layer].add(end)
+    for layer, ends in beside.items():
+        for end, other in _TOGETHER + (_EXPERTS if ".experts." in layer else ()):
+            if end in ends and other not in ends:
+                raise ConfigError(
+                    "lora.targets", list(adapters.lora.targets),
+                    f"{layer}: SGLang serves no adapter on {end} without one on {other} (lora.sync: adapter)",
+                    f"add {other}, or {_MERGED}",
+                )  # fmt: skip

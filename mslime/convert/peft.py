@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,7 +123,8 @@ class AdapterFile:
         found: dict[str, Shape] = {}
         for name, shape in self.shapes.items():
             if len(shape) == 3:
-                found |= {_of_expert(name, expert): shape[1:] for expert in range(self.experts)}
+                one = name.replace(_EXPERTS, f"{_EXPERTS}{{}}.")
+                found |= {one.format(expert): shape[1:] for expert in range(self.experts)}
             else:
                 found[name] = shape
         return found
@@ -160,41 +161,25 @@ class AdapterFile:
         from safetensors import safe_open
 
         file: Any = safe_open(self.directory / WEIGHTS, framework="pt")
-        return partial(self._read, file)
 
-    def _read(self, file: Any, name: str) -> Tensor:
-        tensor = self._tensor(file, name)
-        if lost := int((~tensor.isfinite()).sum()):
-            raise CheckpointError(
-                f"{self.directory / WEIGHTS}: {name}", f"{lost:,} of {tensor.numel():,} values",
-                "are NaN or infinite, so nothing can be computed with this adapter",
-                "take the file from its source again",
-            )  # fmt: skip
-        return tensor
-
-    def _tensor(self, file: Any, name: str) -> Tensor:
-        if name in self.info or not self.experts:
-            tensor: Tensor = file.get_tensor(name)
+        def read(name: str) -> Tensor:
+            if name in self.info or not self.experts:
+                tensor: Tensor = file.get_tensor(name)
+            else:
+                before, _, after = name.partition(_EXPERTS)
+                number, _, rest = after.partition(".")
+                stack = f"{before}{_EXPERTS}{rest}"
+                at = min(int(number), self.info[stack].shape[0] - 1)
+                tensor = file.get_slice(stack)[at : at + 1][0]
+            if lost := int((~tensor.isfinite()).sum()):
+                raise CheckpointError(
+                    f"{self.directory / WEIGHTS}: {name}", f"{lost:,} of {tensor.numel():,} values",
+                    "are NaN or infinite, so nothing can be computed with this adapter",
+                    "take the file from its source again",
+                )  # fmt: skip
             return tensor
-        before, _, after = name.partition(_EXPERTS)
-        number, _, rest = after.partition(".")
-        stack = f"{before}{_EXPERTS}{rest}"
-        at = min(int(number), self.info[stack].shape[0] - 1)
-        one: Tensor = file.get_slice(stack)[at : at + 1][0]
-        return one
 
-
-def _of_expert(stack: str, expert: int) -> str:
-    """Name of one expert's factor, from the name of the stacked tensor."""
-    return stack.replace(_EXPERTS, f"{_EXPERTS}{expert}.")
-
-
-def _reader(path: Path) -> Callable[[str], Tensor]:
-    from safetensors import safe_open
-
-    file: Any = safe_open(path, framework="pt")
-    read: Callable[[str], Tensor] = file.get_tensor
-    return read
+        return read
 
 
 def adapters_of_run(
@@ -261,12 +246,16 @@ def write_adapter(
         (staging / next(iter(files.values()))).rename(staging / WEIGHTS)
         write_adapter_config(adapters, staging, source)
         return
-    shards = {file: _reader(staging / file) for file in set(files.values())}
+    from safetensors import safe_open
+
+    shards: dict[str, Any] = {file: safe_open(staging / file, framework="pt") for file in set(files.values())}
     infos = {file: read_header(staging / file) for file in shards}
     dtypes = {
         name: TORCH_DTYPES[infos[files[name]][name].dtype] for name in adapters.table.hf_shapes() if name in files
     }
-    write_adapter_files(adapters, staging, source, dtypes, ((name, shards[files[name]](name)) for name in dtypes))
+    write_adapter_files(
+        adapters, staging, source, dtypes, ((name, shards[files[name]].get_tensor(name)) for name in dtypes)
+    )
     for file in shards:
         (staging / file).unlink()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from mslime.config.errors import CheckpointError, reading
 from mslime.convert.tensor_layouts import Shape
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_File = TypeVar("_File")
 Advance = Callable[[int], None]
 """Called with the number of bytes just processed."""
 _READ_BYTES = 8 << 20
@@ -169,6 +170,16 @@ class OutputFile:
         )  # fmt: skip
 
 
+def kept_open(opened: Callable[[Path], _File], directory: Path, most: int) -> Callable[[str], _File]:
+    """Function that opens a file of a directory by name; the `most` used last stay open, others close when dropped."""
+
+    @lru_cache(most)
+    def by_name(name: str) -> _File:
+        return opened(directory / name)
+
+    return by_name
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, for reading or writing; works for every dtype."""
     import torch
@@ -224,7 +235,6 @@ SAFETENSORS_DTYPES = {
     "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {short: name for name, short in SAFETENSORS_DTYPES.items()}
-_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16}
 _ZIP64_BYTES = 1 << 31
 _DATA = "archive/data/0"
 
@@ -249,7 +259,7 @@ class TensorPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * _BITS.get(self.dtype, 8) // 8
+        return math.prod(self.shape) * _HEADER_BITS[self.dtype] // 8
 
 
 def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
@@ -423,7 +433,12 @@ class _TensorPickler(pickle.Pickler):
             return NotImplemented
         stride = tuple(math.prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
         storage = _Storage(obj.dtype, math.prod(obj.shape))
-        return _rebuild_function(), (storage, 0, obj.shape, stride, False, _no_hooks())
+        import torch._utils  # pyright: ignore[reportMissingTypeStubs]
+
+        # The generic alias is not called: it would set an attribute on the mapping.
+        hooks: OrderedDict[str, object] = OrderedDict()
+        rebuild = torch._utils._rebuild_tensor_v2  # pyright: ignore
+        return rebuild, (storage, 0, obj.shape, stride, False, hooks)
 
     def persistent_id(self, obj: Any, /) -> Any:
         import torch
@@ -432,19 +447,6 @@ class _TensorPickler(pickle.Pickler):
             return None
         names = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half", "float64": "Double", "int64": "Long"}
         return "storage", getattr(torch, f"{names[obj.dtype]}Storage"), "0", "cpu", obj.numel
-
-
-def _rebuild_function() -> Any:
-    """Function that a pickled tensor names."""
-    import torch._utils  # pyright: ignore[reportMissingTypeStubs]
-
-    return torch._utils._rebuild_tensor_v2  # pyright: ignore
-
-
-def _no_hooks() -> OrderedDict[str, object]:
-    """Make an empty mapping without calling the generic alias, which would set an attribute on it."""
-    hooks: OrderedDict[str, object] = OrderedDict()
-    return hooks
 
 
 # Headers of safetensors files, validated as in the safetensors library, without reading a weight.

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mslime.convert.families import FAMILIES, Family
+from mslime.convert.families import FAMILIES, Support
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,58 +33,37 @@ This page is written by `mslime models --markdown`; a test keeps it equal to the
 """
 
 
-@dataclass(frozen=True)
-class SupportRow:
-    """One family's row of the matrix, as texts; see `Support`."""
-
-    architecture: str
-    models: str
-    train: str
-    engine: str
-    adapters: str
-    notes: tuple[str, ...]
+def _row(support: Support) -> list[str]:
+    """One family's cells after its architecture."""
+    answers = (not support.not_trained, not support.not_served, support.served_adapters)
+    return [", ".join(support.models), *("yes" if answer else "no" for answer in answers)]
 
 
-def support_rows() -> list[SupportRow]:
-    """Every family, in alphabetical order."""
-    return [_row(FAMILIES[name]) for name in sorted(FAMILIES)]
-
-
-def _row(family: Family) -> SupportRow:
-    support = family.support
-    reasons = {"not trained": support.not_trained, "not served on CPU": support.not_served}
-    return SupportRow(
-        family.architecture,
-        ", ".join(support.models),
-        "no" if support.not_trained else "yes",
-        "no" if support.not_served else "yes",
-        "yes" if support.served_adapters else "no",
-        tuple(f"{what}: {why}" for what, why in reasons.items() if why) + support.notes,
-    )
-
-
-def as_markdown(rows: Iterable[SupportRow]) -> str:
+def as_markdown() -> str:
     """Text of `docs/models.md`."""
-    rows = list(rows)
-    lines = [" | ".join(_HEADINGS), " | ".join("---" for _ in _HEADINGS)]
-    lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine, row.adapters)) for row in rows]
-    notes = [f"- `{row.architecture}`: {note.removesuffix('.')}." for row in rows for note in row.notes]
+    lines, notes = [" | ".join(_HEADINGS), " | ".join("---" for _ in _HEADINGS)], list[str]()
+    for name in sorted(FAMILIES):
+        support = FAMILIES[name].support
+        lines.append(" | ".join((f"`{name}`", *_row(support))))
+        reasons = {"not trained": support.not_trained, "not served on CPU": support.not_served}
+        told = [*(f"{what}: {why}" for what, why in reasons.items() if why), *support.notes]
+        notes += [f"- `{name}`: {note.removesuffix('.')}." for note in told]
     table = "\n".join(f"| {line} |" for line in lines)
     return _INTRODUCTION + table + "\n\n## Notes\n\n" + "\n".join(notes) + "\n"
 
 
-def as_table(rows: Iterable[SupportRow]) -> Table:
+def as_table() -> Table:
     """The matrix as a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
-    rows, (architecture, checkpoints, *others) = list(rows), _HEADINGS
+    architecture, checkpoints, *others = _HEADINGS
     table = Table(caption="Notes and proofs: docs/models.md")
     # Names stay complete in 80 columns: users compare them with config.json.
-    table.add_column(Text(f"{architecture}\n  {checkpoints.lower()}"), min_width=max(len(r.architecture) for r in rows))
+    table.add_column(Text(f"{architecture}\n  {checkpoints.lower()}"), min_width=max(map(len, FAMILIES)))
     for heading in others:
         table.add_column(heading)
-    for row in rows:
-        named = Text.assemble((row.architecture, "bold"), "\n", (row.models, "dim"))
-        table.add_row(named, row.train, row.engine, row.adapters)
+    for name in sorted(FAMILIES):
+        models, *answers = _row(FAMILIES[name].support)
+        table.add_row(Text.assemble((name, "bold"), "\n", (models, "dim")), *answers)
     return table

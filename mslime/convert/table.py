@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -109,33 +109,14 @@ class BoundRule:
         return part if part in UNTRAINED else ""
 
     @property
-    def is_mtp(self) -> bool:
-        """Whether it belongs to a multi-token-prediction layer."""
-        return self.untrained == "mtp"
-
-    @property
     def is_expert(self) -> bool:
         """Whether it is split by expert and expert-tensor parallelism, instead of tensor parallelism."""
         return self.expert >= 0
 
     @property
-    def tp_axis(self) -> int | None:
-        """Dimension that (expert-)tensor parallelism splits."""
-        return self.kind.tp_axis
-
-    @property
-    def full_shape(self) -> Shape:
-        """Shape on one tensor-parallel rank, without vocabulary padding."""
-        return self.kind.full_shape
-
-    @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         """Shapes of the tensors `hf_names`."""
         return tuple((self.stack, *shape) for shape in self.kind.hf_shapes) if self.stack else self.kind.hf_shapes
-
-    def local_shape(self, tp_size: int) -> Shape:
-        """Shape of one rank's shard, vocabulary padding included."""
-        return self.kind.local_shape(tp_size)
 
     def to_megatron(self, read: Callable[[str], Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         """Shard of one rank.
@@ -153,10 +134,6 @@ class BoundRule:
         For a stacked tensor, this expert's slice: shape `hf_shapes` without the first dimension.
         """
         return list(zip(self.hf_names, self.kind.unshard(shards), strict=True))
-
-    def hf_copies(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The copies of `to_hf` into existing tensors as (target, source) pairs, for one batched call."""
-        return self.kind.placed(shards, into)
 
 
 @dataclass(frozen=True)
@@ -324,27 +301,18 @@ class RuleTable:
             if size > 1:
                 raise ConfigError(name, size, reason, f"set {name} to 1")
         for rule in self.rules:
-            if rule.experts:
-                _check_tensor_parallel(rule, layout.etp, "megatron.expert_tensor_parallel_size")
-            else:
-                _check_tensor_parallel(rule, layout.tp, "megatron.tensor_model_parallel_size")
+            name, size = sizes["etp"] if rule.experts else ("megatron.tensor_model_parallel_size", layout.tp)
+            for what, number in rule.kind.shared_out(size).items():
+                if number % size:
+                    raise ConfigError(
+                        name, size, f"must divide the model's {number} {what} ({rule.megatron})",
+                        f"choose a divisor of {number}",
+                    )  # fmt: skip
             if rule.experts % layout.ep:
                 raise ConfigError(
                     "megatron.expert_model_parallel_size", layout.ep, f"must divide the model's {rule.experts} experts",
                     "choose a divisor of the number of experts",
                 )  # fmt: skip
-
-
-def _check_tensor_parallel(rule: Rule, size: int, field: str) -> None:
-    """Check that one rule's tensor divides over `size` ranks (the vocabulary always does: it is padded)."""
-    for what, number in rule.kind.shared_out(size).items():
-        if number % size:
-            raise ConfigError(
-                field,
-                size,
-                f"must divide the model's {number} {what} ({rule.megatron})",
-                f"choose a divisor of {number}",
-            )
 
 
 # Spellings of Megatron parameter names: all of them are mapped to the canonical ones here.

@@ -71,9 +71,9 @@ class Kind(ABC):
         """Shapes of the Hugging Face tensors, in the order of the rule's names."""
 
     @property
-    @abstractmethod
     def full_shape(self) -> Shape:
-        """Shape of the whole Megatron parameter (one tensor-parallel rank, no padding)."""
+        """Shape of the whole Megatron parameter (one tensor-parallel rank, no padding); by default the one tensor's."""
+        return self.hf_shapes[0]
 
     @abstractmethod
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
@@ -123,10 +123,6 @@ class Replicated(Kind):
     def hf_shapes(self) -> tuple[Shape, ...]:
         return (self.shape,)
 
-    @property
-    def full_shape(self) -> Shape:
-        return self.shape
-
     def in_order(self, tp_size: int) -> bool:
         return tp_size == 1
 
@@ -174,10 +170,6 @@ class Sharded(Kind):
     def hf_shapes(self) -> tuple[Shape, ...]:
         return (self.shape,)
 
-    @property
-    def full_shape(self) -> Shape:
-        return self.shape
-
     def in_order(self, tp_size: int) -> bool:
         return tp_size == 1 or self.axis == 0
 
@@ -210,10 +202,6 @@ class Vocabulary(Kind):
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         return ((self.vocab_size, self.hidden),)
-
-    @property
-    def full_shape(self) -> Shape:
-        return (self.vocab_size, self.hidden)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
         return {}
@@ -333,18 +321,12 @@ class GatedMLP(RowRuns):
 
 
 @dataclass(frozen=True)
-class FusedGatedMLP(RowRuns):
+class FusedGatedMLP(GatedMLP):
     """`GatedMLP` for a checkpoint with gate and up projections in one tensor [2 * ffn, hidden], gate first."""
-
-    ffn: int
-    hidden: int
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((2 * self.ffn, self.hidden),)
-
-    def shared_out(self, tp_size: int) -> dict[str, int]:
-        return {"MLP features": self.ffn}
+        return (features(2 * self.ffn, self.hidden),)
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         yield from equal_shares(((0, 0, self.ffn), (0, self.ffn, self.ffn)), tp_rank, tp_size)
@@ -518,28 +500,29 @@ class DeltaHeads:
         """Features of all value heads."""
         return self.values * self.value_dim
 
-    def shared_out(self) -> dict[str, int]:
-        """Quantities that tensor parallelism divides; the value heads follow."""
-        return {"linear-attention key heads": self.keys}
+
+@dataclass(frozen=True)
+class DeltaKind(RowRuns):
+    """A parameter of a gated delta-net layer; tensor parallelism divides its key heads, and the value heads follow."""
+
+    heads: DeltaHeads
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {"linear-attention key heads": self.heads.keys}
 
 
 @dataclass(frozen=True)
-class DeltaParts(RowRuns):
+class DeltaParts(DeltaKind):
     """Fused input projection from whole parts: query with key and value, output gate, beta, alpha (Qwen3.5).
 
     megatron-core: every rank holds its heads' rows of query, key, value, gate, beta and alpha in turn
     (`GatedDeltaNet.forward`).
     """
 
-    heads: DeltaHeads
-
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         h = self.heads
         return tuple((rows, h.hidden) for rows in (2 * h.all_keys + h.all_values, h.all_values, h.values, h.values))
-
-    def shared_out(self, tp_size: int) -> dict[str, int]:
-        return self.heads.shared_out()
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         h = self.heads
@@ -551,21 +534,16 @@ class DeltaParts(RowRuns):
 
 
 @dataclass(frozen=True)
-class DeltaByKeyHead(RowRuns):
+class DeltaByKeyHead(DeltaKind):
     """The same projection from parts that are grouped by key head: [query, key, values, gates], [betas, alphas].
 
     That is Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` (transformers `fix_query_key_value_ordering`).
     """
 
-    heads: DeltaHeads
-
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         h = self.heads
         return ((2 * h.all_keys + 2 * h.all_values, h.hidden), (2 * h.values, h.hidden))
-
-    def shared_out(self, tp_size: int) -> dict[str, int]:
-        return self.heads.shared_out()
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         h = self.heads
@@ -581,18 +559,14 @@ class DeltaByKeyHead(RowRuns):
 
 
 @dataclass(frozen=True)
-class DeltaConv(RowRuns):
+class DeltaConv(DeltaKind):
     """The causal convolution's weights [features, 1, width]: every rank holds its query, key and value channels."""
 
-    heads: DeltaHeads
     width: int
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         return ((2 * self.heads.all_keys + self.heads.all_values, 1, self.width),)
-
-    def shared_out(self, tp_size: int) -> dict[str, int]:
-        return self.heads.shared_out()
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         h = self.heads

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import MALFORMED, CheckpointError, reading
-from mslime.convert.safetensors_files import tensor_bytes, torch_dtype
+from mslime.convert.safetensors_files import kept_open, tensor_bytes, torch_dtype
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape
 
@@ -106,7 +106,7 @@ class DistCheckpoint:
         _check_backend(directory)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: list[str] = []
-        self._handles: OrderedDict[str, io.BufferedReader] = OrderedDict()
+        self._open = kept_open(lambda path: path.open("rb"), directory, _OPEN_FILES)
         self._layouts: dict[int, list[tuple[bytes, _Record]]] = {}
         self._sizes: dict[str, int] = {}
         metadata = load_metadata(directory / METADATA)
@@ -122,7 +122,9 @@ class DistCheckpoint:
                 self.objects.append(key)
                 continue
             chunks = tuple(self._chunk(key, chunk, storage) for chunk in entry.chunks)
-            self.tensors[key] = StoredTensor(_dtype_name(entry.properties.dtype), _shape(entry.size), chunks)
+            self.tensors[key] = StoredTensor(
+                str(entry.properties.dtype).removeprefix("torch."), _shape(entry.size), chunks
+            )
 
     def _chunk(self, key: str, chunk: Any, storage: dict[tuple[str, Shape], Any]) -> Chunk:
         info = storage.get((key, _shape(chunk.offsets)))
@@ -172,7 +174,7 @@ class DistCheckpoint:
         import torch
 
         path = self.directory / chunk.file
-        handle = self._handle(chunk.file)
+        handle = self._open(chunk.file)
         promised = torch_dtype(self.tensors[key].dtype)
         try:
             stored = self._locate(handle, chunk)
@@ -204,14 +206,6 @@ class DistCheckpoint:
         head, relative = handle.read(record.start - chunk.start), replace(record, start=record.start - chunk.start)
         self._layouts.setdefault(chunk.length, []).append((head, relative))
         return record
-
-    def _handle(self, file: str) -> io.BufferedReader:
-        if file not in self._handles:
-            if len(self._handles) >= _OPEN_FILES:
-                self._handles.popitem(last=False)[1].close()
-            self._handles[file] = (self.directory / file).open("rb")
-        self._handles.move_to_end(file)
-        return self._handles[file]
 
 
 @dataclass(frozen=True)
@@ -265,10 +259,6 @@ class DistView:
 def is_torch_dist(directory: Path) -> bool:
     """Whether a directory looks like a `torch_dist` checkpoint, complete or not."""
     return (directory / METADATA).exists() or any(directory.glob("*.distcp"))
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(sizes: Any) -> Shape:
@@ -505,12 +495,12 @@ class ModelPlacement:
         assert not absent, f"no place for {absent[:3]}"
         for name, pieces in self.pieces.items():
             covered = sum(math.prod(piece.size) for piece in pieces)
-            expected = math.prod(table.bind(name).full_shape)
+            expected = math.prod(table.bind(name).kind.full_shape)
             assert covered == expected, f"{name}: pieces of {covered} elements, the rule says {expected}"
 
 
 def whole(rule: BoundRule) -> ParameterBox:
     """Place of a parameter that megatron-core does not build: under its own name."""
-    shape = rule.full_shape
+    shape = rule.kind.full_shape
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return ParameterBox(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

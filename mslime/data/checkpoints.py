@@ -23,7 +23,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -193,16 +193,12 @@ def _damage(path: Path, expected: FileSum) -> CheckpointError | None:
 def share(files: Mapping[str, FileSum], rank: int, ranks: int) -> dict[str, FileSum]:
     """Files that one of several readers checks, balanced by bytes. The result is the same on every rank."""
     loads, mine = [0] * ranks, dict[str, FileSum]()
-    for name in _largest_first(files):
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
         lightest = loads.index(min(loads))
         loads[lightest] += files[name].size
         if lightest == rank:
             mine[name] = files[name]
     return mine
-
-
-def _largest_first(files: Mapping[str, FileSum]) -> Iterable[str]:
-    return sorted(files, key=lambda name: (-files[name].size, name))
 
 
 # `manifest.json` of a checkpoint: every file with its size and checksum, and the data saved beside the tensors. It is
@@ -289,12 +285,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         parsed: object = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(
-            str(path),
-            "missing",
-            "a complete checkpoint has a manifest",
-            WAY_OUT,
-        ) from None
+        raise CheckpointError(str(path), "missing", "a complete checkpoint has a manifest", WAY_OUT) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(str(path), str(error), "the manifest is JSON: it is damaged", WAY_OUT) from error
     if not isinstance(parsed, dict):
@@ -463,21 +454,23 @@ def newest(root: Path) -> Path | None:
     found = steps(root)
     if not found:
         return None
-    _check_one(found[-1], check_sizes)
+    _manifests(found[-1])
     return found[-1]
 
 
 def check_checkpoint(directory: Path) -> None:
     """Read all of a checkpoint, its critic included, and compare checksums. Raises CheckpointError naming the file."""
-    _check_one(directory, check_sums)
+    for part, manifest in _manifests(directory).items():
+        check_sums(part, manifest.files)
 
 
-def _check_one(directory: Path, check: Callable[[Path, Mapping[str, FileSum]], None]) -> None:
-    manifest = read_manifest(directory)
-    check(directory, manifest.files)
-    if manifest.extra.get(CRITIC):
+def _manifests(directory: Path) -> dict[Path, Manifest]:
+    """Manifests of a checkpoint and of its critic, whose files have the right sizes. Raises CheckpointError."""
+    found = {directory: read_manifest(directory)}
+    if found[directory].extra.get(CRITIC):
         critic = critic_directory(directory)
-        check(critic, read_manifest(critic).files)
+        found[critic] = read_manifest(critic)
+    return found
 
 
 def _undamaged(found: Sequence[Path]) -> Chosen:

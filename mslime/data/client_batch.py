@@ -7,7 +7,6 @@ becomes a sequence of T + 1 tokens, whose column t + 1 is the datum's row t.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from mslime.config.layout import ParallelLayout
 from mslime.config.serve import LossChoice
 from mslime.data.packing import Packer
-from mslime.data.shard import TrainShard
+from mslime.data.shard import TrainShard, joined, renumbered
 
 
 @dataclass(frozen=True)
@@ -80,27 +79,23 @@ def client_shards(
 
 def _of_rank(data: Sequence[Datum], micro_batches: Sequence[Sequence[int]], loss: LossChoice) -> ClientShard:
     mine = [i for micro_batch in micro_batches for i in micro_batch]
-    ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
     zero = np.zeros(1, np.float32)
 
-    def joined(columns: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
-        return np.concatenate([np.empty(0, dtype), *columns]).astype(dtype, copy=False)
-
     def moved(column: str) -> NDArray[np.float32]:
-        return np.concatenate([zero[:0], *(part for i in mine for part in (zero, getattr(data[i], column)))])
+        return joined([part for i in mine for part in (zero, getattr(data[i], column))], np.float32)
 
     shard = TrainShard(
-        tokens=joined([np.append(data[i].tokens, data[i].targets[-1]) for i in mine], np.int32),  # type: ignore[arg-type]
+        tokens=joined([np.append(data[i].tokens, data[i].targets[-1]) for i in mine], np.int32),
         lengths=np.asarray([len(data[i]) + 1 for i in mine], np.int64),
         sequence_ids=np.asarray(mine, np.int64),
-        loss_mask=joined([np.arange(len(data[i]) + 1) > 0 for i in mine], np.bool_),  # type: ignore[arg-type]
+        loss_mask=joined([np.arange(len(data[i]) + 1) > 0 for i in mine], np.bool_),
         weights=moved("weights"),
         advantages=moved("advantages"),
         behaviour_log_probs=moved("log_probs"),
-        micro_batches=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
+        micro_batches=renumbered(micro_batches),
     )
     targets = joined([np.append(np.int32(0), data[i].targets) for i in mine], np.int32)
-    return ClientShard(shard, targets, loss)  # type: ignore[arg-type]
+    return ClientShard(shard, targets, loss)
 
 
 def by_datum(found: Sequence[tuple[ClientShard, NDArray[np.float32]]], count: int) -> list[NDArray[np.float32]]:

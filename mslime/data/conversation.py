@@ -257,11 +257,9 @@ def is_chat(value: object) -> bool:
     """Whether a value is a list of messages, each with a role and content or tool calls."""
     if not isinstance(value, list):
         return False
-    return all(isinstance(m, dict) and _is_message(cast("dict[str, Any]", m)) for m in cast("list[object]", value))
-
-
-def _is_message(found: Mapping[str, Any]) -> bool:
-    return "role" in found and ("content" in found or bool(found.get("tool_calls")))
+    messages = [cast("dict[str, Any]", m) for m in cast("list[object]", value) if isinstance(m, dict)]
+    told = ["role" in message and ("content" in message or message.get("tool_calls")) for message in messages]
+    return len(messages) == len(cast("list[object]", value)) and all(told)
 
 
 def as_messages(prompt: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

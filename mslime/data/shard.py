@@ -134,11 +134,6 @@ class PackedSequence:
             out[trained[-1]] += self.sample.reward
         return out
 
-    def teacher(self) -> NDArray[np.float32]:
-        """[T] float32, the served teacher's log-prob of each trained token; 0 elsewhere."""
-        assert self.sample.teacher_log_probs is not None
-        return self.sample.teacher_log_probs
-
     def segment_index(self) -> NDArray[np.int32]:
         """[T] int32, 0, 1, ... for each weight version in order; 0 where no policy sampled the token."""
         out = np.zeros(len(self.sample), np.int32)
@@ -169,50 +164,44 @@ def shards_of(columns: Sequence[PackedSequence], plan: Sequence[Sequence[Sequenc
     has_rewards = all(c.sample.reward is not None for c in columns)
     has_ages = all(c.version is not None for c in columns)
     has_teacher = all(c.sample.teacher_log_probs is not None for c in columns)
-    return [
-        _shard(columns, rank, template, has_rewards=has_rewards, has_ages=has_ages, has_teacher=has_teacher)
-        for rank in plan
-    ]
+    time = columns[0].time
+
+    def shard(micro_batches: Sequence[Sequence[int]]) -> TrainShard:
+        mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
+        samples = [c.sample for c in mine]
+        teacher = [s.teacher_log_probs for s in samples if s.teacher_log_probs is not None]
+        pieces = [(p.length, p.number, p.following) for c in mine if c.time is not None for p in c.time.pieces]
+        return TrainShard(
+            tokens=joined([s.tokens for s in samples], np.int32),
+            lengths=np.asarray([len(s) for s in samples], np.int64),
+            sequence_ids=np.asarray([c.sequence_id for c in mine], np.int64),
+            loss_mask=joined([s.loss_mask for s in samples], np.bool_),
+            weights=joined([c.weights for c in mine], np.float32),
+            advantages=joined([c.advantages() for c in mine], np.float32),
+            behaviour_log_probs=joined([s.log_probs for s in samples], np.float32),
+            micro_batches=renumbered(micro_batches),
+            teacher_log_probs=joined(teacher, np.float32) if has_teacher else None,
+            rewards=joined([c.rewards() for c in mine], np.float32) if has_rewards else None,
+            pieces=None if time is None else np.asarray(pieces, np.int64).reshape(-1, 3),
+            num_pieces=0 if time is None else time.num_pieces,
+            segment_index=joined([c.segment_index() for c in mine], np.int32),
+            segment_ages=joined([c.segment_ages() for c in mine], np.int32) if has_ages else None,
+            routes=None if template is None else _joined_routes(template, samples),
+            supports=_joined_supports(samples),
+        )
+
+    return [shard(micro_batches) for micro_batches in plan]
 
 
-def _pieces(mine: Sequence[PackedSequence]) -> NDArray[np.int64]:
-    rows = [(p.length, p.number, p.following) for c in mine if c.time is not None for p in c.time.pieces]
-    return np.asarray(rows, np.int64).reshape(-1, 3)
-
-
-def _shard(
-    columns: Sequence[PackedSequence],
-    micro_batches: Sequence[Sequence[int]],
-    template: Routes | None,
-    *,
-    has_rewards: bool,
-    has_ages: bool,
-    has_teacher: bool,
-) -> TrainShard:
-    mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
-    ends, time = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist(), columns[0].time
-    return TrainShard(
-        tokens=_joined([c.sample.tokens for c in mine], np.int32),
-        lengths=np.asarray([len(c.sample) for c in mine], np.int64),
-        sequence_ids=np.asarray([c.sequence_id for c in mine], np.int64),
-        loss_mask=_joined([c.sample.loss_mask for c in mine], np.bool_),
-        weights=_joined([c.weights for c in mine], np.float32),
-        advantages=_joined([c.advantages() for c in mine], np.float32),
-        behaviour_log_probs=_joined([c.sample.log_probs for c in mine], np.float32),
-        micro_batches=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
-        teacher_log_probs=_joined([c.teacher() for c in mine], np.float32) if has_teacher else None,
-        rewards=_joined([c.rewards() for c in mine], np.float32) if has_rewards else None,
-        pieces=None if time is None else _pieces(mine),
-        num_pieces=0 if time is None else time.num_pieces,
-        segment_index=_joined([c.segment_index() for c in mine], np.int32),
-        segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if has_ages else None,
-        routes=None if template is None else _joined_routes(template, [c.sample for c in mine]),
-        supports=_joined_supports([c.sample for c in mine]),
-    )
-
-
-def _joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
+def joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
+    """Columns of sequences end to end; the empty column of no sequence has the dtype too."""
     return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of the same sizes, whose sequences are numbered from 0 in order."""
+    ends = itertools.accumulate(map(len, micro_batches), initial=0)
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
 
 
 def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:

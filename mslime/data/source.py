@@ -30,7 +30,7 @@ _CHARACTERS_OF_A_TOKEN = 512
 
 _OPENING = 256  # characters that contain the tokens with which a tokenizer begins a text
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<body>[^\[\]]*)\]$")
+_SLICE = re.compile(r"^(?P<path>.*)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]$")
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,14 @@ def split_slice(spec: str) -> tuple[Path, slice]:
 
     Raises DataError for a slice that is not two optional integers.
     """
+    if "@[" not in spec:
+        return Path(spec), slice(None)
     match = _SLICE.match(spec)
     if match is None:
-        if "@[" in spec:
-            raise _slice_error(spec)
-        return Path(spec), slice(None)
-    parts = match["body"].split(":")
-    if len(parts) != 2 or not all(re.fullmatch(r"\s*[+-]?\d*\s*", p) and p.strip() not in ("+", "-") for p in parts):
-        raise _slice_error(spec)
-    start, stop = (int(p) if p.strip() else None for p in parts)
+        raise DataError("data.prompts", spec, "a slice is `path@[a:b]` with integers or nothing for a and b", "for "
+                        "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
+    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
     return Path(match["path"]), slice(start, stop)
-
-
-def _slice_error(spec: str) -> DataError:
-    return DataError("data.prompts", spec, "a slice is `path@[a:b]` with integers or nothing for a and b", "for "
-                     "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
 
 
 def keys_of_rows(config: DataConfig) -> list[str]:
@@ -129,7 +122,8 @@ def _is_opened(text: str, tokenizer: Tokenizer) -> bool:
 def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
     """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
     limit = config.max_prompt_tokens or math.inf
-    if _far_longer(row.prompt, limit):
+    texts = [row.prompt] if isinstance(row.prompt, str) else [str(message.get("content")) for message in row.prompt]
+    if sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN:
         return None
     prompt = tokenised(row, config, tokenizer)
     return prompt if len(prompt.tokens) <= limit else None
@@ -209,7 +203,9 @@ class PromptSource:
             if prompt is not None:
                 return prompt
             self.skipped += 1
-        raise self.all_too_long()
+        rule = f"every one of the {len(self)} prompts is longer"
+        raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
+                        "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
 
     def draw(self) -> int:
         """The next row's index; begins a new epoch when one ends."""
@@ -222,12 +218,6 @@ class PromptSource:
     def fitting(self, row: Row) -> Prompt | None:
         """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
         return fitting(row, self._config, self._tokenizer)
-
-    def all_too_long(self) -> DataError:
-        """Error for files whose prompts are all too long."""
-        rule = f"every one of the {len(self)} prompts is longer"
-        return DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
-                         "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
 
     def labels(self) -> Iterator[tuple[str, Any]]:
         """(`file:line`, label) of every row in file order; nothing is tokenised."""
@@ -296,12 +286,6 @@ def _kind_rule(config: DataConfig) -> str:
     return f"{config.prompt_key!r} must be a string" + (
         " or a list of {role, content} messages" if config.apply_chat_template else
         " (a list of messages needs data.apply_chat_template: true)")  # fmt: skip
-
-
-def _far_longer(prompt: str | Sequence[Mapping[str, Any]], limit: float) -> bool:
-    """Whether a prompt has too many characters to fit, and need not be tokenised."""
-    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
-    return sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN
 
 
 def _same_by_size(old: Sequence[str], new: Sequence[str]) -> bool:

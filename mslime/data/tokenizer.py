@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A `Tokenizer` that wraps a transformers tokenizer."""
 
     def __init__(self, inner: Any) -> None:
@@ -75,7 +75,6 @@ class HFTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id that ends a response."""
         return cast("int | None", self._inner.eos_token_id)
 
     @property
@@ -89,19 +88,12 @@ class HFTokenizer:
         return ids[:-1] if special_tokens and self._appends_eos else ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Render a conversation in the chat template, up to the start of the assistant's turn unless `options` differ.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template.
-            ValueError: raised by the template.
-        """
+        """Raises ConfigError without a chat template, and ValueError for an error of the template."""
         if self._inner.chat_template is None:
             raise ConfigError(
-                "data.apply_chat_template",
-                True,
-                "this tokenizer has no chat template",
+                "data.apply_chat_template", True, "this tokenizer has no chat template",
                 "set data.apply_chat_template to false, or point model.tokenizer_path at a chat model's tokenizer",
-            )
+            )  # fmt: skip
         arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return cast("str", self._inner.apply_chat_template(list(messages), **arguments))
@@ -109,7 +101,6 @@ class HFTokenizer:
             raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
 
     def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[tuple[int, int]] | None:
-        """Characters [start, end) of `render`'s text between `{% generation %}` marks; None for a template without."""
         template = cast("str", self._inner.get_chat_template(None, options.get("tools")))
         if _MARK.search(template) is None:
             return None
@@ -122,17 +113,14 @@ class HFTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are not text."""
         added = cast("dict[int, Any]", self._inner.added_tokens_decoder)
         return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of `ids`, without special tokens or with them."""
         array = np.asarray(ids)  # transformers inspects every item of a list
         return cast("str", self._inner.decode(array, skip_special_tokens=not special_tokens))
 
     def for_thread(self) -> Any:
-        """A copy of transformers' tokenizer for another thread: it carries state."""
         return copy.deepcopy(self._inner)
 
 

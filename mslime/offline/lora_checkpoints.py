@@ -137,7 +137,7 @@ def export_adapter(checkpoint: Path, settings: Mapping[str, object], model: Path
 
 def _piece(rule: Rule, bound: BoundRule) -> ParameterBox:
     key, places = stored_place(rule, bound)
-    shape = bound.full_shape
+    shape = bound.kind.full_shape
     return ParameterBox(
         key, (*(size for _, _, size in places), *shape), (*(at for _, at, _ in places), *(0 for _ in shape)),
         (*(1 for _ in places), *shape), 0, shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError, ConfigError
-from mslime.convert import codecs
 from mslime.convert.encoding import EXPERTS, PROJECTIONS, Encoding, Fp8Blocks, Int4Groups, is_linear
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.quantised import FP8_BLOCK
 from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.offline.jobs import source_identity
 from mslime.offline.to_hf import HFJob, Output
@@ -143,7 +143,7 @@ class ToFp8(_Quantise):
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": list(codecs.FP8_BLOCK),
+            "weight_block_size": list(FP8_BLOCK),
             "modules_to_not_convert": self.left_plain(checkpoint),
         }
         return {"quantization_config": section | ({"scale_fmt": "ue8m0"} if self._power_of_two else {})}

@@ -111,8 +111,8 @@ class MegatronSource:
         pieces = self._pieces[rule.name]
         boxes = [self.checkpoint.view(piece.key).box(piece.offsets, piece.sizes) for piece in pieces]
         if len(pieces) == 1:
-            return boxes[0].reshape(rule.full_shape)
-        parameter = torch.empty(rule.full_shape, dtype=boxes[0].dtype)
+            return boxes[0].reshape(rule.kind.full_shape)
+        parameter = torch.empty(rule.kind.full_shape, dtype=boxes[0].dtype)
         for piece, box in zip(pieces, boxes, strict=True):
             piece.paste(parameter, box)
         return parameter

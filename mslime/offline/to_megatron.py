@@ -71,7 +71,8 @@ class ToMegatron(ConversionJob):
         ]
         self._dtypes = {rule.name: self._dtype_of(rule, checkpoint) for rule in stored}
         sizes = [
-            (rule.name, math.prod(rule.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize) for rule in stored
+            (rule.name, math.prod(rule.kind.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize)
+            for rule in stored
         ]
         files = batches(((size, size[1]) for size in sizes), max_file_bytes)
         self.tasks = [

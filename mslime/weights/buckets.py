@@ -15,14 +15,9 @@ import torch.distributed as dist
 
 from mslime.config.errors import sync_error
 from mslime.convert.encoding import Encoded
-from mslime.convert.safetensors_files import SAFETENSORS_DTYPES
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.weights.weight_plan import Bucket, BufferSlot, Entry
-
-TORCH_DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
-    "float8_e4m3fn": torch.float8_e4m3fn, "int32": torch.int32, "int64": torch.int64,
-}  # fmt: skip
 
 
 def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
@@ -41,9 +36,10 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
     shards = [
         _shard(bucket, slot, name, params) for slot, name in zip(bucket.slots, bucket.packed_by(rank), strict=True)
     ]
-    if (whole := _as_they_lie(shards, TORCH_DTYPES[bucket.gathered_dtype])) is not None:
+    dtype = torch_dtype(bucket.gathered_dtype)
+    if (whole := _as_they_lie(shards, dtype)) is not None:
         return whole
-    flat = torch.empty(bucket.local_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=shards[0].device)
+    flat = torch.empty(bucket.local_numel, dtype=dtype, device=shards[0].device)
     copy_each(
         list(flat.split_with_sizes([slot.numel for slot in bucket.slots])),
         [shard.detach().reshape(-1) for shard in shards],
@@ -161,14 +157,14 @@ def _converted(
     bucket: Bucket, shards_of: Callable[[BufferSlot, int], list[torch.Tensor]], device: torch.device, table: RuleTable
 ) -> torch.Tensor:
     """A new flat buffer; every tensor is written into it once."""
-    flat = torch.empty(bucket.converted_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=device)
+    flat = torch.empty(bucket.converted_numel, dtype=torch_dtype(bucket.gathered_dtype), device=device)
     pieces, copies = iter(bucket.pieces), list[tuple[torch.Tensor, torch.Tensor]]()
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
             rule = table.bind(name)
             made = [next(pieces) for _ in rule.hf_names]
             assert [piece.name for piece in made] == list(rule.hf_names), (made, rule.hf_names)
-            copies += rule.hf_copies(shards_of(slot, index), [_view(flat, piece) for piece in made])
+            copies += rule.kind.placed(shards_of(slot, index), [_view(flat, piece) for piece in made])
     copy_each([place for place, _ in copies], [part for _, part in copies])
     return flat
 
@@ -204,9 +200,4 @@ def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.T
 
 def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
     part = flat[entry.offset : entry.offset + entry.size]
-    return (part.view(TORCH_DTYPES[entry.dtype]) if entry.dtype else part).view(entry.shape)
-
-
-def wire_dtype(bucket: Bucket) -> torch.dtype:
-    """The bucket's torch dtype."""
-    return TORCH_DTYPES[bucket.dtype]
+    return (part.view(torch_dtype(entry.dtype)) if entry.dtype else part).view(entry.shape)

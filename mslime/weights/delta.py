@@ -84,7 +84,8 @@ class DeltaTransport(Transport):
         self._number = 0
         self._moved = Moved()
         self._compared: _Compared | None = None
-        self._loaded: list[tuple[Bucket, Differences]] = []  # by every engine, and not yet recorded
+        # By every engine, and not yet recorded: others wait for this sender's turn.
+        self.loaded: list[tuple[Bucket, Differences]] = []
         self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
@@ -147,7 +148,7 @@ class DeltaTransport(Transport):
         """Leave the engines, and drop the record of their versions."""
         self._carrier.disconnect()
         self._sent.clear()
-        self._loaded.clear()
+        self.loaded.clear()
 
     def note_whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> None:
         """Record that every engine has loaded a whole bucket."""
@@ -159,20 +160,14 @@ class DeltaTransport(Transport):
         sent.version = self._number
         self._moved += Moved(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
 
-    def changes_arrived(self, bucket: Bucket, found: Differences) -> None:
-        """Record that every engine has loaded a bucket's changes. The copy is updated later: others wait for this
-        sender's turn."""
-        self._loaded.append((bucket, found))
-
     def _note_loaded(self) -> None:
-        while self._loaded:
-            self._note_changes(*self._loaded.pop(0))
-
-    def _note_changes(self, bucket: Bucket, found: Differences) -> None:
-        sent, places = self._sent[bucket.index], found.index.cpu()
-        sent.bits[places] = found.value.cpu().view(sent.bits.dtype)
-        sent.version, sent.refused = self._number, 0
-        self._moved += Moved(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
+        """Record the changes that every engine has loaded."""
+        while self.loaded:
+            bucket, found = self.loaded.pop(0)
+            sent, places = self._sent[bucket.index], found.index.cpu()
+            sent.bits[places] = found.value.cpu().view(sent.bits.dtype)
+            sent.version, sent.refused = self._number, 0
+            self._moved += Moved(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
 
     def note_refusal(self, bucket: Bucket, refused: ChangesRefused) -> None:
         """Record that an engine rejected the changes of a bucket."""
@@ -212,7 +207,7 @@ class _PendingChanges:
         """Return when every engine has loaded the bucket, as a whole if one refused. Raises WeightSyncError."""
         refused = self.sent.refused()
         if not refused:
-            self.transport.changes_arrived(self.bucket, self.found)
+            self.transport.loaded.append((self.bucket, self.found))
             return
         self.transport.note_refusal(self.bucket, refused[0])
         self.transport.whole(self.bucket, self.flat, len(self.found.index)).wait()

@@ -178,14 +178,11 @@ class DiskTransport(FileTransport, Carrier):
         if self._buckets[0].sender == self.link.rank:
             with self._writing():
                 if not self._with_changes:
-                    self._write_index(self._version)
+                    files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
+                    size = sum(bucket.hf_bytes for bucket in self._buckets)
+                    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+                    write_whole(self._version / INDEX_NAME, json.dumps(index, indent=2).encode())
                 self._remove_others(self._version)
-
-    def _write_index(self, version: Path) -> None:
-        files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
-        size = sum(bucket.hf_bytes for bucket in self._buckets)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-        write_whole(version / INDEX_NAME, json.dumps(index, indent=2).encode())
 
     def _remove_others(self, kept: Path) -> None:
         for group in [group for group in self._root.iterdir() if group.is_dir() and not group.is_symlink()]:

@@ -52,11 +52,6 @@ class SyncGroups:
         return self.layout.pp_rank(self.rank)
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this is the first rank of its stage, which compares and exports the stage's tensors."""
-        return self.rank == self.layout.leader(self.stage)
-
-    @property
     def sends(self) -> bool:
         """Whether this rank sends weights."""
         return self.rank in self.senders.everyone()

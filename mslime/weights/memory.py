@@ -103,7 +103,10 @@ class MemoryTransport(FileTransport):
 
     def arrived(self) -> None:
         """Remove the memory's name once all engines have opened it."""
-        self._remove_names()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
+            self._directory = None
 
     def complete(self) -> None:
         """Free device memory: engines that share this GPU need it now."""
@@ -112,7 +115,7 @@ class MemoryTransport(FileTransport):
 
     def disconnect(self) -> None:
         """Make engines close the memory. One that no longer answers is left alone."""
-        self._remove_names()
+        self.arrived()
         self._give_back_room()
 
     def _make_room(self, size: int) -> Room:
@@ -126,9 +129,13 @@ class MemoryTransport(FileTransport):
     def new_room(self, path: Path, size: int) -> Room:
         """Allocate memory that engines open by this path. Raises WeightSyncError if there is not enough."""
         try:
-            if self._on_device:
-                return handle_room(path, size, self._device, sum(engine.ranks for engine in self.engines))
-            return mapped_room(path, size)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                return Room(self._handles_of(path, size) if self._on_device else _mapped(file, size), path, file)
+            except BaseException:
+                os.close(file)
+                raise
         except (OSError, RuntimeError) as error:
             if self._on_device:
                 raise self._unusable(f"memory on {self._device} cannot be shared: {error}") from error
@@ -136,6 +143,14 @@ class MemoryTransport(FileTransport):
             raise self._unusable(
                 f"{SHARED_MEMORY} has no room for a bucket of {size / 2**20:,.1f} MiB: {why}"
             ) from error
+
+    def _handles_of(self, path: Path, size: int) -> torch.Tensor:
+        """Memory on a device, and a handle for each rank that opens it, because torch counts the openings. Raises
+        OSError or RuntimeError if memory is exhausted, or cannot be shared."""
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for number in range(sum(engine.ranks for engine in self.engines)):
+            write_handle(path, number, handle_of(flat))
+        return flat
 
     def _give_back_room(self) -> None:
         """Make engines close the memory, and free it."""
@@ -148,12 +163,6 @@ class MemoryTransport(FileTransport):
         del room  # before torch frees unused memory
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # a late rank keeps it until torch runs out of memory
-
-    def _remove_names(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            os.close(self._lock)
-            self._directory = None
 
     def _unusable(self, rule: str) -> WeightSyncError:
         return WeightSyncError(
@@ -180,41 +189,13 @@ def handle_of(flat: torch.Tensor) -> HandleFields:
     return 1, *storage._share_cuda_()[1:]  # the device index here has no meaning in another process
 
 
-def _locked_file(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-def handle_room(path: Path, size: int, device: torch.device, ranks: int) -> Room:
-    """Memory on a device, and a handle for each rank that opens it, because torch counts the openings.
-
-    Raises:
-        OSError, RuntimeError: memory is exhausted, or cannot be shared.
-    """
-    file = _locked_file(path)
-    try:
-        flat = torch.empty(size, dtype=torch.uint8, device=device)
-        for number in range(ranks):
-            write_handle(path, number, handle_of(flat))
-    except BaseException:
-        os.close(file)
-        raise
-    return Room(flat, path, file)
-
-
-def mapped_room(path: Path, size: int) -> Room:
+def _mapped(file: int, size: int) -> torch.Tensor:
     """Host memory in a file. Raises OSError if there is not enough."""
-    file = _locked_file(path)
-    try:
-        space = os.fstatvfs(file)
-        if size > (free := space.f_bavail * space.f_frsize):
-            raise OSError(errno.ENOSPC, f"{free >> 20:,} MiB of it are free")
-        os.posix_fallocate(file, 0, size)  # memory missing later would kill the writing process
-        return Room(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8), path, file)
-    except BaseException:
-        os.close(file)
-        raise
+    space = os.fstatvfs(file)
+    if size > (free := space.f_bavail * space.f_frsize):
+        raise OSError(errno.ENOSPC, f"{free >> 20:,} MiB of it are free")
+    os.posix_fallocate(file, 0, size)  # memory missing later would kill the writing process
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 def private_directory() -> tuple[Path, int]:

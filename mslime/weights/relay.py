@@ -30,11 +30,12 @@ from torch._C._distributed_c10d import Store
 from mslime.config.base import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
+from mslime.convert.safetensors_files import torch_dtype
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
-from mslime.weights.buckets import copy_each, wire_dtype
+from mslime.weights.buckets import copy_each
 from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
 from mslime.weights.weight_plan import Bucket
 
@@ -145,7 +146,7 @@ class RelayTransport(Transport):
         """Send zeros for a bucket that could not be filled."""
         if not self._broken:
             numel = bucket.hf_numel // len(self._sent_by(bucket))
-            flat = torch.zeros(numel, dtype=wire_dtype(bucket), device=self._device)
+            flat = torch.zeros(numel, dtype=torch_dtype(bucket.dtype), device=self._device)
             self.start(bucket, flat).wait()
 
     def give_up(self) -> None:
@@ -236,18 +237,12 @@ class PendingLane:
         Raises:
             WeightSyncError: an engine aborted the sync, the connection broke, or the deadline passed.
         """
-        try:
-            self._wait()
-        except WeightSyncError:
-            self.transport.give_up()
-            raise
-
-    def _wait(self) -> None:
         waiting: set[Future[Any]] = {self.sent, *self.answers}
         while not self.sent.done() and not _failures(self.answers):
             _, waiting = wait(waiting, return_when=FIRST_COMPLETED)
         broke = self.sent.result() if self.sent.done() else ""
         if broke or _failures(self.answers):
+            self.transport.give_up()
             raise _cause(self.bucket.describe(), self.answers, broke)
 
 

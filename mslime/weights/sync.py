@@ -24,12 +24,12 @@ from mslime.config.transports import AUTO, FALLBACK
 from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
+from mslime.convert.safetensors_files import torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.engine_plugin import wire
 from mslime.tensor_sums import whole_sum
 from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
 from mslime.weights.buckets import (
-    TORCH_DTYPES,
     convert,
     convert_alone,
     encode,
@@ -144,6 +144,7 @@ class WeightSender:
         self._values, self._finish = values, finish or finish_checkpoint
         self._table, self._groups, self._params, self._options = table, groups, params, options
         self._engine_port, self._on_bucket = engine_port, on_bucket
+        self._export_dtype = options.export_dtype or options.dtype
         if options.transport != AUTO:
             find_transport(options.transport)
         self._transport: Transport | None = None
@@ -163,7 +164,7 @@ class WeightSender:
         self._table.check_model(name for _, names in held for name in names)
         for name, shape in mine.items():
             rule = self._table.bind(name)
-            expected = rule.local_shape(layout.etp if rule.is_expert else layout.tp)
+            expected = rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp)
             assert shape == expected, f"{name} has shape {shape}, its rule gives {expected}"
         layers: list[set[int]] = [set() for _ in range(layout.pp)]
         for stage, names in held:
@@ -279,9 +280,9 @@ class WeightSender:
             WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
         """
         assert self.engines, "connect comes before send"
-        if not self._sent:
-            _give_back_memory()
-            self._sent = True
+        if not self._sent and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the first sync allocates NCCL's buffers outside of torch's memory
+        self._sent = True
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
         self._agreed("send", self._send_buckets(version, params, started, spent), None)
@@ -411,7 +412,7 @@ class WeightSender:
         failure: Exception | None = None
         carried = CarriedTensors(self._table, None, (), {})
         try:
-            if self._groups.is_leader:
+            if self._groups.rank == self._groups.layout.leader(self._groups.stage):
                 carried = CarriedTensors.of(self._table, source)
         except CheckpointError as error:
             failure = error
@@ -435,10 +436,6 @@ class WeightSender:
         """The checksum of every sent or exported tensor, as engines must report it (`wire.Sums`). Collective."""
         return self._sums(self._values(dict(self._params())))
 
-    @property
-    def _export_dtype(self) -> str:
-        return self._options.export_dtype or self._options.dtype
-
     def _write_stage(
         self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], carried: CarriedTensors
     ) -> ValueError | None:
@@ -454,7 +451,7 @@ class WeightSender:
                 failure = failure or error
         try:
             if failure is None and self._groups.stage == self._groups.layout.pp - 1:
-                for name, tensor in carried.tensors(TORCH_DTYPES[self._export_dtype]):
+                for name, tensor in carried.tensors(torch_dtype(self._export_dtype)):
                     writer.add(name, tensor)
         except ValueError as error:
             failure = error
@@ -494,9 +491,3 @@ def _words_of(failure: Exception | None) -> tuple[str, str] | None:
     if failure.field in ("weights.transport", "weights.directory"):
         return f"{failure.field} = {failure.value!r}: {failure.rule}", failure.way_out
     return f"{failure.value}: {failure.rule}", failure.way_out
-
-
-def _give_back_memory() -> None:
-    """Free torch's cached GPU memory: the first sync allocates NCCL's buffers outside of torch's memory."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

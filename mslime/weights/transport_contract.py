@@ -13,7 +13,8 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.convert.safetensors_files import torch_dtype
+from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, MakeTransport, Transport
 from mslime.weights.weight_plan import Bucket, Entry
 
@@ -83,7 +84,7 @@ def _buckets() -> list[Bucket]:
 
 def _filled(bucket: Bucket, version: int) -> torch.Tensor:
     numbers = torch.randn(bucket.hf_numel, generator=torch.Generator().manual_seed(100 * version + bucket.index))
-    return numbers.to(TORCH_DTYPES[bucket.dtype])
+    return numbers.to(torch_dtype(bucket.dtype))
 
 
 def _send(transport: Transport, buckets: Sequence[Bucket], version: int) -> None:

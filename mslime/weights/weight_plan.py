@@ -303,7 +303,8 @@ def build_plan(
     owned_by: list[list[BoundRule]] = [[] for _ in range(layout.pp)]
     for rule in table.bound.values():
         if rule.exported:
-            owned_by[_stage_of(rule, stages, layout.pp)].append(rule)
+            outside = 0 if rule.name.startswith("embedding.") else layout.pp - 1
+            owned_by[stages[rule.layer] if rule.layer >= 0 else outside].append(rule)
     queues = [
         queue
         for stage, owned in enumerate(owned_by)
@@ -389,12 +390,6 @@ def _deal(units: Sequence[Unit], senders: int) -> list[tuple[Unit, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _stage_of(rule: BoundRule, stages: Mapping[int, int], pp: int) -> int:
-    if rule.layer >= 0:
-        return stages[rule.layer]
-    return 0 if rule.name.startswith("embedding.") else pp - 1
-
-
 def _shared_units(rules: Iterable[BoundRule]) -> list[Unit]:
     """Each rule alone, or with the others of its bundle."""
     units: dict[tuple[int, str], list[tuple[BoundRule, ...]]] = {}
@@ -450,7 +445,7 @@ def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
     entries: dict[str, Entry] = {}
     packed = sent = 0
     for slot in (slot for unit in run for slot in unit):
-        slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].local_shape(load.sharing), packed))
+        slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].kind.local_shape(load.sharing), packed))
         packed += slots[-1].numel
         for rule in slot:
             for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):
@@ -501,17 +496,13 @@ def _encoded_bucket(bucket: Bucket, encoded: Encoded) -> Bucket:
             else (TensorPlan(entry.name, short, entry.shape),)
         )
     ]
-    return replace(bucket, dtype="uint8", packed_dtype=bucket.dtype, entries=_side_by_side(plans, TORCH_DTYPES))
-
-
-def _side_by_side(plans: list[TensorPlan], names: Mapping[str, str]) -> tuple[Entry, ...]:
-    """Entries without gaps, wide elements first, so that each starts at a multiple of its size."""
+    # Without gaps, wide elements first, so that each starts at a multiple of its size.
     entries: list[Entry] = []
     at = 0
-    for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[names[plan.dtype]]):
-        entries.append(Entry(plan.name, plan.shape, at, names[plan.dtype]))
+    for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[TORCH_DTYPES[plan.dtype]]):
+        entries.append(Entry(plan.name, plan.shape, at, TORCH_DTYPES[plan.dtype]))
         at += entries[-1].size
-    return tuple(entries)
+    return replace(bucket, dtype="uint8", packed_dtype=bucket.dtype, entries=tuple(entries))
 
 
 # Checkpoint tensors that are not trained: multi-token-prediction layers, and copies inside them.

@@ -184,7 +184,7 @@ def _key(request: Request) -> object:
     """Key of a chat: its tools, and its messages before the first reply."""
     if request.prompts:
         return "text" if isinstance(request.prompts[0], str) else "tokens"
-    return tools_key(request.tools), tuple(_spelled(m) for m in _before_reply(request.messages))
+    return tools_key(request.tools), tuple((m.role, m.text, m.answers) for m in _before_reply(request.messages))
 
 
 def _before_reply(messages: Sequence[Message]) -> Iterator[Message]:
@@ -192,10 +192,6 @@ def _before_reply(messages: Sequence[Message]) -> Iterator[Message]:
         if message.role == "assistant":
             return
         yield message
-
-
-def _spelled(message: Message) -> tuple[str, str, str]:
-    return message.role, message.text, message.answers
 
 
 def _hash(tokens: NDArray[np.int32]) -> int:

@@ -16,10 +16,9 @@ from rich.text import Text
 
 from mslime.config.errors import ConfigError, nearest
 from mslime_plugins.doctor.findings import STATUSES, Check, Finding, Node, Options, Status, fail
-from mslime_plugins.doctor.gpus import check_clocks, check_driver, check_gpus, check_links
+from mslime_plugins.doctor.gpus import check_clocks, check_driver, check_gpus, check_links, see_gpus
 from mslime_plugins.doctor.host import check_clock, check_disk, check_host, check_limits, check_shared_memory
 from mslime_plugins.doctor.network_checks import check_address, check_infiniband, check_loopback, check_nccl
-from mslime_plugins.doctor.nvml import see_gpus
 from mslime_plugins.doctor.packages import check_kernels, check_packages
 from mslime_plugins.doctor.speeds import check_collectives, check_speed
 from mslime_plugins.doctor.step import check_step

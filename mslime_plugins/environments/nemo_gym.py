@@ -23,7 +23,7 @@ from mslime.rollout.agents.app import ModelEndpoint, body_of, listen, own_client
 from mslime.rollout.agents.messages import ChatError
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime.web_server import Listening, admitted, same_key, serve
-from mslime_plugins.environments.elsewhere import asked_of, episode_of, is_number
+from mslime_plugins.environments.verifiers import asked_of, episode_of, is_number
 
 NAME = "mslime_rollout"
 """Key in a request's metadata with the relay's name of the rollout."""

@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+import re
+import string
 import time
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from mslime.rollout.rewards.reward_kinds import RewardKind, problem_of, text_problem
-from mslime_plugins.graders import words
-from mslime_plugins.graders.labels import letter_of, math_labels
+from mslime.rollout.rewards.reward_kinds import RewardKind, alternatives, problem_of, text_problem
+from mslime_plugins.graders.answers import boxes, final_part, letter_of, math_labels
+
+# Graders for plain text: the letter of a multiple choice, and the overlap of words.
+
+_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mathit)\s*\{([^{}]*)\}")
+_MARKED = re.compile(
+    r"(?i:\banswers?\b|\boptions?\b|\bchoices?\b)\W*(?i:(?:is|are|would be|should be|must be)\b)?\W*"
+    r"(?i:(?:option|choice|letter)\b)?\W*?"
+    r"(?:\(\s*([A-Za-z])\s*\)|(?<![A-Za-z])([A-Z])(?![A-Za-z'’]))"
+)
+_CHINESE = re.compile(r"(?:答案|选项|选择|选)\s*(?:应该?)?[是为选]?[\s:]*(?:\(\s*([A-Za-z])\s*\)|([A-Z])(?![A-Za-z]))")
+_LINE = re.compile(r"^\s*[*_]*\(?\s*([A-Z])\s*\)?[*_]*\s*(?:[.):].*)?$", re.M)
+_BRACKETED = re.compile(r"\(\s*([A-Z])\s*\)")
+
+
+def letters(response: str, label: Any) -> float:
+    """1.0 if the response chooses the label's letter: in its last box, behind `answer is`, or as its last line."""
+    return float(chosen_letter(response) == letter_of(label))
+
+
+def chosen_letter(response: str) -> str:
+    """The letter that a response chooses, in upper case; empty if it chooses none."""
+    text = final_part(response)
+    boxed = boxes(text)
+    if boxed:
+        inside = _IN_TEXT.sub(r"\1", boxed[-1][2] or "")
+        found = re.match(r"[\s{$]*\(?\s*([A-Za-z])\s*(?:[).:}$\s]|$)", inside)
+        return found[1].upper() if found else ""
+    plain = unicodedata.normalize("NFKC", _IN_TEXT.sub(r"\1", text)).replace("**", "").replace("$", "")
+    marked = sorted([*_MARKED.finditer(plain), *_CHINESE.finditer(plain)], key=lambda m: m.start())
+    if marked:
+        return (marked[-1][1] or marked[-1][2]).upper()
+    for pattern in (_LINE, _BRACKETED):
+        if found := pattern.findall(plain):
+            return found[-1]
+    return ""
+
+
+def f1(response: str, label: Any) -> float:
+    """Overlap of the words of response and label, the best of several labels: SQuAD's F1 (arXiv 1606.05250).
+
+    2 P R / (P + R), with P the fraction of the response's words that the label has, and R the converse. Words are in
+    lower case, without punctuation and articles. The response is the text after `</think>`.
+    """
+    said = normalised_words(final_part(response))
+    return max(_overlap(said, normalised_words(text)) for text in alternatives(label))
+
+
+def _overlap(said: list[str], wanted: list[str]) -> float:
+    if not said or not wanted:
+        return float(said == wanted)
+    common = (Counter(said) & Counter(wanted)).total()
+    return 2 * common / (len(said) + len(wanted))
+
+
+def normalised_words(text: str) -> list[str]:
+    """Words in lower case without punctuation and articles; a Chinese or Japanese character is a word."""
+    letters = (c for c in text.lower() if c not in string.punctuation and unicodedata.category(c)[0] != "P")
+    plain = re.sub(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff])", r" \1 ", "".join(letters))
+    return re.sub(r"\b(?:a|an|the)\b", " ", plain).split()
+
 
 MATH_MEMORY = 2 * 2**30  # bytes that grading may take; no real answer needs that
 READING_SECONDS = 20.0  # for labels that only the LaTeX parser can check
@@ -50,5 +113,5 @@ MATH = RewardKind(
 ANSWER_LINE = RewardKind(
     "mslime_plugins.graders.mathematics:graded_answer_line", problem_of(math_labels), 5.0, MATH_MEMORY, unread_labels
 )
-LETTERS = RewardKind(words.letters, problem_of(letter_of))
-F1 = RewardKind(words.f1, text_problem)
+LETTERS = RewardKind(letters, problem_of(letter_of))
+F1 = RewardKind(f1, text_problem)

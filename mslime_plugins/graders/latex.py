@@ -122,17 +122,13 @@ def clean(text: str) -> str:
         text = pattern.sub(name, text)
     text = _currencies(text)
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)  # the delimiters \( \) \[ \]
-    text = _BLANKS.sub(" ", _with_breaks_kept(text)).replace("\x00", r"\\")
+    text = _BLANKS.sub(" ", text.replace(r"\\", "\x00")).replace("\x00", r"\\")
     text = re.sub(f"[{_THIN_SPACES}\\s]+", " ", text)
     for _ in range(3):  # nested fonts
         text = unwrap(unwrap(text, _BOXES), _FONTS, r"\text{{{}}}") if "\\" in text else text
     text = re.sub(r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}", lambda m: _plain_text(m[1]), _BARE_FONTS.sub("", text))
     text = text.replace(r"\%", "%").replace(r"\#", "").replace(r"\&", r"\&").strip()
     return _tidy(text)
-
-
-def _with_breaks_kept(text: str) -> str:
-    return text.replace(r"\\", "\x00")
 
 
 def _symbols(text: str) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mslime.data.sample import Sample
-from mslime_plugins.graders.answers import answer_lines, candidates, final_part
+from mslime_plugins.graders.answers import answer_lines, candidates, final_part, math_labels
 from mslime_plugins.graders.equality import equal
-from mslime_plugins.graders.labels import math_labels
 from mslime_plugins.graders.symbolic import TooLargeError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mslime.config.layout import ParallelLayout
-from mslime.convert.families.delta_nets import FLOAT32_PARAMETERS
+from mslime.convert.families.qwen3_next import FLOAT32_PARAMETERS
 from mslime.convert.table import Rule, RuleTable
 
 ROUTER_BIAS = "router.expert_bias"

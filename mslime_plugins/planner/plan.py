@@ -12,6 +12,7 @@ from typing import Any
 from mslime.config.cluster import ClusterConfig, usual_gpu
 from mslime.config.engines import SGLangConfig
 from mslime.config.layout import ParallelLayout
+from mslime.config.lora import LoraConfig
 from mslime.config.model_facts import export_dtype
 from mslime.config.resolved import (
     PolicySpec,
@@ -32,10 +33,8 @@ from mslime.convert.flops import read_widths
 from mslime.convert.lora_rules import make_adapters
 from mslime.convert.table import RuleTable
 from mslime.weights.weight_plan import DTYPE_BYTES, Senders, WeightPlan, build_plan, encoded_plan
-from mslime_plugins.planner.adapters import served_adapters, together
 from mslime_plugins.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
 from mslime_plugins.planner.parameters import model_parameters
-from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime_plugins.planner.problems import (
     GIB,
     USABLE,
@@ -50,7 +49,15 @@ from mslime_plugins.planner.problems import (
 )
 from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime_plugins.planner.saving import CheckpointBytes, saved_bytes
-from mslime_plugins.planner.stages import StagePlan, make_stages, with_critic
+from mslime_plugins.planner.stages import (
+    ENGINE_ASLEEP_BYTES,
+    TRAINER_ASLEEP_BYTES,
+    PhaseMemory,
+    StagePlan,
+    make_stages,
+    phases,
+    with_critic,
+)
 from mslime_plugins.planner.sync_bytes import (
     Rates,
     SenderSync,
@@ -478,3 +485,30 @@ def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int
     few, many = step // dp, -(-step // dp)
     budget = t.max_tokens_per_micro_batch * spec.layout.cp
     return (few, many), max(1, -(-many * longest // max(budget, longest)))
+
+
+# Plan several adapters as one run with at least their combined needs.
+
+
+def together(config: RunConfig) -> RunConfig:
+    """The run of the adapter with the largest steps, with adapters as large as all together: on every layer with an
+    adapter of any of them, with the sum of their ranks. Trainers keep all of them, and take turns. A run of one
+    adapter, or of none, is unchanged."""
+    runs = [*config.adapter_runs.values()]
+    if not runs:
+        return config
+    largest = max(runs, key=lambda run: run.rollout.groups_per_step * run.rollout.group_size * longest_sequence(run))
+    lora = _lora(config.lora, [run.lora for run in runs], sum(run.lora.rank for run in runs))
+    return largest.model_copy(update={"name": config.name, "output_dir": config.output_dir, "lora": lora})
+
+
+def served_adapters(config: RunConfig) -> LoraConfig:
+    """The adapters that an engine reserves memory for, each of the largest rank; for a run of one adapter, its own."""
+    loras = [run.lora for run in config.adapter_runs.values()]
+    return _lora(config.lora, loras, max(lora.rank for lora in loras)) if loras else config.lora
+
+
+def _lora(shared: LoraConfig, loras: list[LoraConfig], rank: int) -> LoraConfig:
+    """An adapter on every layer that has any of the given adapters."""
+    targets = dict.fromkeys(target for lora in loras for target in lora.targets)
+    return shared.model_copy(update={"rank": rank, "targets": tuple(targets)})

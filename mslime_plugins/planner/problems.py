@@ -9,9 +9,8 @@ from mslime.config.engines import SGLangConfig
 from mslime.config.resolved import PolicySpec, Role
 from mslime.config.rollout import RolloutConfig
 from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory
-from mslime_plugins.planner.phases import PhaseMemory
 from mslime_plugins.planner.rollouts import RolloutBytes
-from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.stages import PhaseMemory, StagePlan
 from mslime_plugins.planner.trainer_memory import HostMemory, offloaded_share
 
 Verdict = Literal["fits", "tight", "does not fit"]

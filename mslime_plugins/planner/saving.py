@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mslime.config.output import CheckpointConfig
 from mslime.config.resolved import PolicySpec
 from mslime.config.transports import traits_of
-from mslime.convert.families.delta_nets import FLOAT32_PARAMETERS
+from mslime.convert.families.qwen3_next import FLOAT32_PARAMETERS
 from mslime.convert.table import RuleTable
 from mslime_plugins.planner.parameters import model_parameters
 from mslime_plugins.planner.trainer_memory import params_bytes
@@ -66,7 +66,9 @@ def saved_bytes(
         sync: bytes of all weights as sent to engines.
         directory: bytes a second into the directory, over all writing ranks.
     """
-    elements, float32 = _elements([trained, *([critic] if critic is not None else [])])
+    tables = [trained, *([critic] if critic is not None else [])]
+    elements = sum(map(model_parameters, tables))
+    float32 = sum(model_parameters(table, FLOAT32_PARAMETERS) for table in tables)
     width = params_bytes(spec)
     kinds = [
         (elements - float32, stored_bytes_per_parameter(spec, width)),
@@ -101,8 +103,3 @@ def stored_bytes_per_parameter(spec: PolicySpec, width: int) -> tuple[int, int]:
     remainders = extra.get("store_param_remainders", True) and width == 2
     kinds = [str(extra.get(name, "float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
     return 2 if remainders else main, sum(2 if kind == "bfloat16" else 4 for kind in kinds)
-
-
-def _elements(tables: Sequence[RuleTable]) -> tuple[int, int]:
-    """(elements of the models, those that are float32 in a model of any dtype)."""
-    return sum(map(model_parameters, tables)), sum(model_parameters(table, FLOAT32_PARAMETERS) for table in tables)

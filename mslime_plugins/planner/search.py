@@ -24,14 +24,12 @@ from mslime.convert.families import get_family
 from mslime.convert.flops import read_widths
 from mslime.convert.tensor_layouts import padded_vocab_size
 from mslime.weights.weight_plan import Senders, WeightPlan
-from mslime_plugins.planner.adapters import together
 from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters
-from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
-from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan import RunPlan, make_plan, together
 from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
 from mslime_plugins.planner.space import Space, engine_settings
-from mslime_plugins.planner.stages import StagePlan
+from mslime_plugins.planner.stages import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, StagePlan, phases
 from mslime_plugins.planner.sync_bytes import buckets_held, rates_of
 from mslime_plugins.planner.times import (
     Speeds,

@@ -13,7 +13,6 @@ from mslime.config.errors import UserError
 from mslime.observe.names import WHOLE, Row, by_step
 from mslime.observe.timeline import read_spans
 from mslime_plugins.report.charts import BLUE, Chart, Series, chart_data, spans_decades
-from mslime_plugins.report.drawn import Drawn, choose_charts
 from mslime_plugins.report.headline import headline_tiles, run_facts
 from mslime_plugins.report.page import (
     as_script_data,
@@ -28,7 +27,7 @@ from mslime_plugins.report.page import (
     with_idle,
     write_page,
 )
-from mslime_plugins.report.sections import SECTIONS
+from mslime_plugins.report.sections import SECTIONS, Drawn, choose_charts
 
 FILE_NAME = "compare.html"
 MAX_RUNS = 8

@@ -16,8 +16,15 @@ from rich.text import Text
 
 from mslime.config.errors import UserError
 from mslime.observe.samples import SampleLine
-from mslime_plugins.report.recorded_responses import facts, telling_of_step, versions_of, visible
-from mslime_plugins.report.sample_tokens import Token, by_source, tokens_of
+from mslime_plugins.report.sample_tokens import (
+    Token,
+    by_source,
+    facts,
+    telling_of_step,
+    tokens_of,
+    versions_of,
+    visible,
+)
 from mslime_plugins.report.samples_command import COLOURS, Wanted, find_file
 
 ColourBy = Literal["version", "difference", "mask"]

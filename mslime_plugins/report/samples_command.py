@@ -16,8 +16,7 @@ from rich.text import Text
 from mslime.config.errors import UserError
 from mslime.config.lora import directories
 from mslime.observe.samples import SampleLine, file_of, read_samples, recorded_steps
-from mslime_plugins.report.recorded_responses import facts, ordered, telling, versions_of, visible
-from mslime_plugins.report.sample_tokens import tokens_of
+from mslime_plugins.report.sample_tokens import facts, ordered, telling, tokens_of, versions_of, visible
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
@@ -57,7 +56,9 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
     for row in shown:
         console.print(_card(row))
     if not shown:
-        console.print(f"step {step}: none of the responses in {path} is {_what(wanted)}", markup=False, highlight=False)
+        kinds = {"truncated": "cut at the length limit", "continued": "of several weight versions"}
+        what = kinds.get(wanted.kind, "there")
+        console.print(f"step {step}: none of the responses in {path} is {what}", markup=False, highlight=False)
     else:
         console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
 
@@ -114,10 +115,6 @@ def _ranges(steps: Sequence[int]) -> str:
         else:
             runs.append([step])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def _what(wanted: Wanted) -> str:
-    return {"truncated": "cut at the length limit", "continued": "of several weight versions"}.get(wanted.kind, "there")
 
 
 def _footer(path: Path, step: int, shown: Sequence[SampleLine]) -> str:

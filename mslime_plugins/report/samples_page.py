@@ -14,8 +14,7 @@ from typing import Any
 
 from mslime.config.errors import UserError
 from mslime.observe.samples import SampleLine, recorded_steps
-from mslime_plugins.report.recorded_responses import facts, telling_of_step, visible
-from mslime_plugins.report.sample_tokens import Token, tokens_of
+from mslime_plugins.report.sample_tokens import Token, facts, telling_of_step, tokens_of, visible
 
 STEPS, EVALUATIONS = 8, 4
 BYTES, EVALUATION_BYTES = 1_500_000, 500_000
@@ -98,9 +97,10 @@ def sample_data(row: SampleLine) -> Chosen:
     sources: dict[tuple[Any, ...], int] = {}
     tokens = [_token(token, sources.setdefault(_source(token), len(sources))) for token in shown]
     keys = ("turn", "outside", "version", "age", "engine", "trained")
+    reward = "" if row["reward"] is None else f" ({row['reward']:g})"
     return {
         "group": group_name(row),
-        "name": visible(f"{row['index']}: {', '.join(row['kinds'])}" + _reward(row)),
+        "name": visible(f"{row['index']}: {', '.join(row['kinds'])}{reward}"),
         "known": visible(" · ".join(facts(row))),
         "error": visible(row["error"]),
         "prompt": visible(_cut(row["prompt"])),
@@ -113,10 +113,6 @@ def sample_data(row: SampleLine) -> Chosen:
 def group_name(row: SampleLine) -> str:
     """Name of the group: its number, and its held-out set."""
     return visible(f"{name}, {row['group']}" if (name := row.get("set")) else str(row["group"]))
-
-
-def _reward(row: SampleLine) -> str:
-    return "" if row["reward"] is None else f" ({row['reward']:g})"
 
 
 def _source(token: Token) -> tuple[Any, ...]:

@@ -223,21 +223,11 @@ def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said
     return None if share <= limit else (tone, what.format(_percent(share)))
 
 
-def _signal(rows: Sequence[Row]) -> Said:
-    what = "{} of the last groups teach nothing: all their responses have one reward."
-    return _above(values_of(rows, "reward/zero_variance_share"), SIGNAL_SHARE, "note", what)
-
-
 def _entropy(rows: Sequence[Row]) -> Said:
     values = values_of(rows, "entropy/mean") or values_of(rows, "loss/entropy")
     if len(values) < FEWEST or (last := min(late(values), lately(values))) >= early(values) * ENTROPY_PART:
         return None
     return "bad", f"Entropy collapses: from {early(values):.3g} to {last:.3g} nats."
-
-
-def _truncated(rows: Sequence[Row]) -> Said:
-    what = "{} of the last responses were cut at the length limit."
-    return _above(values_of(rows, "rollout/truncated"), TRUNCATED, "bad", what)
 
 
 def _mismatch(rows: Sequence[Row]) -> Said:
@@ -273,14 +263,9 @@ def _dropped(rows: Sequence[Row]) -> Said:
     return "note", f"{short(dropped)} tokens, {_percent(dropped / generated)} of those generated, were dropped{why}."
 
 
-def _idle_trainers(rows: Sequence[Row]) -> Said:
-    share = fmean(values_of(rows, "idle/trainers"))
-    return None if share <= IDLE else ("note", f"Trainer ranks did nothing in {_percent(share)} of a step, on average.")
-
-
-def _idle_engines(rows: Sequence[Row]) -> Said:
-    share = fmean(values_of(rows, "idle/engines"))
-    return None if share <= IDLE else ("note", f"Engines did nothing in {_percent(share)} of a step, on average.")
+def _idle(rows: Sequence[Row], name: str, who: str) -> Said:
+    share = fmean(values_of(rows, name))
+    return None if share <= IDLE else ("note", f"{who} did nothing in {_percent(share)} of a step, on average.")
 
 
 def _spikes(rows: Sequence[Row]) -> Said:
@@ -335,7 +320,9 @@ RULES = (
     ReportRule(
         "groups without a signal", "groups", f"more than {_percent(SIGNAL_SHARE)} of the groups, late",
         "Take harder prompts if the reward is high, easier ones if it is low, or set rollout.dynamic_filter.",
-        ("reward/zero_variance_share",), _signal,
+        ("reward/zero_variance_share",),
+        lambda rows: _above(values_of(rows, "reward/zero_variance_share"), SIGNAL_SHARE, "note",
+                            "{} of the last groups teach nothing: all their responses have one reward."),
     ),
     ReportRule(
         "entropy", "entropy", f"late below {_percent(ENTROPY_PART)} of early",
@@ -345,7 +332,9 @@ RULES = (
     ReportRule(
         "truncation", "length", f"more than {_percent(TRUNCATED)} of the responses, late",
         "Raise rollout.max_response_tokens, or penalise length (reward.overlong).",
-        ("rollout/truncated",), _truncated,
+        ("rollout/truncated",),
+        lambda rows: _above(values_of(rows, "rollout/truncated"), TRUNCATED, "bad",
+                            "{} of the last responses were cut at the length limit."),
     ),
     ReportRule(
         "mismatch", "mismatch", f"KL above {MISMATCH:g} nats, late; bad above {MISMATCH_HIGH:g}",
@@ -371,11 +360,12 @@ RULES = (
     ReportRule(
         "idle trainers", "idle", f"more than {_percent(IDLE)} of the time",
         "Raise rollout.max_staleness, give the engines more GPUs, or evaluate less often.",
-        ("idle/trainers",), _idle_trainers,
+        ("idle/trainers",), lambda rows: _idle(rows, "idle/trainers", "Trainer ranks"),
     ),
     ReportRule(
         "idle engines", "idle", f"more than {_percent(IDLE)} of the time",
-        "Raise rollout.max_staleness, or give the trainer more GPUs.", ("idle/engines",), _idle_engines,
+        "Raise rollout.max_staleness, or give the trainer more GPUs.",
+        ("idle/engines",), lambda rows: _idle(rows, "idle/engines", "Engines"),
     ),
     ReportRule(
         "gradient norm", "grad-norm", f"not finite, or more than {SPIKE:g} times its median",

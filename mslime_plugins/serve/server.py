@@ -77,30 +77,33 @@ class Server:
 
     def app(self) -> web.Application:
         """The application."""
+        service = self._service
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._guarded])
         for path, handler in {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
-            "telemetry": self._telemetry,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
+            "client/config": _always(**CLIENT_CONFIG),
+            "client/dynamic_config": _always(**DYNAMIC_CONFIG),
+            "telemetry": _always(status="accepted"),  # no client reads it
+            "create_session": _of(bodies.CreateSession, self._create_session),
+            "session_heartbeat": _of(bodies.OfSession, self._heartbeat),
             "sessions/{session}/finish": self._finish,
-            "create_model": self._create_model,
-            "get_info": self._get_info,
+            "create_model": _of(bodies.CreateModel, lambda body: _taken(*service.create_model(body))),
+            "get_info": _of(bodies.OfModel, self._get_info),
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
-            "weights_info": self._weights_info,
-            "create_sampling_session": self._create_sampler,
-            "asample": self._sample,
+            "optim_step": _of(bodies.OptimStep, lambda body: _taken(service.optim_step(body), body.model_id)),
+            "save_weights": _of(bodies.SaveWeights, lambda body: _taken(service.save_weights(body), body.model_id)),
+            "save_weights_for_sampler": _of(
+                bodies.SaveForSampler, lambda body: _taken(service.save_for_sampler(body), body.model_id)
+            ),
+            "load_weights": _of(bodies.LoadWeights, lambda body: _taken(*service.load_weights(body))),
+            "weights_info": _of(bodies.OfPath, self._weights_info),
+            "create_sampling_session": _of(bodies.CreateSamplingSession, self._create_sampler),
+            "asample": _of(bodies.SampleBody, self._sample),
             "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
         }.items():
             app.router.add_post(f"{_ROOT}/{path}", handler)
         for path, handler in {
-            "healthz": self._health,
+            "healthz": _always(status="ok"),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
             "sessions": self._sessions,
@@ -146,24 +149,12 @@ class Server:
         model_id, number = _turn_of(request.path, await request.read())
         if model_id and number:
             try:
-                return _json(request_id=self._service.refused(model_id, number, told), model_id=model_id)
+                return _taken(self._service.refused(model_id, number, told), model_id)
             except ServeError as unknown:
                 return _refusal(unknown)
         return _refusal(told)
 
     # ------------------------------------------------------------------------------------------------ about the server
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return _json(status="ok")
-
-    async def _client_config(self, request: web.Request) -> web.Response:
-        return _json(**CLIENT_CONFIG)
-
-    async def _dynamic_config(self, request: web.Request) -> web.Response:
-        return _json(**DYNAMIC_CONFIG)
-
-    async def _telemetry(self, request: web.Request) -> web.Response:
-        return _json(status="accepted")  # no client reads it
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         served = self._service.served
@@ -175,12 +166,12 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
-    async def _create_session(self, request: web.Request) -> web.Response:
-        session = self._service.open_session(bodies.read(bodies.CreateSession, await request.read()))
+    def _create_session(self, body: bodies.CreateSession) -> web.Response:
+        session = self._service.open_session(body)
         return _json(type="create_session", session_id=session.session_id)
 
-    async def _heartbeat(self, request: web.Request) -> web.Response:
-        self._service.sessions.get(bodies.read(bodies.OfSession, await request.read()).session_id)
+    def _heartbeat(self, body: bodies.OfSession) -> web.Response:
+        self._service.sessions.get(body.session_id)
         return _json(type="session_heartbeat")
 
     async def _finish(self, request: web.Request) -> web.Response:
@@ -199,12 +190,8 @@ class Server:
 
     # ---------------------------------------------------------------------------------------------------------- models
 
-    async def _create_model(self, request: web.Request) -> web.Response:
-        taken, model_id = self._service.create_model(bodies.read(bodies.CreateModel, await request.read()))
-        return _json(request_id=taken, model_id=model_id)
-
-    async def _get_info(self, request: web.Request) -> web.Response:
-        model = self._service.sessions.model(bodies.read(bodies.OfModel, await request.read()).model_id)
+    def _get_info(self, body: bodies.OfModel) -> web.Response:
+        model = self._service.sessions.model(body.model_id)
         served = self._service.served
         about = {"arch": served.architecture, "model_name": model.base_model, "tokenizer_id": served.tokenizer}
         return _json(
@@ -217,28 +204,12 @@ class Server:
         asked = await asyncio.to_thread(
             read_pass, message, self._service.served.limits, self._service.settings.stable_reinforce
         )
-        return _json(request_id=self._service.pass_over(asked), model_id=asked.model_id)
-
-    async def _optim_step(self, request: web.Request) -> web.Response:
-        body = bodies.read(bodies.OptimStep, await request.read())
-        return _json(request_id=self._service.optim_step(body), model_id=body.model_id)
-
-    async def _save_weights(self, request: web.Request) -> web.Response:
-        body = bodies.read(bodies.SaveWeights, await request.read())
-        return _json(request_id=self._service.save_weights(body), model_id=body.model_id)
-
-    async def _save_for_sampler(self, request: web.Request) -> web.Response:
-        body = bodies.read(bodies.SaveForSampler, await request.read())
-        return _json(request_id=self._service.save_for_sampler(body), model_id=body.model_id)
-
-    async def _load_weights(self, request: web.Request) -> web.Response:
-        taken, model_id = self._service.load_weights(bodies.read(bodies.LoadWeights, await request.read()))
-        return _json(request_id=taken, model_id=model_id)
+        return _taken(self._service.pass_over(asked), asked.model_id)
 
     # ------------------------------------------------------------------------------------------------ saved states
 
-    async def _weights_info(self, request: web.Request) -> web.Response:
-        saved = self._service.states.find(bodies.read(bodies.OfPath, await request.read()).tinker_path)
+    def _weights_info(self, body: bodies.OfPath) -> web.Response:
+        saved = self._service.states.find(body.tinker_path)
         return _json(
             base_model=saved.base_model, is_lora=True, lora_rank=saved.ask.rank, train_unembed=False,
             train_mlp=saved.ask.mlp, train_attn=saved.ask.attention, optimizer_config={"type": "adamw"},
@@ -283,16 +254,16 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------------- samplers
 
-    async def _create_sampler(self, request: web.Request) -> web.Response:
-        sampler = self._service.create_sampler(bodies.read(bodies.CreateSamplingSession, await request.read()))
+    def _create_sampler(self, body: bodies.CreateSamplingSession) -> web.Response:
+        sampler = self._service.create_sampler(body)
         return _json(type="create_sampling_session", sampling_session_id=sampler.sampler_id)
 
     async def _sampler(self, request: web.Request) -> web.Response:
         sampler = self._service.sessions.sampler(request.match_info["sampler"])
         return _json(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.path)
 
-    async def _sample(self, request: web.Request) -> web.Response:
-        taken, ids = self._service.sample(bodies.read(bodies.SampleBody, await request.read()))
+    def _sample(self, body: bodies.SampleBody) -> web.Response:
+        taken, ids = self._service.sample(body)
         return _json(request_id=taken, sample_sequence_ids=ids)
 
     # --------------------------------------------------------------------------------------------------------- futures
@@ -316,6 +287,29 @@ class Server:
 
 def _json(**values: Any) -> web.Response:
     return web.Response(body=orjson.dumps(values), content_type=JSON)
+
+
+def _taken(request_id: str, model_id: str) -> web.Response:
+    """A request of a model was accepted."""
+    return _json(request_id=request_id, model_id=model_id)
+
+
+def _always(**values: Any) -> Handler:
+    """A handler with one answer."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return _json(**values)
+
+    return handler
+
+
+def _of(kind: type[bodies.B], answer: Callable[[bodies.B], web.Response]) -> Handler:
+    """A handler that parses the request's body first."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return answer(bodies.read(kind, await request.read()))
+
+    return handler
 
 
 def _refusal(error: ServeError) -> web.Response:

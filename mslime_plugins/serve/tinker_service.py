@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -275,7 +275,7 @@ class Service:
             model = self.sessions.model(body.model_id)
 
             async def load(trainer: AdapterTrainer) -> FutureResult:
-                if model.ask != (same := _with_seed(saved.ask, model.ask)):
+                if model.ask != (same := replace(saved.ask, seed=model.ask.seed)):
                     raise ServeError("path", body.path, f"is of another adapter: {same}", f"this one is {model.ask}")
                 return await self._load(model, trainer, body)
 
@@ -395,8 +395,3 @@ def _breaking(model: Model, what: str) -> Iterator[None]:
     except (TrainerError, CheckpointError) as error:
         model.broken = f"{what} failed, {error.brief}"
         raise
-
-
-def _with_seed(ask: AdapterAsk, other: AdapterAsk) -> AdapterAsk:
-    """The requested adapter with the other's initial seed."""
-    return AdapterAsk(ask.rank, other.seed, ask.attention, ask.mlp)

@@ -13,7 +13,7 @@ import pytest
 from mslime.observe.names import by_step, is_known
 from mslime.observe.samples import file_of, recorded_steps
 from mslime.observe.timeline import read_spans
-from mslime_plugins.report.recorded_responses import telling, versions_of
+from mslime_plugins.report.sample_tokens import telling, versions_of
 from tests.e2e.functions import WAITS_AT
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_engine_gone import engines_of, more_steps, scale

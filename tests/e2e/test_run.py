@@ -25,7 +25,7 @@ from mslime.observe.samples import file_of, read_samples, recorded_steps
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
 from mslime_plugins.report.page import write_report
-from mslime_plugins.report.recorded_responses import telling, telling_of_step, versions_of
+from mslime_plugins.report.sample_tokens import telling, telling_of_step, versions_of
 from tests.e2e.harness import (
     ROOT,
     Run,

@@ -24,8 +24,7 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.resolved import engine_spec
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.convert.families import get_family
-from mslime.convert.lora_rules import make_adapters
-from mslime.convert.served_adapters import served_modules
+from mslime.convert.lora_rules import make_adapters, served_modules
 from tests.engines.daily import mark_nightly
 from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

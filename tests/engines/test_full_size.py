@@ -236,7 +236,7 @@ def test_every_parameter_of_every_rank_is_made_by_one_rule(model: str, index: in
                 rule = table.bound[name]
                 if rule.is_expert or ep_rank == 0:
                     owners[name] += 1
-                    assert rule.local_shape(layout.etp if rule.is_expert else layout.tp) == shape, name
+                    assert rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp) == shape, name
     assert set(owners.values()) == {1}
     table.check_model(owners)
     # A tied output layer is a copy of the embedding on the last of several stages, and no tensor on a single one.

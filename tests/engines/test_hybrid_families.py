@@ -110,7 +110,7 @@ def compared_with(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
 def wrongly_marked(trainer: MegatronTrainer) -> list[str]:
     """Parameters of which the gradient norm counts the first tensor-parallel rank's part only, or a copy twice."""
     rules = get_family(trainer.hf_config).rules(trainer.hf_config)
-    shared_out = {name: rules.bind(name).tp_axis is not None for name, _ in trainer.named_local_params()}
+    shared_out = {name: rules.bind(name).kind.tp_axis is not None for name, _ in trainer.named_local_params()}
     marked = {name: vars(p).get("tensor_model_parallel", False) for name, p in trainer.named_local_params()}
     return [name for name in marked if ".experts." not in name and marked[name] != shared_out[name]]
 

@@ -219,7 +219,7 @@ def test_an_adapter_whose_experts_share_factors_is_exported_merged_and_started_f
 
 def as_made(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Whole factors of a rank that are not shared out over tensor-parallel ranks."""
-    whole = {name: (tensor, bound) for name, tensor, bound, _ in held_factors(trainer) if bound.tp_axis is None}
+    whole = {name: (tensor, bound) for name, tensor, bound, _ in held_factors(trainer) if bound.kind.tp_axis is None}
     return {hf: part.clone() for tensor, bound in whole.values() for hf, part in bound.to_hf([tensor.detach()])}
 
 

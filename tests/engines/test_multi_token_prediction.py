@@ -51,10 +51,10 @@ def test_every_parameter_of_a_full_size_prediction_layer_is_made_by_one_rule(mod
     for ep_rank in range(layout.ep):
         for local, shape in built:
             rule = table.bind(canonical_name(local, ep_rank * per_rank))
-            assert rule.local_shape(layout.etp if rule.is_expert else layout.tp) == shape, rule.name
+            assert rule.kind.local_shape(layout.etp if rule.is_expert else layout.tp) == shape, rule.name
             owners[rule.name] += rule.is_expert or ep_rank == 0
     assert set(owners.values()) == {1}
-    assert owners.keys() == {name for name, rule in table.all_bound.items() if rule.is_mtp}
+    assert owners.keys() == {name for name, rule in table.all_bound.items() if rule.untrained == "mtp"}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from mslime_plugins.doctor import speeds
 from mslime_plugins.doctor.doctor_command import CHECKS, examine
 from mslime_plugins.doctor.findings import Check as DoctorCheck
 from mslime_plugins.doctor.findings import Finding, Node, Options
-from mslime_plugins.doctor.nvml import see_gpus
+from mslime_plugins.doctor.gpus import see_gpus
 from tests.fixtures.fake_nvml import FakeNvml
 from tests.rehearsal.outcomes import Check, attempt, finish, options, true
 

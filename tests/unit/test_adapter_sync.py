@@ -26,9 +26,8 @@ from mslime.config.lora import LoraConfig
 from mslime.config.resolved import ServedLora, engine_spec, served_lora
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
-from mslime.convert.lora_rules import make_adapters
+from mslime.convert.lora_rules import check_served, make_adapters, served_modules
 from mslime.convert.peft import WEIGHTS
-from mslime.convert.served_adapters import check_served, served_modules
 from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import HeldAdapter, encode
 from mslime.run.publish import AdapterPublisher

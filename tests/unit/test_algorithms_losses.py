@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mslime.algorithms.client_losses import client_loss
 from mslime.algorithms.corrections import needs_old_log_probs
-from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
+from mslime.algorithms.losses import LossOutput, PolicyLossInputs, client_loss, policy_loss, sft_loss
 from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
 from mslime.algorithms.token_batch import Reduce, kl_estimate
 from mslime.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig

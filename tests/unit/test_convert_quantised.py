@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.config.errors import CheckpointError
-from mslime.convert import codecs
+from mslime.convert import quantised as codecs
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import check_quantisation, without_quantisation
 

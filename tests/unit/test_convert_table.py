@@ -53,7 +53,7 @@ def test_hf_to_megatron_to_hf_is_bit_exact(
     back: dict[str, torch.Tensor] = {}
     for rule in table.bound.values():
         shards = [rule.to_megatron(original.__getitem__, rank, tp_size) for rank in range(tp_size)]
-        assert all(tuple(shard.shape) == rule.local_shape(tp_size) for shard in shards), rule.name
+        assert all(tuple(shard.shape) == rule.kind.local_shape(tp_size) for shard in shards), rule.name
         if rule.exported:
             back.update(rule.to_hf(shards))
     assert back.keys() == original.keys()

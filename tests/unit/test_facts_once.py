@@ -31,7 +31,7 @@ FACTS = {
         },
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
-    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta_nets.py"}),
+    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/qwen3_next.py"}),
     "what engines are asked for weights": (
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},
@@ -71,7 +71,7 @@ FACTS = {
     "how a checkpoint says that it is quantised": (
         r'"quant_method"', {"convert/quantised.py", "offline/requantise.py"},  # the one reads it, the other writes it
     ),
-    "blocks of FP8 weights": (r"\(128, 128\)", {"convert/codecs.py"}),
+    "blocks of FP8 weights": (r"\(128, 128\)", {"convert/quantised.py"}),
     "rows that FP8 needs": (r'"blockwise": \d', {"config/fp8.py"}),
     "whether a package is installed": (r"PackageNotFoundError", {"config/passthrough.py"}),
     "the sizes of a model": (r"\n    (num_experts|moe_layer_ids): ", {"config/model_facts.py"}),

@@ -86,7 +86,7 @@ def test_factors_come_back_from_the_shards_of_any_ranks(models: dict[str, Path])
         for bound in adapters.table.bound.values():
             for size in (1, 2):
                 shards = [bound.to_megatron(factors.__getitem__, rank, size) for rank in range(size)]
-                assert all(tuple(shard.shape) == bound.local_shape(size) for shard in shards)
+                assert all(tuple(shard.shape) == bound.kind.local_shape(size) for shard in shards)
                 assert all(part.equal(factors[hf]) for hf, part in bound.to_hf(shards))
 
 
@@ -240,7 +240,7 @@ def test_what_experts_share_is_one_tensor_and_the_rest_lies_beside_it(models: di
     for bound in shared.table.bound.values():
         for size in (1, 2):
             shards = [bound.to_megatron(factors.__getitem__, rank, size) for rank in range(size)]
-            assert all(tuple(shard.shape) == bound.local_shape(size) for shard in shards)
+            assert all(tuple(shard.shape) == bound.kind.local_shape(size) for shard in shards)
             assert all(part.equal(factors[hf]) for hf, part in bound.to_hf(shards))
     assert shared.target_modules == own.target_modules
 

@@ -50,7 +50,7 @@ def second_rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
         settings = transformer_config(policy_spec(config), hf, torch.device("cpu"))
         (chunk,) = build_chunks(settings, family.model_fields(hf), torch.device("cpu"))
         bound = {name: family.rules(hf).bind(name) for name, _ in named_local_params([chunk])}
-        yield chunk, {name for name, rule in bound.items() if rule.is_expert or rule.tp_axis is not None}
+        yield chunk, {name for name, rule in bound.items() if rule.is_expert or rule.kind.tp_axis is not None}
 
 
 def marked(chunk: GPTModel) -> set[str]:

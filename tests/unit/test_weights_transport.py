@@ -251,7 +251,7 @@ def test_a_carried_tensor_that_cannot_be_written_fails_the_export_on_every_rank(
     """It is returned, and raised after all ranks have said how theirs went."""
     sender: Any = object.__new__(WeightSender)
     sender._groups = SimpleNamespace(rank=0, stage=0, layout=LAYOUTS["one rank"])
-    sender._options = SimpleNamespace(export_dtype="float32")
+    sender._export_dtype = "float32"
     plan, writer = SimpleNamespace(buckets_of=lambda rank: ()), ShardWriter(tmp_path / "gone", max_shard_bytes=1)
     carried = SimpleNamespace(tensors=lambda dtype: [(name, torch.zeros(2)) for name in ("first", "closes its shard")])
     assert isinstance(sender._write_stage(writer, plan, {}, carried), CheckpointError)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import read_hf_config
 from mslime.convert.families.deepseek import DeepseekV2, DeepseekV3
 from mslime.convert.families.dots1 import Dots1
-from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread
+from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread, refused
 from mslime.convert.families.glm4 import Glm4, Glm4Moe
 from mslime.convert.families.gpt_oss import GptOss
 from mslime.convert.families.llama import Llama
@@ -37,8 +36,8 @@ def get_family(hf_config: Mapping[str, object]) -> Family:
     named = hf_config.get("architectures")
     architecture = next(iter(as_list(named) or ()), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise CheckpointError(
-            "config.json: architectures", named, f"supported architectures are {', '.join(sorted(FAMILIES))}",
+        raise refused(
+            "architectures", named, f"supported architectures are {', '.join(sorted(FAMILIES))}",
             "use a supported model, or add its file to mslime/convert/families",
         )  # fmt: skip
     return FAMILIES[architecture]

@@ -8,9 +8,6 @@ others have shared experts and a softmax router, whose values are not normalised
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import (
     Family,
@@ -19,12 +16,12 @@ from mslime.convert.families.family import (
     Support,
     norm_epsilon,
     refuse_unless,
+    refused,
     required_int,
     required_number,
     rotary,
 )
-from mslime.convert.families.gqa import dense_mlp_rules, mlp_norm_rules, whole_model
-from mslime.convert.families.mtp import with_multi_token_prediction
+from mslime.convert.families.gqa import dense_mlp_rules, mlp_norm_rules, whole_model, with_multi_token_prediction
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.tensor_layouts import Column, Kind, Replicated, Row
 
@@ -209,22 +206,20 @@ class DeepseekV3(DeepseekV2):
         refuse_unless(hf_config, "scoring_func", (None, "sigmoid"))
         refuse_unless(hf_config, "topk_method", (None, "noaux_tc"))
         refuse_unless(hf_config, "norm_topk_prob", (None, True))
-        experts = read_experts(hf_config)
-        return replace(experts, score="sigmoid", normalised=True, correction="gate.e_score_correction_bias")
+        return read_experts(hf_config, sigmoid=True)
 
     def group_fields(self, hf_config: HFConfig) -> dict[str, object]:
         fields, top_k = limited_groups(hf_config), required_int(hf_config, "num_experts_per_tok")
         # megatron-core ranks groups by their best top_k // topk_group experts, the model by their best two.
         if fields and top_k // required_int(hf_config, "topk_group") != 2:
-            raise CheckpointError(
-                "config.json: topk_group", hf_config.get("topk_group"),
+            raise refused(
+                "topk_group", hf_config.get("topk_group"),
                 f"megatron-core ranks groups by two experts only where topk_group is half of top-{top_k}",
                 "use a checkpoint with two experts a group, or with one group",
             )  # fmt: skip
         return fields
 
     def rules(self, hf_config: HFConfig) -> RuleTable:
-        layers, hidden = required_int(hf_config, "num_hidden_layers"), required_int(hf_config, "hidden_size")
         name = "num_nextn_predict_layers"
         depth = required_int(hf_config, name) if hf_config.get(name) else 0
-        return with_multi_token_prediction(super().rules(hf_config), hidden, layers, depth)
+        return with_multi_token_prediction(super().rules(hf_config), hf_config, depth)

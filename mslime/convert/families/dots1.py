@@ -6,11 +6,8 @@ Grouped-query attention with a norm on every query and key head; dense first lay
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts, limited_groups, read_experts
-from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, Support, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
@@ -34,14 +31,12 @@ class Dots1(Decoder):
         refuse_unless(hf_config, "topk_method", (None, "noaux_tc"))
         refuse_unless(hf_config, "norm_topk_prob", (True,))
         refuse_unless(hf_config, "moe_layer_freq", (None, 1))
-        experts = read_experts(hf_config)
-        return replace(experts, score="sigmoid", normalised=True, correction="gate.e_score_correction_bias")
+        return read_experts(hf_config, sigmoid=True)
 
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
         return super().transformer_fields(hf_config) | limited_groups(hf_config)
 
     def refuse_for_engine(self, hf_config: HFConfig) -> None:
-        raise CheckpointError(
-            "config.json: architectures", hf_config["architectures"], self.support.not_served,
-            "train it with train.task: sft",
-        )  # fmt: skip
+        raise refused(
+            "architectures", hf_config["architectures"], self.support.not_served, "train it with train.task: sft"
+        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mslime.config.errors import CheckpointError
-from mslime.convert.families.family import HFConfig, required_int, required_number
+from mslime.convert.families.family import HFConfig, refused, required_int, required_number
 from mslime.convert.table import Rule
 from mslime.convert.tensor_layouts import GatedMLP, Replicated, Row
 
@@ -52,8 +51,8 @@ class Experts:
             CheckpointError: megatron-core does not build this router.
         """
         if self.normalised and self.top_k == 1:
-            raise CheckpointError(
-                "config.json: num_experts_per_tok", 1, "the weight of one expert, normalised, is always 1: the router "
+            raise refused(
+                "num_experts_per_tok", 1, "the weight of one expert, normalised, is always 1: the router "
                 "would never learn", "use a checkpoint whose tokens visit more experts",
             )  # fmt: skip
         assert self.normalised or self.score == "softmax", "megatron-core normalises sigmoid scores"
@@ -110,28 +109,28 @@ def limited_groups(config: HFConfig) -> dict[str, object]:
     groups, chosen = required_int(config, "n_group"), required_int(config, "topk_group")
     experts, top_k = required_int(config, "n_routed_experts"), required_int(config, "num_experts_per_tok")
     if experts % groups or chosen > groups or top_k > experts // groups * chosen:
-        raise CheckpointError(
-            "config.json: n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
+        raise refused("n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts")
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
 
 
-def read_experts(config: HFConfig) -> Experts:
-    """Experts of DeepSeek-V2 and similar models: in all layers but the first `first_k_dense_replace`."""
+def read_experts(config: HFConfig, *, sigmoid: bool = False) -> Experts:
+    """Experts of DeepSeek-V2 and similar models: in all layers but the first `first_k_dense_replace`.
+
+    Args:
+        sigmoid: DeepSeek-V3's router, with normalised sigmoid scores and a correction bias.
+    """
     dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
     if not isinstance(dense, int) or not 0 <= dense < layers:
-        raise CheckpointError(
-            "config.json: first_k_dense_replace", dense, f"must be a number of layers below {layers}",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
+        raise refused("first_k_dense_replace", dense, f"must be a number of layers below {layers}")
     ffn = required_int(config, "moe_intermediate_size")
     return Experts(
         layers=tuple(range(dense, layers)),
         number=required_int(config, "n_routed_experts"),
         top_k=required_int(config, "num_experts_per_tok"),
         ffn=ffn,
-        normalised=False,
+        score="sigmoid" if sigmoid else "softmax",
+        normalised=sigmoid,
+        correction="gate.e_score_correction_bias" if sigmoid else "",
         scale=required_number(config, "routed_scaling_factor"),
         shared_ffn=required_int(config, "n_shared_experts") * ffn,
     )

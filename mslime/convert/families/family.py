@@ -170,8 +170,8 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
     if unread:
         names = ", ".join(unread)
         what = "this setting does" if len(unread) == 1 else "these settings do"
-        raise CheckpointError(
-            f"config.json: {names}", next(iter(unread.values())) if len(unread) == 1 else unread,
+        raise refused(
+            names, next(iter(unread.values())) if len(unread) == 1 else unread,
             f"mslime does not know what {what} to {family.architecture}",
             f"if it changes nothing in the forward pass, set model.ignored_config_fields: [{names}] (or, when "
             "converting, --ignore-field for each); else add it to the family's file in mslime/convert/families",
@@ -191,16 +191,18 @@ def _unread(family: Family, hf_config: HFConfig, ignored: Collection[str]) -> di
     return found | {name: value for name, value in hf_config.items() if name not in known and value is not None}
 
 
+def refused(
+    name: str, value: object, rule: str, way_out: str = "use the config.json of the checkpoint"
+) -> CheckpointError:
+    """Error for a setting of config.json."""
+    return CheckpointError(f"config.json: {name}", value, rule, way_out)
+
+
 def required_int(config: HFConfig, *names: str) -> int:
     """A positive integer of config.json under the first of `names` that is present (old and new spellings)."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise CheckpointError(
-            f"config.json: {names[0]}",
-            value,
-            "must be a positive integer below 2^31",
-            "use the config.json of the checkpoint",
-        )
+        raise refused(names[0], value, "must be a positive integer below 2^31")
     return value
 
 
@@ -208,9 +210,7 @@ def required_number(config: HFConfig, name: str) -> float:
     """A number of config.json."""
     value = config.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CheckpointError(
-            f"config.json: {name}", value, "must be a number", "use the config.json of the checkpoint"
-        )
+        raise refused(name, value, "must be a number")
     return float(value)
 
 
@@ -218,12 +218,7 @@ def norm_epsilon(config: HFConfig) -> float:
     """`rms_norm_eps`, checked to be small: a large one indicates another file."""
     value = required_number(config, "rms_norm_eps")
     if not 0 < value <= 1e-2:
-        raise CheckpointError(
-            "config.json: rms_norm_eps",
-            value,
-            "must be positive and at most 0.01",
-            "use the config.json of the checkpoint",
-        )
+        raise refused("rms_norm_eps", value, "must be positive and at most 0.01")
     return value
 
 
@@ -233,9 +228,7 @@ def flag(config: HFConfig, name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise CheckpointError(
-            f"config.json: {name}", value, "must be true or false", "use the config.json of the checkpoint"
-        )
+        raise refused(name, value, "must be true or false")
     return value
 
 
@@ -243,8 +236,8 @@ def refuse_unless(config: HFConfig, name: str, allowed: Iterable[object]) -> Non
     """Raise CheckpointError unless the setting is absent or `allowed`: other values change unsupported arithmetic."""
     choices = tuple(allowed)
     if name in config and config[name] not in choices:
-        raise CheckpointError(
-            f"config.json: {name}", config[name], f"mslime builds this family with {choices[-1]!r} only",
+        raise refused(
+            name, config[name], f"mslime builds this family with {choices[-1]!r} only",
             "use another checkpoint, or add the setting to the family's file in mslime/convert/families",
         )  # fmt: skip
 
@@ -303,24 +296,21 @@ def rotary(
             continue
         given = as_object(value)
         if given is None:
-            raise CheckpointError(
-                f"config.json: {name}", value, "must be an object", "use the config.json of the checkpoint"
-            )
+            raise refused(name, value, "must be an object")
         section.update(given)
     kind = str(section.pop("rope_type", section.pop("type", "default")))
     section.pop("type", None)
     if kind not in kinds or kind not in _ROTARY_SETTINGS:
-        raise CheckpointError(
-            "config.json: rope_scaling.rope_type", kind,
-            f"mslime builds this family with {', '.join(sorted(kinds))} only",
+        raise refused(
+            "rope_scaling.rope_type", kind, f"mslime builds this family with {', '.join(sorted(kinds))} only",
             "use the checkpoint without context extension",
         )  # fmt: skip
     merged = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
     merged |= {name: section.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in section}
     settings = {name: value for name, value in section.items() if value is not None}
     for name in settings.keys() - _ROTARY_SETTINGS[kind]:
-        raise CheckpointError(
-            f"config.json: rope_scaling.{name}", settings[name], f"nothing reads this setting of {kind!r}",
+        raise refused(
+            f"rope_scaling.{name}", settings[name], f"nothing reads this setting of {kind!r}",
             "use the checkpoint without context extension",
         )  # fmt: skip
     if "partial_rotary_factor" in merged:
@@ -341,8 +331,8 @@ def llama3_factor(rope: Rotary) -> float | None:
         return None
     for name, built in _LLAMA3_CONSTANTS.items():
         if rope.settings.get(name) != built:
-            raise CheckpointError(
-                f"config.json: rope_scaling.{name}", rope.settings.get(name), f"megatron-core builds {built} only",
+            raise refused(
+                f"rope_scaling.{name}", rope.settings.get(name), f"megatron-core builds {built} only",
                 "use a checkpoint with Llama 3.1's constants",
             )  # fmt: skip
     return required_number(rope.settings, "factor")

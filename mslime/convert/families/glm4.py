@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from mslime.convert.families.experts import Experts, read_experts
 from mslime.convert.families.family import HFConfig, ModelFields, Support, flag, refuse_unless, required_int
-from mslime.convert.families.gqa import Attention, Decoder, read_attention
-from mslime.convert.families.mtp import with_multi_token_prediction
+from mslime.convert.families.gqa import Attention, Decoder, read_attention, with_multi_token_prediction
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.tensor_layouts import FusedGatedMLP, Replicated, Row
 
@@ -75,11 +74,9 @@ class Glm4Moe(Decoder):
         refuse_unless(hf_config, "norm_topk_prob", (None, True))
         refuse_unless(hf_config, "n_group", (None, 1))
         refuse_unless(hf_config, "topk_group", (None, 1))
-        experts = read_experts(hf_config)
-        return replace(experts, score="sigmoid", normalised=True, correction="gate.e_score_correction_bias")
+        return read_experts(hf_config, sigmoid=True)
 
     def rules(self, hf_config: HFConfig) -> RuleTable:
-        layers, hidden = required_int(hf_config, "num_hidden_layers"), required_int(hf_config, "hidden_size")
         names = ("num_nextn_predict_layers", "num_mtp_layers")  # names in transformers 4 and 5
         depth = required_int(hf_config, *names) if any(hf_config.get(name) for name in names) else 0
-        return with_multi_token_prediction(super().rules(hf_config), hidden, layers, depth)
+        return with_multi_token_prediction(super().rules(hf_config), hf_config, depth)

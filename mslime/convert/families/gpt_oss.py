@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.family import (
     HFConfig,
     ModelFields,
     Support,
     as_list,
     refuse_unless,
+    refused,
     required_int,
     required_number,
     rotary,
@@ -51,6 +51,8 @@ class GptOss(Decoder):
         refuse_unless(hf_config, "swiglu_alpha", (None, 1.702))  # megatron-core's quick_gelu has this constant
         top_k, layers = required_int(hf_config, "num_experts_per_tok"), required_int(hf_config, "num_hidden_layers")
         refuse_unless(hf_config, "experts_per_token", (None, top_k))
+        # Largest input of the activation; transformers' default if config.json does not set it.
+        limit = required_number(hf_config, "swiglu_limit") if hf_config.get("swiglu_limit") is not None else 7.0
         yarn = yarn_fields(rotary(hf_config, self.rope_kinds, self.rope_base))
         refuse_unless(hf_config, "initial_context_length", (None, yarn["yarn_original_max_position_embeddings"]))
         return super().transformer_fields(hf_config) | _windows(hf_config, layers) | {
@@ -58,7 +60,7 @@ class GptOss(Decoder):
             "add_bias_linear": True,
             "activation_func": "quick_gelu",
             "glu_linear_offset": 1.0,
-            "activation_func_clamp_value": _limit(hf_config),
+            "activation_func_clamp_value": limit,
             "num_moe_experts": required_int(hf_config, "num_local_experts"),
             "moe_router_topk": top_k,
             "moe_ffn_hidden_size": required_int(hf_config, "intermediate_size"),
@@ -102,20 +104,12 @@ def _expert_rules(hidden: int, ffn: int, experts: int, layers: tuple[int, ...]) 
     return tuple(Rule(m + ours, (h + theirs,), kind, layers, experts) for (ours, theirs), kind in kinds.items())
 
 
-def _limit(config: HFConfig) -> float:
-    """Largest input of the activation; transformers' default if config.json does not set it."""
-    return required_number(config, "swiglu_limit") if config.get("swiglu_limit") is not None else 7.0
-
-
 def _windows(config: HFConfig, layers: int) -> dict[str, object]:
     """Layers with a sliding window; transformers counts the token itself, megatron-core only the tokens before it."""
     types = as_list(config.get("layer_types")) or ["sliding_attention", "full_attention"] * layers
     types = types[:layers]
     if len(types) < layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise CheckpointError(
-            "config.json: layer_types", types, f"names {layers} layers, each sliding_attention or full_attention",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
+        raise refused("layer_types", types, f"names {layers} layers, each sliding_attention or full_attention")
     window = required_int(config, "sliding_window")
     return {
         "window_size": (window - 1, 0),

@@ -6,11 +6,10 @@ builders of rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,
@@ -20,12 +19,13 @@ from mslime.convert.families.family import (
     llama3_factor,
     norm_epsilon,
     refuse_unless,
+    refused,
     required_int,
     rotary,
     yarn_fields,
 )
 from mslime.convert.table import Rule, RuleTable
-from mslime.convert.tensor_layouts import FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
+from mslime.convert.tensor_layouts import Column, FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -119,6 +119,67 @@ def whole_model(config: HFConfig, layer_rules: Sequence[Rule]) -> RuleTable:
     return RuleTable(rules, ignored=("lm_head.weight",) if tied else ())
 
 
+# Multi-token prediction: the layers that DeepSeek-V3 and similar models publish behind the last one.
+#
+# Training does not build them. They are declared so that checkpoints are checked, converted and exported completely. A
+# layer is a decoder layer between the projection of [embedding of the next token; hidden state], in this order in all
+# spellings (SGLang `qwen3_next_mtp`), and a norm before the shared output layer.
+
+
+def prediction_layer(
+    block: Iterable[Rule], hidden: int, number: int, hf: str, names: tuple[str, str, str, str]
+) -> tuple[Rule, ...]:
+    """Rules of one prediction layer around those of a decoder layer.
+
+    Args:
+        block: the decoder layer's.
+        hidden: features of a hidden state.
+        hf: what replaces `model.layers.{layer}.` in Hugging Face names.
+        names: Hugging Face names of the embedding's norm, the hidden state's norm, the projection and the last norm.
+    """
+    m, norm = f"mtp.layers.{number}.", Replicated((hidden,))
+    embedding, state, projection, last = ((f"{name}.weight",) for name in names)
+    moved = (
+        replace(
+            rule,
+            megatron=rule.megatron.replace(_M, f"{m}transformer_layer."),
+            hf=tuple(name.replace(_H, hf) for name in rule.hf),
+            layers=(),
+        )
+        for rule in block
+    )
+    return (
+        Rule(f"{m}enorm.weight", embedding, norm),
+        Rule(f"{m}hnorm.weight", state, norm),
+        Rule(f"{m}eh_proj.weight", projection, Column((hidden, 2 * hidden))),
+        *moved,
+        Rule(f"{m}final_layernorm.weight", last, norm),
+    )
+
+
+def with_multi_token_prediction(table: RuleTable, config: HFConfig, depth: int) -> RuleTable:
+    """The table with `depth` prediction layers, whose decoder layer is the last one of the table.
+
+    Hugging Face continues the numbers of the layers, and some checkpoints repeat the embedding and the output layer
+    inside them.
+    """
+    hidden, layers = required_int(config, "hidden_size"), required_int(config, "num_hidden_layers")
+    last = [rule for rule in table.rules if layers - 1 in rule.layers]
+    output = next(rule for rule in table.rules if rule.megatron == "output_layer.weight")
+    rules, aliases = list(table.rules), dict(table.aliases)
+    for k in range(depth):
+        h = f"model.layers.{layers + k}."
+        names = (f"{h}enorm", f"{h}hnorm", f"{h}eh_proj", f"{h}shared_head.norm")
+        rules += prediction_layer(last, hidden, k, h, names)
+        aliases |= {f"{h}embed_tokens.weight": "model.embed_tokens.weight", f"{h}shared_head.head.weight": output.hf[0]}
+    return replace(table, rules=tuple(rules), aliases=aliases)
+
+
+def mtp_depth(table: RuleTable) -> int:
+    """Number of prediction layers."""
+    return len({name.split(".")[2] for name, rule in table.all_bound.items() if rule.untrained == "mtp"})
+
+
 class Decoder(Family):
     """A family of pre-norm decoders with grouped-query attention, gated MLPs and, in routed layers, experts.
 
@@ -173,10 +234,7 @@ class Decoder(Family):
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         rope = rotary(hf_config, self.rope_kinds, self.rope_base, self.partial_rotary or 1.0)
         if rope.percent != 1.0 and self.partial_rotary is None:
-            raise CheckpointError(
-                "config.json: partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads",
-                "use the config.json of the checkpoint",
-            )  # fmt: skip
+            raise refused("partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads")
         experts = self.experts(hf_config)
         return ModelFields(
             vocab_size=required_int(hf_config, "vocab_size"),

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, ModelFields, Support, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, ModelFields, Support, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
@@ -34,8 +33,8 @@ class MiniMaxM2(Decoder):
         # SGLang takes these to be off, or does not start without them; in transformers they are built in.
         for name in ("rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias"):
             if hf_config.get(name) is None:
-                raise CheckpointError(
-                    f"config.json: {name}", None, "SGLang 0.5.23 computes another model without it",
+                raise refused(
+                    name, None, "SGLang 0.5.23 computes another model without it",
                     "copy it from the published config.json; transformers can drop it when it saves",
                 )  # fmt: skip
 
@@ -60,8 +59,7 @@ class MiniMaxM2(Decoder):
             return fields
         percent = required_int(hf_config, "rotary_dim") / self.attention(hf_config).head_dim
         if fields.rotary_percent not in (1.0, percent):
-            raise CheckpointError(
-                "config.json: rotary_dim", hf_config["rotary_dim"],
-                f"contradicts partial_rotary_factor {fields.rotary_percent}", "use the config.json of the checkpoint",
-            )  # fmt: skip
+            raise refused(
+                "rotary_dim", hf_config["rotary_dim"], f"contradicts partial_rotary_factor {fields.rotary_percent}"
+            )
         return replace(fields, rotary_percent=percent)

@@ -6,9 +6,8 @@ ones. `intermediate_size` is an expert's.
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, Support, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
@@ -25,8 +24,8 @@ class Mixtral(Decoder):
     def refuse_for_engine(self, hf_config: HFConfig) -> None:
         attention = self.attention(hf_config)
         if attention.head_dim * attention.heads != attention.hidden:
-            raise CheckpointError(
-                "config.json: head_dim", attention.head_dim,
+            raise refused(
+                "head_dim", attention.head_dim,
                 "SGLang 0.5.23 ignores it and divides hidden_size by num_attention_heads",
                 "train it with train.task: sft, or use a checkpoint with that head size",
             )  # fmt: skip

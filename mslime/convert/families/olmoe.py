@@ -6,9 +6,8 @@ Queries and keys are normed over all heads jointly. Every layer has experts, wei
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 
 
@@ -31,8 +30,8 @@ class Olmoe(Decoder):
         heads = required_int(hf_config, "num_attention_heads")
         for name, built in (("rms_norm_eps", 1e-5), ("num_key_value_heads", heads), ("norm_topk_prob", False)):
             if hf_config.get(name) not in (None, built):
-                raise CheckpointError(
-                    f"config.json: {name}", hf_config[name], f"SGLang 0.5.23 computes OLMoE with {built} only",
+                raise refused(
+                    name, hf_config[name], f"SGLang 0.5.23 computes OLMoE with {built} only",
                     "train it with train.task: sft, or use a checkpoint with that setting",
                 )  # fmt: skip
 

@@ -7,29 +7,114 @@ whose output is gated; zero-centred norms, a quarter of each head rotates, many 
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from mslime.config.errors import CheckpointError
-from mslime.convert.families.delta_nets import delta_heads, delta_rules, gated_attention_rules, linear_layers, mtp_rules
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,
     HFConfig,
     ModelFields,
     Support,
+    as_list,
     as_object,
     flag,
     refuse_unless,
+    refused,
     required_int,
 )
-from mslime.convert.families.gqa import Attention, Decoder, dense_mlp_rules, mlp_norm_rules, read_attention, whole_model
+from mslime.convert.families.gqa import (
+    Attention,
+    Decoder,
+    attention_rules,
+    dense_mlp_rules,
+    mlp_norm_rules,
+    prediction_layer,
+    read_attention,
+    whole_model,
+)
 from mslime.convert.families.qwen_moe import experts_and_a_shared_one, refuse_dense_layers_for_engine
 from mslime.convert.table import Rule, RuleTable
-from mslime.convert.tensor_layouts import DeltaByKeyHead, DeltaParts, FusedGatedMLP, Kind, Replicated, Row, Shape
+from mslime.convert.tensor_layouts import (
+    Column,
+    DeltaByKeyHead,
+    DeltaConv,
+    DeltaHeads,
+    DeltaParts,
+    FusedGatedMLP,
+    GatedQKV,
+    Kind,
+    Replicated,
+    Row,
+    Shape,
+)
 
 NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, of which there is no CPU package"
 _NO_CP = "megatron-core's gated delta-net layer has none"
+FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
+"""Name endings of parameters that stay in float32 in a bfloat16 model, as in the published Qwen3.5."""
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_MTP_NAMES = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+
+
+def delta_heads(config: HFConfig) -> DeltaHeads:
+    """Sizes of the gated delta-net layers.
+
+    Raises:
+        CheckpointError: the number of value heads is not a multiple of the key heads.
+    """
+    keys, values = required_int(config, "linear_num_key_heads"), required_int(config, "linear_num_value_heads")
+    if values % keys:
+        raise refused("linear_num_value_heads", values, f"must be a multiple of the {keys} key heads")
+    dims = required_int(config, "linear_key_head_dim"), required_int(config, "linear_value_head_dim")
+    return DeltaHeads(keys, values, *dims, required_int(config, "hidden_size"))
+
+
+def linear_layers(config: HFConfig) -> tuple[int, ...]:
+    """Ids of the gated delta-net layers: from `layer_types`, else all but every `full_attention_interval`-th.
+
+    Raises:
+        CheckpointError: the two contradict each other, or a layer is of another kind.
+    """
+    layers = required_int(config, "num_hidden_layers")
+    given = config.get("full_attention_interval") is not None
+    interval = required_int(config, "full_attention_interval") if given else 4
+    regular = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+    types = as_list(config.get("layer_types")) or regular
+    known = len(types) == layers and set(types) <= {"full_attention", "linear_attention"}
+    if not known or (given and types != regular):
+        raise refused(
+            "layer_types", types,
+            f"names {layers} layers, each linear_attention or full_attention, by full_attention_interval",
+        )  # fmt: skip
+    return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+
+
+def gated_attention_rules(a: Attention, layers: Sequence[int]) -> tuple[Rule, ...]:
+    """Attention whose query projection includes the output gate."""
+    gated = GatedQKV(a.heads, a.groups, a.head_dim, a.hidden)
+    return tuple(
+        replace(rule, kind=gated) if rule.megatron.endswith(".linear_qkv.weight") else rule
+        for rule in attention_rules(a, layers)
+    )
+
+
+def delta_rules(
+    heads: DeltaHeads, width: int, at: tuple[int, ...], names: tuple[str, ...], projection: Kind, dtype: str | None
+) -> tuple[Rule, ...]:
+    """Gated delta-net and the norm before it, in each of the layers `at`."""
+    m, h = f"{_M}self_attention.", f"{_H}linear_attn."
+    per_head, norm = Column((heads.values,)), Replicated((heads.value_dim,))
+    return (
+        Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), Replicated((heads.hidden,)), at),
+        Rule(f"{m}in_proj.weight", tuple(f"{h}{name}.weight" for name in names), projection, at),
+        Rule(f"{m}conv1d.weight", (f"{h}conv1d.weight",), DeltaConv(heads, width), at),
+        Rule(f"{m}dt_bias", (f"{h}dt_bias",), per_head, at),
+        Rule(f"{m}A_log", (f"{h}A_log",), per_head, at, dtype=dtype),
+        Rule(f"{m}out_norm.weight", (f"{h}norm.weight",), norm, at, dtype=dtype),
+        Rule(f"{m}out_proj.weight", (f"{h}out_proj.weight",), Row((heads.hidden, heads.all_values)), at),
+    )
 
 
 class Qwen3Next(Decoder):
@@ -89,7 +174,8 @@ class Qwen3Next(Decoder):
         ))  # fmt: skip
         predicting = replace(experts, layers=(0,)).rules(a.hidden)
         block = (*gated_attention_rules(a, [0]), *mlp_norm_rules(a.hidden, [0]), *predicting)
-        return replace(table, rules=(*table.rules, *mtp_rules(block, a.hidden)), undivided={"cp": _NO_CP})
+        mtp = prediction_layer(block, a.hidden, 0, "mtp.layers.0.", _MTP_NAMES)
+        return replace(table, rules=(*table.rules, *mtp), undivided={"cp": _NO_CP})
 
     def projection(self, hf_config: HFConfig) -> tuple[tuple[str, ...], Kind]:
         """Names and layout of a gated delta-net layer's input projection."""
@@ -106,7 +192,7 @@ class Qwen3Next(Decoder):
 # its settings are in `text_config`. For text, the three sections of its rotary embedding use the same position, which
 # is plain rotation. The vision part is carried, not trained; `vision_config` defines its tensors.
 
-_M, _H = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
+_EXPERT, _EXPERTS = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
 
 
 class Qwen35MoeText(Qwen3Next):
@@ -124,7 +210,9 @@ class Qwen35MoeText(Qwen3Next):
         refuse_unless(hf_config, "mlp_only_layers", (None, []))
         refuse_unless(hf_config, "mtp_num_hidden_layers", (None, 0, 1))
         refuse_unless(hf_config, "mtp_use_dedicated_embeddings", (None, False))
-        return super().transformer_fields(_with_all_routed(hf_config))
+        # megatron-core needs a dense layer's size, although no layer is dense.
+        dense: dict[str, object] = {"intermediate_size": hf_config.get("moe_intermediate_size")}
+        return super().transformer_fields(ChainMap(dense, cast("dict[str, object]", hf_config)))
 
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         return super().model_fields(_for_text(hf_config))
@@ -140,8 +228,8 @@ class Qwen35MoeText(Qwen3Next):
         joined, down = FusedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
         return (
             *(rule for rule in experts.rules(hidden) if not rule.experts),
-            Rule(f"{_M}linear_fc1.weight", (f"{_H}gate_up_proj",), joined, at, number),
-            Rule(f"{_M}linear_fc2.weight", (f"{_H}down_proj",), down, at, number),
+            Rule(f"{_EXPERT}linear_fc1.weight", (f"{_EXPERTS}gate_up_proj",), joined, at, number),
+            Rule(f"{_EXPERT}linear_fc2.weight", (f"{_EXPERTS}down_proj",), down, at, number),
         )
 
 
@@ -178,9 +266,7 @@ class Qwen35Moe(Family):
 def _section(config: HFConfig, name: str) -> dict[str, object]:
     section = as_object(config.get(name))
     if section is None:
-        raise CheckpointError(
-            f"config.json: {name}", config.get(name), "must be an object", "use the config.json of the checkpoint"
-        )
+        raise refused(name, config.get(name), "must be an object")
     return section
 
 
@@ -188,16 +274,9 @@ def _text_config(config: HFConfig) -> HFConfig:
     """Settings of the text part; the outer section defines whether embeddings are tied."""
     section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
     if flag(section, "tie_word_embeddings", tied) != tied:
-        raise CheckpointError(
-            "config.json: tie_word_embeddings", tied, "text_config has another value", "make the two agree"
-        )
+        raise refused("tie_word_embeddings", tied, "text_config has another value", "make the two agree")
     quantised = {name: config[name] for name in ("quantization_config",) if name in config}
     return section | {"tie_word_embeddings": tied} | quantised
-
-
-def _with_all_routed(config: HFConfig) -> HFConfig:
-    """The settings with a dense layer's size: megatron-core needs one, although no layer is dense."""
-    return ChainMap({"intermediate_size": config.get("moe_intermediate_size")}, cast("dict[str, object]", config))
 
 
 def _for_text(config: HFConfig) -> HFConfig:

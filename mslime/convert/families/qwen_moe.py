@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, Support, as_list, flag, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, Support, as_list, flag, refuse_unless, refused, required_int
 from mslime.convert.families.gqa import Attention
 from mslime.convert.families.qwen import Qwen2, Qwen3
 
@@ -46,12 +45,11 @@ def refuse_dense_layers_for_engine(hf_config: HFConfig, family: str) -> None:
     """
     routed, layers = moe_layer_ids(hf_config), required_int(hf_config, "num_hidden_layers")
     if len(routed) < layers:
-        raise CheckpointError(
-            "config.json: mlp_only_layers",
-            [layer for layer in range(layers) if layer not in routed],
+        raise refused(
+            "mlp_only_layers", [layer for layer in range(layers) if layer not in routed],
             f"SGLang 0.5.23 builds every {family} layer with experts and drops the weights of dense ones",
             "train it with train.task: sft, or use a checkpoint whose layers all route",
-        )
+        )  # fmt: skip
 
 
 def moe_layer_ids(config: HFConfig) -> tuple[int, ...]:
@@ -63,16 +61,13 @@ def moe_layer_ids(config: HFConfig) -> tuple[int, ...]:
     step = required_int(config, "decoder_sparse_step") if config.get("decoder_sparse_step") is not None else 1
     dense = as_list(config.get("mlp_only_layers") or [])
     if dense is None:
-        raise CheckpointError(
-            "config.json: mlp_only_layers", config["mlp_only_layers"], "must be a list of layer ids",
-            "use the checkpoint's own",
-        )  # fmt: skip
+        raise refused(
+            "mlp_only_layers", config["mlp_only_layers"], "must be a list of layer ids", "use the checkpoint's own"
+        )
     layers = range(required_int(config, "num_hidden_layers"))
     routed = tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
     if not routed:
-        raise CheckpointError(
-            "config.json: mlp_only_layers", dense, "at least one layer must route", "use the dense model's architecture"
-        )
+        raise refused("mlp_only_layers", dense, "at least one layer must route", "use the dense model's architecture")
     return routed
 
 

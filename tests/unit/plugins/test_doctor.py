@@ -17,7 +17,7 @@ from mslime.config.cluster import GPUS, nominal
 from mslime.config.errors import ConfigError
 from mslime_plugins.doctor import doctor_command, gpus, host, network_checks, packages, speeds, step
 from mslime_plugins.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
-from mslime_plugins.doctor.nvml import REASONS, see_gpus
+from mslime_plugins.doctor.gpus import REASONS, see_gpus
 from mslime_plugins.doctor.speeds import MATMUL
 from tests.fixtures.fake_nvml import GIB, H100, FakeNvml
 

@@ -19,9 +19,8 @@ from mslime.rollout.function_contract import check_rollout
 from mslime.rollout.turns import Agents
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime_plugins.environments import nemo_gym
-from mslime_plugins.environments.elsewhere import episode_of
 from mslime_plugins.environments.nemo_gym import NAME, NemoGym
-from mslime_plugins.environments.verifiers import Verifiers
+from mslime_plugins.environments.verifiers import Verifiers, episode_of
 
 answers: dict[str, Any] = {}
 """What the fake servers answer beside the reward, and what they were asked."""

@@ -17,7 +17,7 @@ from mslime.rollout.rewards.reward_kinds import exact, reward_kind
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.step_metrics import score_metrics
-from mslime_plugins.graders.words import chosen_letter, f1, letters
+from mslime_plugins.graders.kinds import chosen_letter, f1, letters
 from tests.fixtures.least import refused
 from tests.fixtures.reward_servers import scored
 

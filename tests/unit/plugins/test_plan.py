@@ -89,7 +89,7 @@ def test_a_rank_s_parameters_are_the_same_summed_name_by_name(model: str) -> Non
             # The last rank of the expert-parallel group has the last quarter of the experts.
             mine = not rule.is_expert or rule.expert >= family.model_fields(hf_config).num_experts * 3 // 4
             if here and mine and not rule.name.endswith("router.expert_bias"):
-                total["expert" if rule.is_expert else "dense"] += math.prod(rule.local_shape(2))
+                total["expert" if rule.is_expert else "dense"] += math.prod(rule.kind.local_shape(2))
         assert (held.dense, held.expert) == (total["dense"], total["expert"])
 
 

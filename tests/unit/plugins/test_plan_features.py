@@ -16,12 +16,11 @@ from mslime.config.resolved import engine_spec
 from mslime.convert.families import get_family
 from mslime.convert.lora_rules import make_adapters
 from mslime.run.sharing import PHASES
-from mslime_plugins.planner.adapters import served_adapters, together
-from mslime_plugins.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
-from mslime_plugins.planner.plan import RunPlan, make_plan
+from mslime_plugins.planner.plan import RunPlan, make_plan, served_adapters, together
 from mslime_plugins.planner.plan_command import plan_config
 from mslime_plugins.planner.plan_command import plan_of as plan_of_values
 from mslime_plugins.planner.problems import GIB
+from mslime_plugins.planner.stages import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime_plugins.planner.trainer_memory import micro_batch_tokens
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.least import least

@@ -21,10 +21,9 @@ from mslime.config.resolved import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.flops import read_widths
 from mslime_plugins.planner import times
-from mslime_plugins.planner.describe_search import as_flags, as_yaml
 from mslime_plugins.planner.parameters import stage_parameters
 from mslime_plugins.planner.plan import make_plan
-from mslime_plugins.planner.plan_command import found_by, plan_of
+from mslime_plugins.planner.plan_command import as_flags, as_yaml, found_by, plan_of
 from mslime_plugins.planner.problems import GIB
 from mslime_plugins.planner.search import NothingFits, Search, _order
 from mslime_plugins.planner.space import MEASURES

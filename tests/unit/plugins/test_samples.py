@@ -20,8 +20,7 @@ from mslime.data.sample_log import BYTES_A_FILE, ROUTE_BYTES, Logged, SampleLog,
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.observe.samples import begin, file_of, read_samples, recorded_steps, trainer_file_of
 from mslime_plugins.report.inspect_command import Inspected, inspect_run
-from mslime_plugins.report.recorded_responses import telling, telling_of_step, visible
-from mslime_plugins.report.sample_tokens import by_source, decoded, tokens_of
+from mslime_plugins.report.sample_tokens import by_source, decoded, telling, telling_of_step, tokens_of, visible
 from tests.fixtures.tiny_models import make_tokenizer
 
 

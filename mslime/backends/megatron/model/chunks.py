@@ -32,8 +32,8 @@ from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import ModelSpec
 from mslime.convert.families import ModelFields, get_family
-from mslime.convert.families.delta_nets import FLOAT32_PARAMETERS
-from mslime.convert.families.mtp import mtp_depth
+from mslime.convert.families.gqa import mtp_depth
+from mslime.convert.families.qwen3_next import FLOAT32_PARAMETERS
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.lora_rules import is_factor
 from mslime.convert.table import BoundRule, canonical_name, of_all_experts

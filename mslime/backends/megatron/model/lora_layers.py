@@ -70,7 +70,7 @@ class Adapter(torch.nn.Module):
             shared: factors that all experts of a layer share, by canonical name; new ones are added."""
         super().__init__()
         self.weight, self.scale, self.off = bound.base.name, scale, False
-        self._expert, self._axis = bound.base.is_expert, bound.base.tp_axis
+        self._expert, self._axis = bound.base.is_expert, bound.base.kind.tp_axis
         self._sequence_parallel = config.sequence_parallel
         self._rows, self._out = bound.rule.rows(*tensor_shard(self._expert)), like.shape[0]
 
@@ -92,7 +92,7 @@ class Adapter(torch.nn.Module):
         factor shared by all experts belongs to none: each rank of a stage has a summand of its gradient, from the
         tokens and features of its experts. So it is summed over all of them, like a norm's.
         """
-        factor, whole, expert = torch.nn.Parameter(value.contiguous()), rule.tp_axis is None, rule.is_expert
+        factor, whole, expert = torch.nn.Parameter(value.contiguous()), rule.kind.tp_axis is None, rule.is_expert
         rank, size = tensor_shard(expert)
         marks: dict[str, bool] = {
             "allreduce": not expert,
@@ -395,7 +395,7 @@ class StoredAdapters(torch.nn.Module):
         (line, rule), bound = self._rules[name], self._bound[name]
         rank, size = tensor_shard(bound.is_expert)
         key, offsets = stored_place(rule, bound)
-        axis, stacked = bound.tp_axis, len(offsets)
+        axis, stacked = bound.kind.tp_axis, len(offsets)
         data: Any = parallel_state.get_expert_data_parallel_group() if rule.experts else metadata["dp_cp_group"]
         sharded = ShardedTensor.from_rank_offsets(
             key, tensor, *offsets, *([] if axis is None else [(stacked + axis, rank, size)]),

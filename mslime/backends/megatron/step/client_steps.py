@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mslime.algorithms.client_losses import client_loss
-from mslime.algorithms.losses import LossOutput
+from mslime.algorithms.losses import LossOutput, client_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.step.adapters import AdapterShare, joint_pass
 from mslime.backends.megatron.step.batches import MicroBatch, on_device
