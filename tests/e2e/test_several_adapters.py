@@ -12,7 +12,7 @@ from mslime.convert.peft import AdapterFile
 from mslime.data.checkpoints import newest, read_manifest
 from mslime.observe.names import is_known
 from tests.e2e.harness import Run, assert_balanced, interrupt, start_run
-from tests.e2e.test_lora import adapter_of, newest_agree
+from tests.e2e.test_lora import exported_to, newest_agree
 from tests.e2e.test_run import START_S, STEP_S, settings
 
 pytestmark = pytest.mark.timeout(600)
@@ -94,7 +94,7 @@ def test_each_adapter_has_files_of_its_own(trained: Run) -> None:
     for name, steps in (("quick", 3), ("slow", 1)):
         own = of(trained, name).directory
         exported = AdapterFile.open(own / "hf")
-        ranks[name], found[name] = (exported.lora.rank, exported.lora.alpha), adapter_of(own / "hf")
+        ranks[name], found[name] = (exported.lora.rank, exported.lora.alpha), exported_to(own / "hf")
         assert any(float(t.abs().max()) > 0 for key, t in found[name].items() if ".lora_B." in key)
         saved = newest(own / "checkpoints")
         assert saved is not None and read_manifest(saved).extra["next_step"] == steps
