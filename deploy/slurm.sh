@@ -19,12 +19,12 @@ set -euo pipefail
 
 if [ $# -eq 0 ]; then
   echo "error: no command was given" >&2
-  echo "  way out: sbatch --nodes 3 deploy/slurm.sh bash scripts/run-qwen3-30B-A3B.sh" >&2
+  echo "  hint: sbatch --nodes 3 deploy/slurm.sh bash scripts/run-qwen3-30B-A3B.sh" >&2
   exit 1
 fi
 if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
   echo "error: this is not a Slurm job" >&2
-  echo "  way out: start it with sbatch; without Slurm, docs/clusters.md shows ray start" >&2
+  echo "  hint: start it with sbatch; without Slurm, docs/clusters.md shows ray start" >&2
   exit 1
 fi
 

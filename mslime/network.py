@@ -87,12 +87,12 @@ def write_address(record: Path, listening: socket.socket, key: str, **more: str)
         more: further entries of the file.
     """
     host, port = listening.getsockname()[:2]
-    said = {"url": url_of(host, port), "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
+    contents = {"url": url_of(host, port), "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
     record.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(said, file)
-    return said["url"]
+        json.dump(contents, file)
+    return contents["url"]
 
 
 def port_in_use(host: str, port: int) -> bool:

@@ -101,8 +101,8 @@ def _with(algorithm: AlgorithmConfig | None, **changes: Any) -> AlgorithmConfig:
 def _check_algorithm(algorithm: AlgorithmConfig, setting: str, function: str) -> list[str]:
     """Try one step as a whole, repeated, in micro-batches of one sequence, and on two context-parallel ranks."""
 
-    def broken(rule: str, way_out: str) -> ConfigError:
-        return ConfigError(setting, function, rule, way_out)
+    def broken(rule: str, hint: str) -> ConfigError:
+        return ConfigError(setting, function, rule, hint)
 
     inputs = _made_up_tokens()
     everything = torch.ones(len(inputs.mask), dtype=torch.bool)
@@ -126,12 +126,12 @@ def _check_algorithm(algorithm: AlgorithmConfig, setting: str, function: str) ->
     if empty != 0 or empty_gradient.any():
         raise broken("gives a loss where no token is trained, as in micro-batches that are padding",
                      "let nothing be divided by a sum over the mask that may be 0")  # fmt: skip
-    told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("user/"))
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("user/"))
     return [
         f"{len(inputs.mask)} tokens of {inputs.num_sequences} sequences: loss {loss:.4g}, "
         f"largest gradient {float(gradient.abs().max()):.4g}, all finite, the same when called again",
         "the same in micro-batches of one sequence, and on two context-parallel ranks; 0 where no token is trained",
-        *([f"told: {told}"] if told else []),
+        *([f"metrics: {listed}"] if listed else []),
     ]
 
 
@@ -244,11 +244,11 @@ def check_advantage(function: str, group_size: int = 8) -> list[str]:
     groups = np.repeat(np.arange(4), group_size)
     grouped = _with_turns(group_rewards(rewards, groups, np.arange(len(rewards))))
     before = grouped.rewards.copy()
-    found, again = (_of_first_turns(grouped, function) for _ in range(2))
+    found, repeated = (_of_first_turns(grouped, function) for _ in range(2))
     if not np.array_equal(grouped.rewards, before):
         raise ConfigError("algorithm.advantage", function, "changes the rewards that it is given",
                           "copy them before you write to them")  # fmt: skip
-    if not np.array_equal(found, again):
+    if not np.array_equal(found, repeated):
         raise ConfigError("algorithm.advantage", function, "gives other advantages for the same rewards",
                           "leave random numbers and state out of it")  # fmt: skip
     by_group = found.reshape(4, group_size)
@@ -336,10 +336,10 @@ def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> lis
     """Try a hook after a step, in a directory that is removed afterwards. Its side effects are real."""
     made_up = dict.fromkeys((name for name in METRICS if "{" not in name), 1.0) if metrics is None else metrics
     with tempfile.TemporaryDirectory() as directory:
-        told = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
+        listed = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
         written = sorted(path.name for path in Path(directory).iterdir())
-    names = ", ".join(f"{name} {value:.4g}" for name, value in told.items()) or "nothing"
-    return [f"told: {names}", *([f"wrote {', '.join(written)}"] if written else [])]
+    names = ", ".join(f"{name} {value:.4g}" for name, value in listed.items()) or "nothing"
+    return [f"metrics: {names}", *([f"wrote {', '.join(written)}"] if written else [])]
 
 
 def check_sample_hook(function: str, prompt: Prompt) -> list[str]:

@@ -41,7 +41,7 @@ def glance_at_files(data: DataConfig) -> None:
             path, part = split_slice(spec)
             glance(path, [] if part.start else keys_of_rows(data))
 
-    _held_in_files(data, look)
+    _in_files(data, look)
 
 
 def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
@@ -51,12 +51,12 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
     """
 
     if config.rollout.function == ATROPOS:
-        return [_told_to_environments(config.rollout, config.run_dir)]
+        return [_sent_to_environments(config.rollout, config.run_dir)]
 
     def open_files(specs: list[str], shuffle: bool | None) -> PromptSource:
         return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
 
-    sources = _held_in_files(config.data, open_files)
+    sources = _in_files(config.data, open_files)
     for name, source in sources.items():
         if name:
             for index in _spread(len(source)):  # long ones are cut, not refused
@@ -69,7 +69,7 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
     return notes + check_rewards(config.rollout, config.reward, config.data, tried, tokenizer)
 
 
-def _told_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
+def _sent_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
     """Settings for the start of Atropos' environments. Raises ConfigError if a token or filter is not found."""
     settings = rollout.atropos
     settings.secret()
@@ -89,11 +89,11 @@ def check_supervised_data(
     def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
         return SupervisedSource(specs, data, train, seed, tokenizer, limit, shuffle=shuffle)
 
-    sources = _held_in_files(data, open_files)
+    sources = _in_files(data, open_files)
     return [note for name, source in sources.items() for note in _check_rows(data, train, source, name, tokenizer)]
 
 
-def _held_in_files(data: DataConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
+def _in_files(data: DataConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
     """Open the training rows, under "", and the held-out sets by name. Raises DataError."""
     sources = {} if data.source is not None else {"": open_files(data.prompts, None)}
     for index, eval_set in enumerate(data.eval_sets):
@@ -102,7 +102,7 @@ def _held_in_files(data: DataConfig, open_files: Callable[[list[str], bool | Non
         except DataError as error:
             if error.field != "data.prompts":
                 raise
-            raise DataError(f"data.eval_sets[{index}].path", error.value, error.rule, error.way_out) from error
+            raise DataError(f"data.eval_sets[{index}].path", error.value, error.rule, error.hint) from error
     return sources
 
 
@@ -128,7 +128,7 @@ def _check_prompts(data: DataConfig, source: PromptSource, limit: int) -> list[s
             continue
         longest = max(longest, n)
         if n >= limit:
-            raise _no_room(prompt, limit)
+            raise _too_long(prompt, limit)
     if skipped == tried:
         raise DataError("data.max_prompt_tokens", data.max_prompt_tokens, f"all {tried} prompts tried are "
                         "longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
@@ -165,7 +165,7 @@ def _check_drawn(named: str, drawn: DrawnPrompts, limit: int) -> list[str]:
     prompts = [drawn.at(index) for index in range(len(drawn))]
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
     if len(longest.tokens) >= limit:
-        raise _no_room(longest, limit)
+        raise _too_long(longest, limit)
     return [
         f"the first prompt, as the model sees it: {_shown(prompts[0].text, len(prompts[0].tokens))}",
         f"prompts: {named}; {len(drawn)} drawn, the longest has {len(longest.tokens):,} tokens, "
@@ -173,7 +173,7 @@ def _check_drawn(named: str, drawn: DrawnPrompts, limit: int) -> list[str]:
     ]
 
 
-def _no_room(prompt: Prompt, limit: int) -> DataError:
+def _too_long(prompt: Prompt, limit: int) -> DataError:
     return DataError(prompt.where, f"{len(prompt.tokens)} tokens", f"the model takes fewer than {limit + 1} tokens and "
                      "needs room for a response", "leave the row out, set data.max_prompt_tokens, or raise "
                      "rollout.max_total_tokens")  # fmt: skip

@@ -118,5 +118,5 @@ def refuse_without_gpu(cluster: ClusterConfig) -> None:
         return
     problems = gpu_problems()
     if problems:
-        what, _, way_out = problems[0].rpartition("; ")
-        raise ConfigError("cluster.device", "cuda", what, way_out)
+        what, _, hint = problems[0].rpartition("; ")
+        raise ConfigError("cluster.device", "cuda", what, hint)

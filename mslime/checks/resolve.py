@@ -216,7 +216,7 @@ def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
         try:
             found[name] = _resolve_one(own, parts, data=True)
         except UserError as error:
-            raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
+            raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.hint) from error
     first = next(iter(found.values()))
     notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
     config = config.model_copy(update={"train": with_quadratic_tokens(config.train, first.hf_config)})

@@ -29,9 +29,9 @@ def describe(run: ResolvedRun) -> RichGroup:
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if run.adapters:
         parts += [_adapters_table(run), *(_adapter_table(own) for own in run.adapters.values())]
-        told = {text: None for own in run.adapters.values() for text in warnings(own.config)}
+        texts = {text: None for own in run.adapters.values() for text in warnings(own.config)}
         parts += [Text(f"note: {text}") for text in run.notes]
-        parts += [Text(f"warning: {text}", style="yellow") for text in [*told, *gpu_warnings(config.cluster)]]
+        parts += [Text(f"warning: {text}", style="yellow") for text in [*texts, *gpu_warnings(config.cluster)]]
         return RichGroup(*parts)
     if config.train.task == "rl":
         parts += [_batch_table(config.rollout, config.train, config.sglang, config.layout.cp), _switch_table(run)]
@@ -189,13 +189,13 @@ def _reward(reward: RewardConfig, function: str) -> str:
     if function == ATROPOS:
         return "the environments' scores"
     graders = [(f"{p.weight:g} x {p.name}: " if reward.parts else "", p) for p in reward.graders]
-    said = "; ".join(f"{head}{p.function or _served(p) or p.kind}" for head, p in graders)
+    summary = "; ".join(f"{head}{p.function or _served(p) or p.kind}" for head, p in graders)
     overlong, repetition = reward.overlong, reward.repetition
     if overlong.buffer_tokens:
-        said += f"; up to -{overlong.factor:g} in the last {overlong.buffer_tokens} tokens"
+        summary += f"; up to -{overlong.factor:g} in the last {overlong.buffer_tokens} tokens"
     if repetition.ngram:
-        said += f"; -{repetition.factor:g} x share of repeated {repetition.ngram}-grams"
-    return said
+        summary += f"; -{repetition.factor:g} x share of repeated {repetition.ngram}-grams"
+    return summary
 
 
 def _served(part: RewardPartConfig) -> str:

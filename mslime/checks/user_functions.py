@@ -124,7 +124,7 @@ def try_reward_functions(
 async def _try_all(
     functions: list[tuple[RewardPartConfig, str]], samples: Mapping[str, Sample], group_size: int, fatal: bool
 ) -> list[str]:
-    said: list[str] = []
+    lines: list[str] = []
     for part, place in functions:
         alone = ScoringConfig(
             kind="custom", function=part.function, per=part.per, timeout_s=part.timeout_s, workers=1, on_error="zero"
@@ -145,10 +145,10 @@ async def _try_all(
                 raise ConfigError(f"{place}.function", part.function, rule, "mend it, or set on_error to zero or drop")
         (_, group, rewards), *rest = outcomes
         of = f" of a group of {len(group)}" if scorer.per_group else ""
-        told = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
+        shown = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
         first = f"with {tried} as the response{of}: {_outcome(group, rewards)}"
-        said.append("; ".join([f"{part.function} was tried on the first row {first}", *told]))
-    return said
+        lines.append("; ".join([f"{part.function} was tried on the first row {first}", *shown]))
+    return lines
 
 
 def _copies(sample: Sample, group_size: int, per_group: bool) -> list[Sample]:
@@ -222,17 +222,17 @@ def check_environment(
 async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
     pool = EnvironmentPool(job, 1)
     try:
-        (first, steps), (again, _) = await _played(pool, task), await _played(pool, task)
+        (first, steps), (repeated, _) = await _played(pool, task), await _played(pool, task)
     except EnvironmentFailedError as error:
-        told = str(error).removeprefix(f"{job.function}: ")
-        raise ConfigError(SETTING, job.function, told,
+        shown = str(error).removeprefix(f"{job.function}: ")
+        raise ConfigError(SETTING, job.function, shown,
                           "correct that method; step must answer any text of a model") from error  # fmt: skip
     finally:
         await pool.close()
-    same = "the same" if first == again else "another one (rollouts of a prompt are compared: draw by task.group_id)"
+    same = "the same" if first == repeated else "another one (rollouts of a prompt are compared: draw by task.group_id)"
     return [
         f"reset: {_shown(first)}, and {same} for the same task",
-        *(f"step({action[:SHOWN]!r}): {_told(step)}" for action, step in zip(ACTIONS, steps, strict=False)),
+        *(f"step({action[:SHOWN]!r}): {_summary(step)}" for action, step in zip(ACTIONS, steps, strict=False)),
         "closed",
     ]
 
@@ -250,7 +250,7 @@ async def _played(pool: EnvironmentPool, task: EnvironmentTask) -> tuple[Observa
         await environment.close()
 
 
-def _told(step: Step) -> str:
+def _summary(step: Step) -> str:
     reward = "no reward" if step.reward is None else f"reward {step.reward:g}"
     final = "" if step.final_reward is None else f", final reward {step.final_reward:g}"
     return f"{_shown(step.observation)}, {reward}{final}{', done' if step.done else ''}"

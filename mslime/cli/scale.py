@@ -44,14 +44,14 @@ def run_scale(args: argparse.Namespace) -> int:
     number = found.get("number")
     if number is not None and not args.no_wait:
         found = _wait(args.run_dir, number, found, console)
-    told = found["told"].get(str(number), "")
+    result = found["told"].get(str(number), "")
     if args.json:
         console.print_json(data=found)
     else:
         if number is not None:
-            console.print(told or "the run does it at its next weight sync")
+            console.print(result or "the run does it at its next weight sync")
         console.print(as_table(found["engines"]))
-    return 1 if told.startswith("refused") else 0
+    return 1 if result.startswith("refused") else 0
 
 
 def order_of(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -183,7 +183,7 @@ EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 ENGINE_TAGS: tuple[EngineTag, ...] = get_args(EngineTag)
 
-AsleepIn = Literal["auto", "memory", "disk"]
+OffloadTo = Literal["auto", "memory", "disk"]
 """Place of an offloaded trainer's weights and optimizer."""
 
 Verify = Literal["probe", "first", "always", "never"]
@@ -239,9 +239,9 @@ Rule = tuple[object, str, object, str, str]
 
 def refuse_first(section: str, rules: Iterable[Rule]) -> None:
     """Raise ConfigError for the first broken rule of a section's settings; of full names, if `section` is empty."""
-    for broken, setting, value, rule, way_out in rules:
+    for broken, setting, value, rule, hint in rules:
         if broken:
-            raise ConfigError(f"{section}.{setting}".lstrip("."), value, rule, way_out)
+            raise ConfigError(f"{section}.{setting}".lstrip("."), value, rule, hint)
 
 
 def is_function(value: str) -> bool:

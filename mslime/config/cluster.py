@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from mslime.config.base import AsleepIn, Device, Placement, Section, Task
+from mslime.config.base import Device, OffloadTo, Placement, Section, Task
 from mslime.config.errors import ConfigError
 
 _OWN_VARIABLES: dict[str, str] = {
@@ -39,12 +39,12 @@ class ClusterConfig(Section):
         description="separate: engines have their own GPUs. colocated: they share the trainer's, in turn "
         "(docs/colocated.md).",
     )
-    asleep_in: AsleepIn = Field(
+    offload_to: OffloadTo = Field(
         default="auto",
         description="colocated: where weights and optimizer are during generation. memory: pinned host memory. disk: "
         "files. auto: memory on a GPU, disk on a CPU.",
     )
-    asleep_directory: Path | None = Field(
+    offload_directory: Path | None = Field(
         default=None,
         description="colocated, disk: a directory on a fast local disk of each trainer host, for files that end with "
         "their process. null: the run's.",
@@ -139,24 +139,24 @@ def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
         ConfigError: the first broken rule.
     """
     if not cluster.colocated:
-        for name in ("asleep_in", "asleep_directory"):
+        for name in ("offload_to", "offload_directory"):
             value = getattr(cluster, name)
             if value != ClusterConfig.model_fields[name].default:
                 raise ConfigError(f"cluster.{name}", str(value), "a trainer with separate GPUs is never offloaded",
                                "remove it, or set cluster.placement: colocated")  # fmt: skip
         return
-    if cluster.asleep_directory is not None and cluster.asleep_in == "memory":
-        raise ConfigError("cluster.asleep_directory", str(cluster.asleep_directory),
-                       "nothing is put on a disk with cluster.asleep_in: memory", "remove one of the two")  # fmt: skip
+    if cluster.offload_directory is not None and cluster.offload_to == "memory":
+        raise ConfigError("cluster.offload_directory", str(cluster.offload_directory),
+                       "nothing is put on a disk with cluster.offload_to: memory", "remove one of the two")  # fmt: skip
     if task == "sft":
         raise not_colocated("supervised training has no engines that could share GPUs", "remove it")
 
 
-def not_colocated(rule: str, way_out: str) -> ConfigError:
+def not_colocated(rule: str, hint: str) -> ConfigError:
     """Error for settings that exclude `cluster.placement: colocated`. Engines and trainer never compute at the same
     time; a section that needs both at once raises this error.
     """
-    return ConfigError("cluster.placement", "colocated", rule, way_out)
+    return ConfigError("cluster.placement", "colocated", rule, hint)
 
 
 def worker_environment(cluster: ClusterConfig, engine_fields: dict[str, Any]) -> dict[str, str]:

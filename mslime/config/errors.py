@@ -28,12 +28,12 @@ class UserError(ValueError):
         field: dotted path of the setting, or the file and line, that is wrong.
         value: found there.
         rule: condition that the value breaks.
-        way_out: one concrete remedy.
+        hint: one concrete remedy.
     """
 
-    def __init__(self, field: str, value: object, rule: str, way_out: str) -> None:
-        self.field, self.value, self.rule, self.way_out = field, value, rule, way_out
-        super().__init__(f"{field} = {value!r}: {rule}\n  way out: {way_out}")
+    def __init__(self, field: str, value: object, rule: str, hint: str) -> None:
+        self.field, self.value, self.rule, self.hint = field, value, rule, hint
+        super().__init__(f"{field} = {value!r}: {rule}\n  hint: {hint}")
 
     @property
     def brief(self) -> str:
@@ -42,7 +42,7 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, object, str, str]]:
         """Support pickling between processes (Ray re-raises errors on the driver)."""
-        return (type(self), (self.field, self.value, self.rule, self.way_out))
+        return (type(self), (self.field, self.value, self.rule, self.hint))
 
 
 class ConfigError(UserError):
@@ -93,14 +93,14 @@ class WorkerError(TrainerError):
     """A process of the run crashed, died, or did not reply in time: an accident, not a user mistake."""
 
 
-def sync_error(phase: str, where: str, what: str, way_out: str = "") -> WeightSyncError:
+def sync_error(phase: str, where: str, what: str, hint: str = "") -> WeightSyncError:
     """A `WeightSyncError` of this phase; the default remedy is to check the engine's log and restart it."""
     default = "read the engine's log, restart the engine and send again; generation must not resume before a whole send"
-    return WeightSyncError(f"weights.{phase}", where, what, way_out or default)
+    return WeightSyncError(f"weights.{phase}", where, what, hint or default)
 
 
 @contextmanager
-def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Generator[None]:
+def reading(kind: type[UserError], where: str, rule: str, hint: str) -> Generator[None]:
     """Convert exceptions from reading foreign data inside the block to `kind`.
 
     Args:
@@ -111,8 +111,8 @@ def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Gener
     except (UserError, BrokenPipeError):
         raise
     except MALFORMED as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise kind(where, told, rule, way_out) from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise kind(where, message, rule, hint) from error
 
 
 def reading_run(run_dir: Path) -> AbstractContextManager[None]:

@@ -83,15 +83,15 @@ def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
     if asked and not shown:
         raise ConfigError("--help", asked, "there is no such section",
                           nearest(asked, about) or "mslime train --help names them")  # fmt: skip
-    told = formatter.format_help()
+    help_text = formatter.format_help()
     if asked:
-        return told
+        return help_text
     names = [name for name in about if name and "." not in name]
     lines = [
         f"  {name:<12}{textwrap.shorten(about[name].partition('. ')[0], 65, placeholder=' ...')}" for name in names
     ]
     head = "\nsettings (--help SECTION lists those of a section, --help all lists all of them):"
-    return "\n".join([told.rstrip(), head, *lines]) + "\n"
+    return "\n".join([help_text.rstrip(), head, *lines]) + "\n"
 
 
 def normalised(argv: Sequence[str]) -> list[str]:
@@ -114,9 +114,9 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for setting in all_settings():
         if setting.section not in groups:
             groups[setting.section] = parser.add_argument_group(setting.section or _TOP, about[setting.section])
-        told = f"{setting.description} [{setting.expected}; default {setting.default or 'none, required'}]"
+        help_text = f"{setting.description} [{setting.expected}; default {setting.default or 'none, required'}]"
         count = "*" if setting.listed else "?" if setting.boolean else None
-        _add(groups[setting.section], setting.path, count, told.replace("%", "%%"))
+        _add(groups[setting.section], setting.path, count, help_text.replace("%", "%%"))
     known = set(cast("Any", parser)._option_string_actions)
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--") and len(word) > 2)
     others = [flag[2:].replace("-", "_") for flag in flags if flag not in known]  # fields of the engines, and mistakes
@@ -147,10 +147,10 @@ def given_settings(found: argparse.Namespace, parse: Parse) -> dict[str, Any]:
     return values
 
 
-def _add(group: Any, path: str, count: str | None, told: str) -> None:
+def _add(group: Any, path: str, count: str | None, help_text: str) -> None:
     """Add an option that takes exactly one word (None), at most one (`?`: a boolean), or any number (`*`)."""
     flag, dest = "--" + path.replace("_", "-"), _PREFIX + path
-    kept: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": told}
+    kept: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": help_text}
     if count == "?":
         group.add_argument(flag, action=_Words, nargs="?", const="true", metavar="true", **kept)
         head, _, leaf = flag.rpartition(".")
@@ -262,8 +262,8 @@ def parse_yaml(text: str, source: str) -> Any:
             where, error.problem, "is not valid YAML", error.note or "check indentation, colons and quotes there"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # control characters, numbers, depth
-        told = " ".join(str(error).split())[:200]
-        raise ConfigError(source, told, "is not valid YAML", "write plain text, numbers and lists there") from None
+        help_text = " ".join(str(error).split())[:200]
+        raise ConfigError(source, help_text, "is not valid YAML", "write plain text, numbers and lists there") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -77,9 +77,9 @@ class LoraConfig(Section):
 
     def describe(self) -> dict[str, object]:
         """Properties that two adapters must share for training to continue from one to the other, as JSON values."""
-        said: dict[str, object] = {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora}
-        said |= {"targets": sorted(self.targets)}
-        return said | ({"experts": self.experts} if self.shares_outer else {})  # absent in older checkpoints
+        summary: dict[str, object] = {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora}
+        summary |= {"targets": sorted(self.targets)}
+        return summary | ({"experts": self.experts} if self.shares_outer else {})  # absent in older checkpoints
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
@@ -125,11 +125,11 @@ def check_lora(
         ConfigError: the first broken rule.
     """
     if not lora.on:
-        off, way_out = "adapters are off", "set lora.rank, or remove it"
+        off, hint = "adapters are off", "set lora.rank, or remove it"
         refuse_first("lora", [
             (lora.init is not None, "init", str(lora.init), off, "set lora.rank to its rank"),
-            (lora.sync == "adapter", "sync", "adapter", off, way_out),
-            (lora.shares_outer, "experts", "shared_outer", off, way_out),
+            (lora.sync == "adapter", "sync", "adapter", off, hint),
+            (lora.shares_outer, "experts", "shared_outer", off, hint),
         ])  # fmt: skip
         return
     if colocated:
@@ -258,7 +258,7 @@ def placed(name: str, error: UserError, entry: Mapping[str, Any]) -> UserError:
     section, _, key = error.field.partition(".")
     own = entry.get(section)
     at = "." if isinstance(own, dict) and key.split(".")[0] in own else ": "
-    return type(error)(f"adapters.{name}{at}{error.field}", error.value, error.rule, error.way_out)
+    return type(error)(f"adapters.{name}{at}{error.field}", error.value, error.rule, error.hint)
 
 
 def check_names(names: Sequence[str]) -> None:

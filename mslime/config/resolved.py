@@ -53,7 +53,7 @@ class TrainingSpec(ModelSpec):
         seed: of random numbers.
         threads: CPU threads of a rank.
         deadlines: of the ranks' waits for each other.
-        asleep: directory for files with its offloaded state; None: the state is kept in host memory.
+        offload_directory: directory for files with its offloaded state; None: the state is kept in host memory.
     """
 
     train: TrainConfig
@@ -61,7 +61,7 @@ class TrainingSpec(ModelSpec):
     seed: int
     threads: int
     deadlines: DeadlineConfig
-    asleep: Path | None = None
+    offload_directory: Path | None = None
 
     @property
     def steps(self) -> int:
@@ -129,7 +129,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
-        asleep=config.asleep_directory,
+        offload_directory=config.offload_directory,
         name=config.name,
         algorithm=config.algorithm,
         temperature=config.rollout.temperature if rl else 1.0,
@@ -157,7 +157,7 @@ def critic_spec(config: RunConfig) -> CriticSpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
-        asleep=config.asleep_directory,
+        offload_directory=config.offload_directory,
         value_clip=critic.value_clip,
     )
 

@@ -442,7 +442,7 @@ def _check_atropos(
                               f"rollout.function is {rollout.function!r}",
                               f"set rollout.function: {FUNCTION}, or another advantage")  # fmt: skip
         return
-    for setting, value, rule, way_out in (
+    for setting, value, rule, hint in (
         ("data.prompts", data.prompts, "Atropos' environments bring their prompts", "leave it out"),
         ("data.source", data.source, "Atropos' environments bring their prompts", "leave it out"),
         ("data.eval_sets", [s.name for s in data.eval_sets], "Atropos' environments evaluate by themselves, and cannot "
@@ -457,4 +457,4 @@ def _check_atropos(
          "use train.task: rl"),
     ):  # fmt: skip
         if value:
-            raise ConfigError(setting, value, f"{rule} (rollout.function: {FUNCTION})", way_out)
+            raise ConfigError(setting, value, f"{rule} (rollout.function: {FUNCTION})", hint)

@@ -300,13 +300,15 @@ class RunConfig(Section):
         return (given / self.name if given is not None else self.run_dir / "weights").absolute()
 
     @property
-    def asleep_directory(self) -> Path | None:
+    def offload_directory(self) -> Path | None:
         """Directory for files of an offloaded trainer's state; None if the state is kept in host memory. The device
         `auto` counts as GPUs.
         """
         cluster = self.cluster
-        kept_in = cluster.asleep_in if cluster.asleep_in != "auto" else "disk" if cluster.device == "cpu" else "memory"
-        return (cluster.asleep_directory or self.run_dir).absolute() if kept_in == "disk" else None
+        kept_in = (
+            cluster.offload_to if cluster.offload_to != "auto" else "disk" if cluster.device == "cpu" else "memory"
+        )
+        return (cluster.offload_directory or self.run_dir).absolute() if kept_in == "disk" else None
 
     def claims(self, parts: Parts = WHOLE) -> list[Claim]:
         """Claims of the run: trainer ranks, and a critic, engines and teachers that mslime launches."""
@@ -457,9 +459,9 @@ class RunConfig(Section):
             (self.observe.wandb_project is not None, "observe.wandb_project", self.observe.wandb_project,
              "one process logs one run to Weights & Biases", "remove it, and set observe.tensorboard: true"),
         )  # fmt: skip
-        for applies, field, value, rule, way_out in refused:
+        for applies, field, value, rule, hint in refused:
             if applies:
-                raise ConfigError(field, value, f"{rule} (adapters)", way_out)
+                raise ConfigError(field, value, f"{rule} (adapters)", hint)
 
     def _check_adapter(self, run: RunConfig) -> None:
         """Reject settings that one of several adapters does not support. Raises ConfigError."""

@@ -28,7 +28,7 @@ from mslime.convert.quantised import (
     without_quantisation,
 )
 from mslime.convert.safetensors_files import (
-    AGAIN,
+    RESTORE,
     SAFETENSORS_DTYPES,
     TensorInfo,
     kept_open,
@@ -166,11 +166,11 @@ class HFCheckpoint:
             )  # fmt: skip
 
     def _read_indexed(self, index: Path) -> dict[str, TensorInfo]:
-        with reading(CheckpointError, str(index), "the index is JSON with a weight_map from names to files", AGAIN):
+        with reading(CheckpointError, str(index), "the index is JSON with a weight_map from names to files", RESTORE):
             weight_map = cast("dict[str, str]", dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
             for file in weight_map.values():
                 if Path(file).name != file or file in ("", ".", ".."):
-                    raise CheckpointError(str(index), file, "files of an index lie in its own directory", AGAIN)
+                    raise CheckpointError(str(index), file, "files of an index lie in its own directory", RESTORE)
         found: dict[str, TensorInfo] = {}
         headers: dict[str, dict[str, TensorInfo]] = {}
         for name, file in weight_map.items():
@@ -178,7 +178,7 @@ class HFCheckpoint:
                 headers[file] = read_header(self.directory / file)
             if name not in headers[file]:
                 raise CheckpointError(
-                    f"{self.directory / file}: {name}", None, f"{INDEX_NAME} lists the tensor in this file", AGAIN
+                    f"{self.directory / file}: {name}", None, f"{INDEX_NAME} lists the tensor in this file", RESTORE
                 )
             found[name] = headers[file][name]
         return found
@@ -205,7 +205,7 @@ class HFCheckpoint:
             read = file.readinto(target[done:])
             if not read:
                 raise CheckpointError(
-                    f"{self.directory / info.file}: {name}", f"{done} bytes", f"must have {len(target)}", AGAIN
+                    f"{self.directory / info.file}: {name}", f"{done} bytes", f"must have {len(target)}", RESTORE
                 )
             done += read
         return tensor
@@ -217,7 +217,7 @@ class HFCheckpoint:
             CheckpointError: the checkpoint has no such tensor.
         """
         if name not in self.info:
-            raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", AGAIN)
+            raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", RESTORE)
         joined = self.joined.get(name)
         return LazyTensor(self, name) if joined is None else LazyJoined(self, name, joined)
 

@@ -19,7 +19,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.convert.lora_rules import Adapters, make_adapters
 from mslime.convert.safetensors_files import (
-    AGAIN,
+    RESTORE,
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
     TensorInfo,
@@ -74,7 +74,7 @@ class AdapterFile:
             raise CheckpointError(
                 str(directory), None, f"an adapter in peft's format has {CONFIG}", "name the directory that holds it"
             )
-        with reading(CheckpointError, str(path), "must be a JSON object", AGAIN):
+        with reading(CheckpointError, str(path), "must be a JSON object", RESTORE):
             given: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
             rank, alpha = given.get("r"), given.get("lora_alpha")
         if str(given.get("peft_type")).upper() != "LORA" or not isinstance(rank, int) or rank < 1:
@@ -87,7 +87,7 @@ class AdapterFile:
                 raise CheckpointError(f"{path}: {name}", given[name], why, "use a plain LoRA adapter")
         if given.get("bias", "none") != "none":
             raise CheckpointError(f"{path}: bias", given["bias"], "biases are frozen here", "train it with bias: none")
-        with reading(CheckpointError, str(path), "its numbers must be those of a LoRA adapter", AGAIN):
+        with reading(CheckpointError, str(path), "its numbers must be those of a LoRA adapter", RESTORE):
             lora = LoraConfig(rank=rank, alpha=cast("float", alpha), rs_lora=bool(given.get("use_rslora")))
         info = read_header(directory / WEIGHTS)
         stacked = next((name for name, each in info.items() if len(each.shape) > 2), None)

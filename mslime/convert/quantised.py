@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.safetensors_files import AGAIN
+from mslime.convert.safetensors_files import RESTORE
 from mslime.convert.tensor_layouts import Shape, Sliceable
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Int4(Scheme):
         columns = int(shape[...][1])
         if columns != rows.shape[1] * 8:
             raise CheckpointError(
-                "weight_shape", columns, f"the packed tensor holds {rows.shape[1] * 8} columns", AGAIN
+                "weight_shape", columns, f"the packed tensor holds {rows.shape[1] * 8} columns", RESTORE
             )
         group = self.group or columns
         return int4_dequantise(rows, scale[top:bottom], group, dtype)[:, left:right].contiguous()
@@ -191,7 +191,7 @@ class Quantisation:
             for other in names:
                 if other not in stored:
                     raise CheckpointError(
-                        f"{where}: {other}", None, f"{name} is quantised and needs this tensor", AGAIN
+                        f"{where}: {other}", None, f"{name} is quantised and needs this tensor", RESTORE
                     )
             shape = scheme.shape([stored[other][1] for other in names])
             if shape is None or (isinstance(scheme, Fp8) and stored[names[1]][0] not in _SCALES):

@@ -112,11 +112,11 @@ class OutputFile:
         self._gathered.append(data)
         self._gathered_bytes += len(data)
         if self._gathered_bytes >= _GATHERED_BYTES or len(self._gathered) == _GATHERED_PIECES:
-            self._hand_over()
+            self._submit_shard()
         self.at += len(data)
         return len(data)
 
-    def _hand_over(self) -> None:
+    def _submit_shard(self) -> None:
         """Pass gathered bytes to the thread; wait if it lags behind."""
         self._writing.append((self._thread.submit(self._flush, self._gathered), self._gathered_bytes))
         self._gathered, self._gathered_bytes = [], 0
@@ -152,7 +152,7 @@ class OutputFile:
 
     def complete(self) -> Written:
         """Sync the finished file to the disk and rename it to its final name. Raises like `write`."""
-        self._hand_over()
+        self._submit_shard()
         while self._writing:
             self._wait_for_one()
         try:
@@ -460,7 +460,7 @@ _HEADER_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-AGAIN = "download the checkpoint again, or point model.path at a complete one"
+RESTORE = "download the checkpoint again, or point model.path at a complete one"
 
 
 @dataclass(frozen=True)
@@ -479,7 +479,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: the file is missing, truncated or not safetensors, or its header contradicts itself.
     """
-    with reading(CheckpointError, str(path), "the file's header is not safetensors", AGAIN):
+    with reading(CheckpointError, str(path), "the file's header is not safetensors", RESTORE):
         length, size, header = _load(path)
         metadata = header.pop("__metadata__", None)
         assert metadata is None or isinstance(metadata, dict), "__metadata__ is no object"
@@ -495,10 +495,10 @@ def _load(path: Path) -> tuple[int, int, dict[str, Any]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(str(path), f"{size} bytes", "the file is truncated or not safetensors", AGAIN)
+                raise CheckpointError(str(path), f"{size} bytes", "the file is truncated or not safetensors", RESTORE)
             header = json.loads(file.read(length), object_pairs_hook=_once)
     except FileNotFoundError as error:
-        raise CheckpointError(str(path), None, "the weight file is missing", AGAIN) from error
+        raise CheckpointError(str(path), None, "the weight file is missing", RESTORE) from error
     assert isinstance(header, dict), "it is no object"
     return length, size, cast("dict[str, Any]", header)
 
@@ -518,7 +518,7 @@ def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
     needed = math.prod(shape) * _HEADER_BITS[dtype]
     if (end - start) * 8 != needed:
         raise CheckpointError(
-            f"{path}: {name}", f"{end - start} bytes", f"{dtype} of shape {shape} has {needed / 8:g} bytes", AGAIN
+            f"{path}: {name}", f"{end - start} bytes", f"{dtype} of shape {shape} has {needed / 8:g} bytes", RESTORE
         )
     return TensorInfo(path.name, dtype, tuple(shape), 8 + length + start)
 
@@ -529,7 +529,7 @@ def _check_layout(path: Path, spans: dict[str, tuple[TensorInfo, int, int]], len
     for name, (_, start, end) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != at:
             raise CheckpointError(f"{path}: {name}", f"starts at byte {start}",
-                                  f"the tensor before it ends at byte {at}: the header is damaged", AGAIN)  # fmt: skip
+                                  f"the tensor before ends at byte {at}: the header is damaged", RESTORE)  # fmt: skip
         at = end
     promised = 8 + length + at
     if size != promised:
@@ -538,5 +538,5 @@ def _check_layout(path: Path, spans: dict[str, tuple[TensorInfo, int, int]], len
             f"{path}: {last}",
             f"{size} bytes",
             f"the header promises {promised} bytes: the file is truncated or damaged",
-            AGAIN,
+            RESTORE,
         )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 METADATA, CONFIG = ".metadata", "metadata.json"
-_AGAIN = "restore the file from another copy, or convert again"
+_HINT = "restore the file from another copy, or convert again"
 _NO_METADATA = "must be the metadata of a torch distributed checkpoint"
 _OPEN_FILES = 8
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -110,7 +110,7 @@ class DistCheckpoint:
         self._layouts: dict[int, list[tuple[bytes, _Record]]] = {}
         self._sizes: dict[str, int] = {}
         metadata = load_metadata(directory / METADATA)
-        with reading(CheckpointError, str(directory / METADATA), _NO_METADATA, _AGAIN):
+        with reading(CheckpointError, str(directory / METADATA), _NO_METADATA, _HINT):
             self._read(metadata)
             self._check_files()
 
@@ -130,7 +130,7 @@ class DistCheckpoint:
         info = storage.get((key, _shape(chunk.offsets)))
         if info is None:
             raise CheckpointError(
-                f"{self.directory / METADATA}: {key}", _shape(chunk.offsets), "a chunk has no place on disk", _AGAIN
+                f"{self.directory / METADATA}: {key}", _shape(chunk.offsets), "a chunk has no place on disk", _HINT
             )
         return Chunk(_shape(chunk.offsets), _shape(chunk.sizes), info.relative_path, info.offset, info.length)
 
@@ -140,7 +140,7 @@ class DistCheckpoint:
             if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise CheckpointError(
                     f"{self.directory / METADATA}: {key}", [chunk.sizes for chunk in tensor.chunks][:4],
-                    f"the chunks must fill the shape {tensor.shape}", _AGAIN,
+                    f"the chunks must fill the shape {tensor.shape}", _HINT,
                 )  # fmt: skip
             for chunk in tensor.chunks:
                 path = self.directory / chunk.file
@@ -152,7 +152,7 @@ class DistCheckpoint:
                 if size < chunk.start + chunk.length:
                     raise CheckpointError(
                         f"{path}: {key}", "missing" if size < 0 else f"{size} bytes",
-                        f"{METADATA}: the tensor ends at byte {chunk.start + chunk.length}", _AGAIN,
+                        f"{METADATA}: the tensor ends at byte {chunk.start + chunk.length}", _HINT,
                     )  # fmt: skip
 
     def view(self, key: str) -> DistView:
@@ -162,7 +162,7 @@ class DistCheckpoint:
             CheckpointError: the checkpoint has no such tensor.
         """
         if key not in self.tensors:
-            raise CheckpointError(f"{self.directory}: {key}", None, "the tensor is missing", _AGAIN)
+            raise CheckpointError(f"{self.directory}: {key}", None, "the tensor is missing", _HINT)
         return DistView(self, key, self.tensors[key])
 
     def read_chunk(self, key: str, chunk: Chunk) -> Tensor:
@@ -186,12 +186,12 @@ class DistCheckpoint:
         except (zipfile.BadZipFile, pickle.UnpicklingError, *MALFORMED) as error:
             raise CheckpointError(
                 f"{path}: {key}", f"{type(error).__name__}: {error}",
-                f"bytes {chunk.start} to {chunk.start + chunk.length} must be a tensor that torch.save wrote", _AGAIN,
+                f"bytes {chunk.start} to {chunk.start + chunk.length} must be a tensor that torch.save wrote", _HINT,
             ) from error  # fmt: skip
         if read != whole.nbytes or stored.size != chunk.sizes or not stored.fits:
             raise CheckpointError(
                 f"{path}: {key}", f"{stored.size} in {stored.nbytes} bytes",
-                f"{METADATA} promises {chunk.sizes} of {self.tensors[key].dtype}", _AGAIN,
+                f"{METADATA} promises {chunk.sizes} of {self.tensors[key].dtype}", _HINT,
             )  # fmt: skip
         return whole.as_strided(stored.size, stored.stride, stored.offset)
 
@@ -244,10 +244,10 @@ class DistView:
             return _narrow(self.checkpoint.read_chunk(self.key, chunk), within, size)
         shares = [(target, size) for _, (_, size, target) in touched]
         covered = sum(math.prod(size) for _, size in shares)
-        if covered != math.prod(sizes) or any(_meet(a, b) for i, a in enumerate(shares) for b in shares[:i]):
+        if covered != math.prod(sizes) or any(_intersect(a, b) for i, a in enumerate(shares) for b in shares[:i]):
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {self.key}", f"{len(touched)} chunks with {covered} elements",
-                f"the chunks must cover {sizes} at {offsets} exactly once", _AGAIN,
+                f"the chunks must cover {sizes} at {offsets} exactly once", _HINT,
             )  # fmt: skip
         assembled = torch.empty(sizes, dtype=torch_dtype(self.stored.dtype))
         for chunk, (within, size, target) in touched:
@@ -280,7 +280,7 @@ def _overlap(chunk: Chunk, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, 
     return tuple(within), tuple(size), tuple(target)
 
 
-def _meet(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> bool:
+def _intersect(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> bool:
     """Whether two (start, size) boxes share an element."""
     return all(x < y + n and y < x + m for x, m, y, n in zip(*a, *b, strict=True))
 
@@ -298,7 +298,7 @@ def _check_backend(directory: Path) -> None:
             str(path), None, "a Megatron checkpoint holds this file; it is written last", "name a complete checkpoint"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(str(path), str(error), "must be JSON with sharded_backend", _AGAIN) from error
+        raise CheckpointError(str(path), str(error), "must be JSON with sharded_backend", _HINT) from error
     if backend != "torch_dist":
         raise CheckpointError(
             str(path), backend, "mslime reads Megatron checkpoints of the torch_dist format",
@@ -357,7 +357,7 @@ def load_metadata(path: Path) -> Any:
             str(path), None, "the checkpoint has no metadata: it was not completed", "name a complete checkpoint"
         ) from error
     except (pickle.UnpicklingError, ImportError, *MALFORMED) as error:
-        raise CheckpointError(str(path), f"{type(error).__name__}: {error}", _NO_METADATA, _AGAIN) from error
+        raise CheckpointError(str(path), f"{type(error).__name__}: {error}", _NO_METADATA, _HINT) from error
     return metadata
 
 

@@ -41,7 +41,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 _READ_BYTES = 8 << 20
 _OVERLAPPED_BYTES = 1 << 20  # from this size on, summing in a thread during the write pays off
 _THREADS = 8
-WAY_OUT = (
+HINT = (
     "restore the file, delete the checkpoint, or set checkpoint.resume: older to continue from the newest undamaged one"
 )
 
@@ -157,7 +157,7 @@ def check_sizes(directory: Path, files: Mapping[str, FileSum]) -> None:
         if found != expected.size:
             raise CheckpointError(
                 str(path), "missing" if found is None else f"{found} bytes",
-                f"the manifest has {expected.size} bytes", WAY_OUT,
+                f"the manifest has {expected.size} bytes", HINT,
             )  # fmt: skip
 
 
@@ -181,12 +181,12 @@ def _damage(path: Path, expected: FileSum) -> CheckpointError | None:
     try:
         found = sum_file(path)
     except OSError as error:
-        return CheckpointError(str(path), error.strerror, "must be readable", WAY_OUT)
+        return CheckpointError(str(path), error.strerror, "must be readable", HINT)
     if found == expected:
         return None
     return CheckpointError(
         str(path), f"sha256 {str(found.sha256)[:16]}...",
-        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", WAY_OUT,
+        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", HINT,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ FORMAT = 2
 """1: sizes of files only. 2: checksums of files and of the manifest itself."""
 NAME = "manifest.json"
 _TYPES: dict[str, type] = {"layout": str, "world_size": int, "extra": dict, "files": dict, "complete": bool}
-_NEWER = f"resume with the version of mslime that wrote it; else {WAY_OUT}"
+_NEWER = f"resume with the version of mslime that wrote it; else {HINT}"
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
     content = _read(path)
     version: object = content.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(str(path), version, "must name its format: the file is damaged", WAY_OUT)
+        raise CheckpointError(str(path), version, "must name its format: the file is damaged", HINT)
     if version > FORMAT:
         raise CheckpointError(
             str(path), f"format {version}",
@@ -274,7 +274,7 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
             _NEWER,
         )  # fmt: skip
     if version > 1 and content.pop("sha256", None) != _digest(content):
-        raise CheckpointError(str(path), "another checksum", "must be as it was written: it is damaged", WAY_OUT)
+        raise CheckpointError(str(path), "another checksum", "must be as it was written: it is damaged", HINT)
     manifest = _parsed(path, content, version)
     if check_files:
         check_sizes(directory, manifest.files)
@@ -285,11 +285,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         parsed: object = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(str(path), "missing", "a complete checkpoint has a manifest", WAY_OUT) from None
+        raise CheckpointError(str(path), "missing", "a complete checkpoint has a manifest", HINT) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(str(path), str(error), "the manifest is JSON: it is damaged", WAY_OUT) from error
+        raise CheckpointError(str(path), str(error), "the manifest is JSON: it is damaged", HINT) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(str(path), type(parsed).__name__, "the manifest is a JSON object", WAY_OUT)
+        raise CheckpointError(str(path), type(parsed).__name__, "the manifest is a JSON object", HINT)
     return cast("dict[str, Any]", parsed)
 
 
@@ -304,9 +304,9 @@ def _parsed(path: Path, content: Mapping[str, Any], version: int) -> Manifest:
         )  # fmt: skip
     for key, kind in _TYPES.items():
         if not isinstance(content[key], kind) or (kind is int and isinstance(content[key], bool)):
-            raise CheckpointError(f"{path}: {key}", content[key], f"must be a {kind.__name__}", WAY_OUT)
+            raise CheckpointError(f"{path}: {key}", content[key], f"must be a {kind.__name__}", HINT)
     if content["complete"] is not True:
-        raise CheckpointError(f"{path}: complete", False, "the checkpoint is not marked as complete", WAY_OUT)
+        raise CheckpointError(f"{path}: complete", False, "the checkpoint is not marked as complete", HINT)
     files = {name: _file_sum(path, name, entry, version) for name, entry in content["files"].items()}
     return Manifest(
         content["layout"], content["world_size"], content["extra"], files, version,
@@ -328,7 +328,7 @@ def _file_sum(path: Path, name: str, entry: object, version: int) -> FileSum:
             f"{path}: files: {name!r}",
             str(cast(object, entry))[:80],
             "must be a file inside the checkpoint with its size and checksum",
-            WAY_OUT,
+            HINT,
         )
     return FileSum(cast(int, size), cast("str | None", digest))
 

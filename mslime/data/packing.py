@@ -153,24 +153,24 @@ def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[
     Needs at most 11/9 of the fewest bins, plus one. A two-level bitmap over free space finds the smallest sufficient
     space: 100,000 sequences take a fraction of a second.
     """
-    rooms = _Rooms(budget)
+    free = _Bins(budget)
     bins: list[list[int]] = []
     for need, run in itertools.groupby(order, key=tokens.__getitem__):
         equal = list(run)
         start = 0
         while start < len(equal):
-            room, chosen = rooms.take(need) or (budget, len(bins))
+            space, chosen = free.take(need) or (budget, len(bins))
             if chosen == len(bins):
                 bins.append([])
-            count = max(min(room // need, len(equal) - start), 1)  # the next sequence has the same fullest bin
+            count = max(min(space // need, len(equal) - start), 1)  # the next sequence has the same fullest bin
             bins[chosen] += equal[start : start + count]
             start += count
-            if room > need * count:
-                rooms.put(room - need * count, chosen)
+            if space > need * count:
+                free.put(space - need * count, chosen)
     return bins
 
 
-class _Rooms:
+class _Bins:
     """Bins indexed by free space."""
 
     BITS = 10
@@ -180,14 +180,14 @@ class _Rooms:
         self._words = [0] * ((budget >> self.BITS) + 1)
         self._used = 0  # bitmap of the non-zero words
 
-    def put(self, room: int, index: int) -> None:
+    def put(self, space: int, index: int) -> None:
         """Add a bin."""
-        if room in self._bins:
-            self._bins[room].append(index)
+        if space in self._bins:
+            self._bins[space].append(index)
             return
-        self._bins[room] = [index]
-        word = room >> self.BITS
-        self._words[word] |= 1 << (room & ((1 << self.BITS) - 1))
+        self._bins[space] = [index]
+        word = space >> self.BITS
+        self._words[word] |= 1 << (space & ((1 << self.BITS) - 1))
         self._used |= 1 << word
 
     def take(self, need: int) -> tuple[int, int] | None:
@@ -200,15 +200,15 @@ class _Rooms:
                 return None
             word = _lowest_bit(above)
             bits = self._words[word]
-        room = (word << self.BITS) + _lowest_bit(bits)
-        held = self._bins[room]
-        index = held.pop()
-        if not held:
-            del self._bins[room]
+        space = (word << self.BITS) + _lowest_bit(bits)
+        indices = self._bins[space]
+        index = indices.pop()
+        if not indices:
+            del self._bins[space]
             self._words[word] ^= bits & -bits
             if not self._words[word]:
                 self._used ^= 1 << word
-        return room, index
+        return space, index
 
 
 def _lowest_bit(bits: int) -> int:
@@ -225,20 +225,20 @@ def _balance(
     cheapest = [(0.0, b) for b in range(count)]
     waiting: list[tuple[int, int, float]] = []  # (-room, bin, cost)
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [budget] * count
+    space = [budget] * count
     for index in order:
         need = tokens[index]
         while waiting and -waiting[0][0] >= need:
             _, b, load = heapq.heappop(waiting)
             heapq.heappush(cheapest, (load, b))
-        while cheapest and room[cheapest[0][1]] < need and bins[cheapest[0][1]]:
+        while cheapest and space[cheapest[0][1]] < need and bins[cheapest[0][1]]:
             load, b = heapq.heappop(cheapest)
-            heapq.heappush(waiting, (-room[b], b, load))
+            heapq.heappush(waiting, (-space[b], b, load))
         if not cheapest:
             return None
         load, b = cheapest[0]
         bins[b].append(index)
-        room[b] -= need
+        space[b] -= need
         heapq.heapreplace(cheapest, (load + costs[index], b))
     return bins
 

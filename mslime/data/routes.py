@@ -50,10 +50,10 @@ class Routes:
         experts: NDArray[np.unsignedinteger] | tuple[NDArray[np.unsignedinteger], ...],
         mask: NDArray[np.bool_],
         layer_ids: tuple[int, ...],
-        _room: _RoutesBuffer | None = None,
+        _buffer: _RoutesBuffer | None = None,
     ) -> None:
         self.pieces: tuple[NDArray[np.unsignedinteger], ...] = experts if isinstance(experts, tuple) else (experts,)
-        self.mask, self.layer_ids, self._room = mask, layer_ids, _room
+        self.mask, self.layer_ids, self._buffer = mask, layer_ids, _buffer
         shapes = [piece.shape for piece in self.pieces]
         assert all(len(shape) == 3 for shape in shapes), f"routes must be [rows, layers, top-k], got {shapes}"
         assert mask.shape == (sum(shape[0] for shape in shapes),), (mask.shape, shapes)
@@ -72,7 +72,7 @@ class Routes:
         whole, *others = self.pieces
         if others:
             whole = np.concatenate(self.pieces)
-            self.pieces, self._room = (whole,), None
+            self.pieces, self._buffer = (whole,), None
         return whole
 
     @classmethod
@@ -106,13 +106,13 @@ class Routes:
             kept = np.ascontiguousarray(experts.astype(old.dtype, copy=False))
             return Routes(kept, np.ones(len(kept), np.bool_) if mask is None else mask, self.layer_ids)
         start, end = len(self), len(self) + len(experts)
-        room, before = self._room, self.pieces[:-1]
-        if room is None or room.used != start or end > len(room.mask):
-            room, before = self._further(end), self.pieces
-        room.experts[start - room.start : end - room.start] = experts
-        room.mask[start:end] = True if mask is None else mask
-        room.used = end
-        return Routes((*before, room.experts[: end - room.start]), room.mask[:end], self.layer_ids, room)
+        buffer, before = self._buffer, self.pieces[:-1]
+        if buffer is None or buffer.used != start or end > len(buffer.mask):
+            buffer, before = self._further(end), self.pieces
+        buffer.experts[start - buffer.start : end - buffer.start] = experts
+        buffer.mask[start:end] = True if mask is None else mask
+        buffer.used = end
+        return Routes((*before, buffer.experts[: end - buffer.start]), buffer.mask[:end], self.layer_ids, buffer)
 
     def _further(self, rows: int) -> _RoutesBuffer:
         """Buffer for up to `rows` rows and half as many again, behind the rows here, which stay in place. Untouched
@@ -120,9 +120,9 @@ class Routes:
         """
         start, size = len(self), rows + rows // 2
         shape = (size - start, *self.pieces[0].shape[1:])
-        room = _RoutesBuffer(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
-        room.mask[:start] = self.mask
-        return room
+        buffer = _RoutesBuffer(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
+        buffer.mask[:start] = self.mask
+        return buffer
 
     def every(self, step: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.bool_]]:
         """(experts, mask) of the rows 0, step, 2 step and so on."""
@@ -166,11 +166,11 @@ class Supports:
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    _room: _SupportsBuffer | None = field(default=None, repr=False, compare=False)
+    _buffer: _SupportsBuffer | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.offsets.ndim == 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
-        if self._room is None:  # with a buffer they are already checked
+        if self._buffer is None:  # with a buffer they are already checked
             assert (np.diff(self.offsets) >= 0).all(), "support offsets must not decrease"
 
     def __reduce__(self) -> tuple[type[Supports], tuple[Any, ...]]:
@@ -213,15 +213,15 @@ class Supports:
     def append(self, new: Supports) -> Supports:
         """These supports followed by those of new positions."""
         rows, ids = len(self) + len(new), len(self.ids) + len(new.ids)
-        room = self._room
-        if room is None or room.used != len(self) or rows >= len(room.offsets) or ids > len(room.ids):
+        buffer = self._buffer
+        if buffer is None or buffer.used != len(self) or rows >= len(buffer.offsets) or ids > len(buffer.ids):
             # Half as many again: untouched memory is not allocated by the system.
-            room = _SupportsBuffer(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
-            room.ids[: len(self.ids)], room.offsets[: len(self) + 1] = self.ids, self.offsets
-        room.ids[len(self.ids) : ids] = new.ids
-        room.offsets[len(self) + 1 : rows + 1] = new.offsets[1:] + len(self.ids)
-        room.used = rows
-        return Supports(room.ids[:ids], room.offsets[: rows + 1], room)
+            buffer = _SupportsBuffer(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
+            buffer.ids[: len(self.ids)], buffer.offsets[: len(self) + 1] = self.ids, self.offsets
+        buffer.ids[len(self.ids) : ids] = new.ids
+        buffer.offsets[len(self) + 1 : rows + 1] = new.offsets[1:] + len(self.ids)
+        buffer.used = rows
+        return Supports(buffer.ids[:ids], buffer.offsets[: rows + 1], buffer)
 
     def take(self, positions: NDArray[np.integer]) -> Supports:
         """One row for each of `positions` [n]; an empty one where the position is negative."""

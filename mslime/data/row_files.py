@@ -102,12 +102,12 @@ def _gzipped(path: Path) -> ListedRows:
 
 def _listed(path: Path, content: bytes) -> ListedRows:
     """Rows of a `.json` file, which must be a list of objects. json.loads accepts a byte-order mark only in bytes."""
-    way_out = "write a list of objects, or one object a line into a .jsonl file"
-    with reading(DataError, str(path), "is not valid JSON", way_out):
+    hint = "write a list of objects, or one object a line into a .jsonl file"
+    with reading(DataError, str(path), "is not valid JSON", hint):
         found: object = json.loads(content)
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in cast("list[object]", found)):
         kind = type(cast("object", found)).__name__
-        raise DataError(str(path), kind, "a .json file holds a list of objects", way_out)
+        raise DataError(str(path), kind, "a .json file holds a list of objects", hint)
     return ListedRows(path, list(enumerate(cast("list[dict[str, Any]]", found))), "row ")
 
 
@@ -195,8 +195,8 @@ def _directory(path: Path, keys: Sequence[str]) -> RowFile:
     if arrow:
         return _saved_dataset(path, arrow, keys)
     splits = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
-    way_out = f"name one of its directories: {', '.join(splits)}" if splits else "give a file"
-    raise DataError("data.prompts", str(path), "is a directory without parquet or arrow files in it", way_out)
+    hint = f"name one of its directories: {', '.join(splits)}" if splits else "give a file"
+    raise DataError("data.prompts", str(path), "is a directory without parquet or arrow files in it", hint)
 
 
 def missing_key(where: str, key: str, present: Sequence[str]) -> DataError:

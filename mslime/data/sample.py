@@ -118,7 +118,7 @@ class Sample:
     response: str = ""
     aborts: int = 0
     error: str = ""
-    _room: _SampleBuffer | None = field(default=None, repr=False, compare=False)
+    _buffer: _SampleBuffer | None = field(default=None, repr=False, compare=False)
     _counted: tuple[list[Segment], int, int] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,12 +233,16 @@ class Sample:
             self.supports = (Supports.empty(old) if self.supports is None else self.supports).append(supports)
         elif self.supports is not None:
             self.supports = self.supports.append(Supports.empty(n))
-        room = self._grow(old + n)
-        room.tokens[old : old + n] = tokens
-        room.loss_mask[old : old + n] = sampled
-        room.log_probs[old : old + n] = 0.0 if log_probs is None else log_probs
-        end = room.used = old + n
-        self.tokens, self.loss_mask, self.log_probs = room.tokens[:end], room.loss_mask[:end], room.log_probs[:end]
+        buffer = self._grow(old + n)
+        buffer.tokens[old : old + n] = tokens
+        buffer.loss_mask[old : old + n] = sampled
+        buffer.log_probs[old : old + n] = 0.0 if log_probs is None else log_probs
+        end = buffer.used = old + n
+        self.tokens, self.loss_mask, self.log_probs = (
+            buffer.tokens[:end],
+            buffer.loss_mask[:end],
+            buffer.log_probs[:end],
+        )
         spans = versions if sampled else ([(None, 0, n)] if n else [])
         for version, start, end in spans:
             self._add_segment(Segment(old + start, old + end, version, engine, sampled))
@@ -247,15 +251,19 @@ class Sample:
         """Columns with capacity for `length` tokens that begin with this sample's. A sample that has grown before gets
         spare capacity; most responses arrive whole.
         """
-        room = self._room
-        if room is None or length > len(room.tokens) or not room.holds(self):
+        buffer = self._buffer
+        if buffer is None or length > len(buffer.tokens) or not buffer.holds(self):
             size = length if len(self) == self.prompt_length else length + length // 2
-            self._room = room = _SampleBuffer(
+            self._buffer = buffer = _SampleBuffer(
                 np.empty(size, np.int32), np.empty(size, np.bool_), np.empty(size, np.float32)
             )
             old = len(self)
-            room.tokens[:old], room.loss_mask[:old], room.log_probs[:old] = self.tokens, self.loss_mask, self.log_probs
-        return room
+            buffer.tokens[:old], buffer.loss_mask[:old], buffer.log_probs[:old] = (
+                self.tokens,
+                self.loss_mask,
+                self.log_probs,
+            )
+        return buffer
 
     def _add_segment(self, segment: Segment) -> None:
         """Append a segment, or extend the last one if the source is the same."""
@@ -436,7 +444,7 @@ class Group:
         """Index of a further sample of rollout `number`."""
         return max((s.index for s in self.parts(number)), default=number - self.size) + self.size
 
-    def begin_again(self, number: int) -> int:
+    def restart_rollout(self, number: int) -> int:
         """Discard the tokens that rollout `number` generated; one sample with the prompt remains.
 
         Returns:

@@ -87,7 +87,7 @@ class SampleLog:
         self._watched: dict[int, dict[int, Sample]] = {}
         self._thread = ThreadPoolExecutor(1, "samples")
         self._waiting: list[Future[None]] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._notes: list[str] = []
 
     def write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
@@ -176,9 +176,9 @@ class SampleLog:
                     yield self._line(step, part, entries[index], [])
 
     def _line(self, step: int, part: Logged, entry: LoggedSample, kinds: Sequence[str]) -> bytes:
-        told = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
+        row_fields = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
         routes = routes_row(entry.sample, self._route_layers) if kinds else None
-        row = {"step": step, "kinds": kinds, **told, **({"routes": routes} if routes else {})}
+        row = {"step": step, "kinds": kinds, **row_fields, **({"routes": routes} if routes else {})}
         try:
             return orjson.dumps(row, default=str, option=_OPTIONS) + b"\n"
         except Exception as error:  # a user's values: numbers beyond 64 bits, keys that are objects, str() that raises
@@ -187,8 +187,8 @@ class SampleLog:
             return orjson.dumps(row | plain, default=str, option=_OPTIONS) + b"\n"
 
     def _note(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             self._notes.append(text)
 
 

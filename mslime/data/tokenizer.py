@@ -152,19 +152,19 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     directory = Path(path)
     if not directory.is_dir():
         raise DataError("model.tokenizer_path", str(directory), "is not a directory", "give a checkpoint directory")
-    way_out = "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path"
+    hint = "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path"
     if not any((directory / name).is_file() for name in _FILES) and not any(directory.glob("*.tiktoken")):
         rule = f"holds no tokenizer files (none of {', '.join(_FILES)})"
-        raise DataError("model.tokenizer_path", str(directory), rule, way_out)
+        raise DataError("model.tokenizer_path", str(directory), rule, hint)
     from transformers import AutoTokenizer
 
     try:
         inner = cast("Any", AutoTokenizer).from_pretrained(str(directory), local_files_only=True)
         return HFTokenizer(inner)
     except Exception as error:  # readers raise anything for a damaged file, plain Exceptions included
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        rule = f"holds no tokenizer that transformers can read ({told})"
-        raise DataError("model.tokenizer_path", str(directory), rule, way_out) from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        rule = f"holds no tokenizer that transformers can read ({message})"
+        raise DataError("model.tokenizer_path", str(directory), rule, hint) from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:

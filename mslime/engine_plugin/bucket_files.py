@@ -72,15 +72,15 @@ class RdmaReader:
     def reach(self, request: ReadMemory) -> Answer:
         """Check whether a sender's memory can be read, and has these bytes."""
         try:
-            said = bytes.fromhex(request.expected)
-            memory, into = RemoteMemory.of_path(request.memory), torch.zeros(len(said), dtype=torch.uint8)
+            message = bytes.fromhex(request.expected)
+            memory, into = RemoteMemory.of_path(request.memory), torch.zeros(len(message), dtype=torch.uint8)
             end = self._end(memory)
-            end.register(into.data_ptr(), len(said))
+            end.register(into.data_ptr(), len(message))
             try:
-                end.read(memory, 0, into.data_ptr(), len(said))
+                end.read(memory, 0, into.data_ptr(), len(message))
             finally:
                 end.unregister(into.data_ptr())
-            if bytes(into.tolist()) != said:
+            if bytes(into.tolist()) != message:
                 raise ValueError(f"something else lies in the memory of {memory.session}")
         except (ImportError, OSError, ValueError) as error:
             return Answer(f"{_here()} cannot read the sender's memory: {error}")
@@ -104,9 +104,9 @@ class RdmaReader:
         except Exception as error:
             if near.count == 1:
                 raise
-            near.heard(f"{type(error).__name__}: {error}", None)
+            near.gather_or_raise(f"{type(error).__name__}: {error}", None)
         else:
-            near.heard("", None)
+            near.gather_or_raise("", None)
         for source, part in enumerate(parts):
             near.pass_on(part, source)
 
@@ -297,7 +297,7 @@ def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, grou
             received = take(FILES, load, bucket, model, all_ranks())
     except Exception as error:  # the other ranks wait for this report
         failed = f"{REFUSED + ': ' if is_refusal(load, error) else ''}{type(error).__name__}: {error}"
-    all_ranks().heard(failed, None)
+    all_ranks().gather_or_raise(failed, None)
     assert received is not None
     return received
 
@@ -316,7 +316,9 @@ def take(
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)
-    return Received(bucket, partial(delta.hold, bucket, model, load.path.parent) if load.kind == "base" else None)
+    return Received(
+        bucket, partial(delta.record_loaded, bucket, model, load.path.parent) if load.kind == "base" else None
+    )
 
 
 # Buckets from the trainer rank on the same GPU, by checkpoint-engine's handles.
@@ -364,7 +366,7 @@ def take_ipc(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
         worker.update_weights_from_ipc(request.addresses)
     except Exception as error:  # the other ranks wait for this report
         failed = f"{type(error).__name__}: {error}"
-    all_ranks().heard(failed, None)
+    all_ranks().gather_or_raise(failed, None)
     return Loaded(how)
 
 
@@ -381,16 +383,16 @@ def _worker(runner: Any, addresses: Mapping[str, str]) -> Any:
             failed = f"{UNABLE}: none of {len(addresses)} trainer ranks is on {gpu}"
     except Exception as error:  # the other ranks wait for this report
         failed = f"{UNABLE}: {type(error).__name__}: {error}"
-    all_ranks().heard(failed, None)
+    all_ranks().gather_or_raise(failed, None)
     return worker
 
 
-def load_bucket(updater: Any, name: str, handed: torch.Tensor) -> str:
+def load_bucket(updater: Any, name: str, handle: torch.Tensor) -> str:
     """Load one bucket; returns a message on how it was loaded.
 
     Args:
         name: its `wire.IpcBucket`.
-        handed: [bytes] uint8, in the memory of its sender.
+        handle: [bytes] uint8, in the memory of its sender.
 
     Raises:
         RuntimeError: the model could not load it.
@@ -398,8 +400,8 @@ def load_bucket(updater: Any, name: str, handed: torch.Tensor) -> str:
     described = decode(name)
     assert isinstance(described, IpcBucket)
     bucket = buckets_of(updater).of(described.names, described.dtypes, described.shapes)
-    bucket.flat.copy_(handed)
-    loaded, said = updater.load_weights_from_distributed(Received(bucket))
+    bucket.flat.copy_(handle)
+    loaded, message = updater.load_weights_from_distributed(Received(bucket))
     if not loaded:
-        raise RuntimeError(said)
-    return said
+        raise RuntimeError(message)
+    return message

@@ -29,7 +29,7 @@ def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, s
             if copies is None or not copies.fit(model):
                 sums[CANNOT] = f"copies are not recorded: {copies.why_not if copies else ''}".rstrip(": ")
                 continue
-            buckets.buffer.make_room(bucket.flat.numel())
+            buckets.buffer.reserve(bucket.flat.numel())
             sums |= of_bucket(bucket, copies)
     return sums
 

@@ -200,7 +200,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Held:
+class LoadedVersion:
     """The version of a bucket that a model has loaded.
 
     Attributes:
@@ -220,13 +220,13 @@ class RecordedBucket:
         flat: [bytes] uint8, the head of the buffer that all buckets share.
         named: its tensors, views of it.
         copies: by the model's `id`, after the first load.
-        held: the version that the model holds, if changes may follow.
+        loaded_version: the version that the model holds, if changes may follow.
     """
 
     flat: torch.Tensor
     named: Named
     copies: dict[int, Copies] = field(default_factory=dict[int, Copies])
-    held: Held | None = None
+    loaded_version: LoadedVersion | None = None
 
 
 class Buffer:
@@ -238,10 +238,10 @@ class Buffer:
 
     def head(self, size: int) -> torch.Tensor:
         """[size] uint8: its first bytes, allocated until the release."""
-        self.make_room(size)
+        self.reserve(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage, 0, (size,), (1,))
 
-    def make_room(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Allocate this many bytes. Views follow if the memory is enlarged."""
         if self.bytes < size:
             self._storage.resize_(size)
@@ -274,7 +274,7 @@ class Buckets:
         if key not in self._known:
             self._known[key] = self._new(names, dtypes, shapes)
         bucket = self._known[key]
-        self.buffer.make_room(bucket.flat.numel())
+        self.buffer.reserve(bucket.flat.numel())
         return bucket
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 from mslime.config.base import CHANGES, version_name
 from mslime.config.keys import BucketVersion
-from mslime.engine_plugin.copy_plan import Copies, Held, Received, RecordedBucket
+from mslime.engine_plugin.copy_plan import Copies, LoadedVersion, Received, RecordedBucket
 from mslime.tensor_sums import word_sum
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -58,7 +58,7 @@ def receive(
     place = Path(name) / version_name(version.number)
     if version.base is None:
         dist.broadcast(bucket.flat, group=group, group_src=0)
-        return Received(bucket, partial(hold, bucket, model, place))
+        return Received(bucket, partial(record_loaded, bucket, model, place))
     dtype = _flat_as_one(bucket).dtype
     packed = bucket.flat.new_empty(version.changed * (4 + dtype.itemsize))
     if version.changed:  # all ranks take part, even those that will reject it
@@ -80,18 +80,20 @@ def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.
     Raises:
         ValueError: the changes do not fit the model's version.
     """
-    copies, held = bucket.copies.get(id(model)), bucket.held
+    copies, loaded_version = bucket.copies.get(id(model)), bucket.loaded_version
     if copies is None or not copies.fit(model):
         raise ValueError(f"copies are not recorded: {copies.why_not if copies else ''}".rstrip(": "))
     base = version.with_name(version_name(changes.version))
-    if held is None or held.version != base:
-        raise ValueError(f"they belong to {base.name}, and this engine holds {held and held.version}")
-    if take_back(bucket, copies) != held.total:
+    if loaded_version is None or loaded_version.version != base:
+        raise ValueError(
+            f"they belong to {base.name}, and this engine holds {loaded_version and loaded_version.version}"
+        )
+    if take_back(bucket, copies) != loaded_version.total:
         raise ValueError(f"this engine's parameters are not those of {base.name} any more")
     put(changes, bucket)
     if copies.are_all_of(bucket.flat) and word_sum(bucket.flat) != changes.total:
         raise ValueError("the bucket with the changes in it is not what was to be sent")
-    return Received(bucket, partial(hold, bucket, model, version, changes.total))
+    return Received(bucket, partial(record_loaded, bucket, model, version, changes.total))
 
 
 def read_delta(path: Path) -> Delta:
@@ -125,21 +127,21 @@ def _flat_as_one(bucket: RecordedBucket) -> torch.Tensor:
     return bucket.flat.view(dtypes.pop()) if len(dtypes) == 1 else bucket.flat
 
 
-def hold(bucket: RecordedBucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
+def record_loaded(bucket: RecordedBucket, model: torch.nn.Module, version: Path, total: int | None = None) -> None:
     """Record that a model has loaded all of a bucket, so changes of it may follow.
 
     Args:
-        version: as in `Held`.
+        version: as in `LoadedVersion`.
         total: word sum of the whole bucket; None: unknown.
     """
-    copies, bucket.held = bucket.copies.get(id(model)), None
+    copies, bucket.loaded_version = bucket.copies.get(id(model)), None
     if copies is None or not copies.fit(model):
         return
     keeps_bits = all(into.dtype == out_of.dtype for into, out_of in zip(copies.into, copies.out_of, strict=True))
     if keeps_bits and copies.are_all_of(bucket.flat):  # the bucket equals its restored contents
-        bucket.held = Held(version, word_sum(bucket.flat) if total is None else total)
+        bucket.loaded_version = LoadedVersion(version, word_sum(bucket.flat) if total is None else total)
     else:
-        bucket.held = Held(version, take_back(bucket, copies))
+        bucket.loaded_version = LoadedVersion(version, take_back(bucket, copies))
 
 
 def take_back(bucket: RecordedBucket, copies: Copies) -> int:

@@ -135,15 +135,15 @@ def _runner(manager: Any) -> Any:
     return manager.tp_worker.model_runner
 
 
-def _held(sums: Callable[[], dict[str, str]]) -> wire.Sums:
+def _checksums(sums: Callable[[], dict[str, str]]) -> wire.Sums:
     try:
         own = sums()
     except Exception as error:  # the other ranks wait for this rank's
         own = {wire.CANNOT: f"{type(error).__name__}: {error}"}
-    return wire.Sums(tuple(all_ranks().gathered(own)))
+    return wire.Sums(tuple(all_ranks().gather(own)))
 
 
-def _held_weights(manager: Any) -> dict[str, str]:
+def _weight_checksums(manager: Any) -> dict[str, str]:
     if not RECORDS:
         return {wire.CANNOT: "copies are not recorded: weights.loader is model"}
     every = [buckets for _, buckets in copy_plan.BUCKETS.values()]
@@ -160,8 +160,8 @@ HANDLERS: Mapping[type[wire.Record], Handler] = {
         _runner(manager).weight_updater, _runner(manager), request
     ),
     wire.JoinRelayGroup: lambda manager, request: relay.join(_runner(manager).weight_updater, request),
-    wire.HeldWeights: lambda manager, request: _held(lambda: _held_weights(manager)),
-    wire.HeldAdapter: lambda manager, request: _held(
+    wire.WeightChecksums: lambda manager, request: _checksums(lambda: _weight_checksums(manager)),
+    wire.AdapterChecksums: lambda manager, request: _checksums(
         lambda: checksums.adapter_sums(_runner(manager).lora_manager, request.name)
     ),
     wire.ReleasedMemory: lambda manager, request: memory_release.released(manager),

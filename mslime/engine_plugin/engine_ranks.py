@@ -42,7 +42,7 @@ class EngineRankGroup:
         Args:
             failed: this rank's error, or empty.
         """
-        return next(filter(None, self.gathered(self._named(failed))), "")
+        return next(filter(None, self.gather(self._named(failed))), "")
 
     def _named(self, failed: str) -> str:
         """The error with the rank's index, if there are several ranks."""
@@ -50,7 +50,7 @@ class EngineRankGroup:
             return failed
         return f"rank {self.first + self.rank}: {failed}"
 
-    def heard(self, failed: str, said: T) -> list[T]:
+    def gather_or_raise(self, failed: str, value: T) -> list[T]:
         """Each rank's value, by rank.
 
         Args:
@@ -59,17 +59,17 @@ class EngineRankGroup:
         Raises:
             RuntimeError: on all of them, with the error of the first failed rank.
         """
-        everyone = self.gathered((self._named(failed), said))
+        everyone = self.gather((self._named(failed), value))
         if broken := next(filter(None, (failure for failure, _ in everyone)), ""):
             raise RuntimeError(broken)
         return [each for _, each in everyone]
 
-    def gathered(self, said: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Each rank's value, by rank."""
-        heard = [said] * self.count
+        gather_or_raise = [value] * self.count
         if self.words is not None:
-            dist.all_gather_object(heard, said, group=self.words)  # pyright: ignore[reportUnknownMemberType]
-        return heard
+            dist.all_gather_object(gather_or_raise, value, group=self.words)  # pyright: ignore[reportUnknownMemberType]
+        return gather_or_raise
 
 
 @dataclass(frozen=True)

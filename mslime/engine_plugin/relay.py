@@ -91,14 +91,16 @@ class RelayGroups:
 
     Args:
         arriving: for each arrival, in the plan's order, the groups of the senders of its equal parts, and its slot.
-        room: [bytes] uint8, buffer for all arrivals in flight.
+        memory: [bytes] uint8, buffer for all arrivals in flight.
 
     Attributes:
         failed: why nothing more arrives; empty without an error.
     """
 
-    def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], ArrivalSlot]], room: torch.Tensor) -> None:
-        self._room, self._coming, self._taken = room, deque(arriving), 0
+    def __init__(
+        self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], ArrivalSlot]], memory: torch.Tensor
+    ) -> None:
+        self._buffer, self._coming, self._taken = memory, deque(arriving), 0
         self._on_the_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
         self.failed = ""
         self._ask()
@@ -122,8 +124,8 @@ class RelayGroups:
     def _ask(self) -> None:
         while self._coming and self._coming[0][1].taken <= self._taken:
             groups, place = self._coming.popleft()
-            room = self._room[place.start : place.start + place.size]
-            parts = room.view(len(groups), -1)
+            memory = self._buffer[place.start : place.start + place.size]
+            parts = memory.view(len(groups), -1)
             try:
                 works = [
                     dist.broadcast(part, group=group, group_src=0, async_op=True)
@@ -132,7 +134,7 @@ class RelayGroups:
             except RuntimeError as error:
                 self.failed = f"{NOT_ARRIVED}: {error}"
                 return
-            self._on_the_way.append(([work for work in works if work is not None], room))
+            self._on_the_way.append(([work for work in works if work is not None], memory))
 
 
 _RELAYS: dict[int, Relay] = {}
@@ -186,7 +188,7 @@ class Relay:
         self._plans: dict[str, list[Sent]] = {}
         self._done: tuple[str, Loaded, str] = ("", Loaded(""), "")
         self._lanes: RelayGroups | None = None
-        self._room, self._given = Buffer(device), Buffer(device)
+        self._buffer, self._given = Buffer(device), Buffer(device)
         self._in_place = False  # all buckets are loaded from where they arrive
         self._known: list[Copies | None] = []
         self._shares: list[list[RankSlice | None]] = []
@@ -194,7 +196,7 @@ class Relay:
         self._routed = ""  # name of the slices that the route is for
         self._cuts: HostSlices | None = None  # from the ranks' current slices
         # slices last sent to senders, and this rank's copies then
-        self._told: tuple[HostSlices, list[Copies | None]] | None = None
+        self._reported: tuple[HostSlices, list[Copies | None]] | None = None
 
     def obey(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
@@ -222,8 +224,12 @@ class Relay:
             except RuntimeError as error:
                 failed = str(error)
             failed = place.whole.first_failure(failed)
-            if not failed and self._cuts is not None and (not self._told or self._told[0].name != self._cuts.name):
-                loaded, self._told = Loaded(loaded.how, self._cuts), (self._cuts, self._known)
+            if (
+                not failed
+                and self._cuts is not None
+                and (not self._reported or self._reported[0].name != self._cuts.name)
+            ):
+                loaded, self._reported = Loaded(loaded.how, self._cuts), (self._cuts, self._known)
             self._done = order.sync, loaded, failed
         _, loaded, failed = self._done
         if failed:
@@ -246,13 +252,13 @@ class Relay:
             copies = list(self._copies([sent.bucket for sent in plan]))
             self._in_place = place.near.count == 1 and all(known is not None for known in copies)
             if not self._in_place:
-                self._buckets.buffer.make_room(_largest(plan))
+                self._buckets.buffer.reserve(_largest(plan))
             if order.cuts:  # this rank's slice must still be the one that senders use
-                if self._told is None or self._told[0].name != order.cuts:
-                    raise RuntimeError("this engine has not told what its machines keep")
-                pairs = zip(self._told[0].buckets, copies, self._told[1], strict=True)
+                if self._reported is None or self._reported[0].name != order.cuts:
+                    raise RuntimeError("this engine has not reported the slices of its machines")
+                pairs = zip(self._reported[0].buckets, copies, self._reported[1], strict=True)
                 if any(cut is not None and now is not then for cut, now, then in pairs):
-                    moved = "the model's parameters were moved since this engine told what its machines keep"
+                    moved = "the model's parameters were moved since this engine reported the slices of its machines"
                     raise RuntimeError(moved)
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
@@ -260,12 +266,12 @@ class Relay:
                 news = [None if known is None else rank_slice_of(sent.bucket, known) for sent, known in pairs]
         except Exception as error:  # the other ranks wait for this one
             failed = f"{type(error).__name__}: {error}"
-        told = place.whole.heard(failed, news)
+        news_of_all = place.whole.gather_or_raise(failed, news)
         assert copies is not None
-        if any(each is not None for each in told):
-            old = self._shares or [[]] * len(told)
+        if any(each is not None for each in news_of_all):
+            old = self._shares or [[]] * len(news_of_all)
             self._known, self._route = copies, None
-            self._shares = [before if each is None else each for each, before in zip(told, old, strict=True)]
+            self._shares = [before if each is None else each for each, before in zip(news_of_all, old, strict=True)]
             if place.machines > 1:
                 cuts = host_slices_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
@@ -276,15 +282,15 @@ class Relay:
     ) -> None:
         """Request the first buckets that this rank receives. Raises RuntimeError and LookupError."""
         if self._lanes is not None:  # lanes of a failed sync: pending receives may still write into their memory
-            self._room, self._route = Buffer(self._device), None
+            self._buffer, self._route = Buffer(self._device), None
         arriving = list[tuple[list[dist.ProcessGroup], ArrivalSlot]]()
         for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
             if at.size and sent.sender % place.near.count == place.near.rank:
                 lanes = [order.lanes[sender] for sender in sent.senders]
                 names = lanes if cut is None else [machine_lane(lane, place.machine) for lane in lanes]
                 arriving.append(([groups[name] for name in names], at))
-        room = max((at.start + at.size for _, at in arriving), default=0)
-        self._lanes = RelayGroups(arriving, self._room.head(room))
+        memory = max((at.start + at.size for _, at in arriving), default=0)
+        self._lanes = RelayGroups(arriving, self._buffer.head(memory))
 
     def _arriving(
         self, plan: Sequence[Sent], order: RelaySync, place: Ranks
@@ -292,8 +298,8 @@ class Relay:
         """Each bucket's slice for this host (None: all of it), and its slot on the receiving rank."""
         cuts: list[HostSlice | None] = [None] * len(plan)
         if order.cuts:
-            assert self._told is not None, "that was checked"
-            cuts = [cuts[place.machine] if cuts is not None else None for cuts in self._told[0].buckets]
+            assert self._reported is not None, "that was checked"
+            cuts = [cuts[place.machine] if cuts is not None else None for cuts in self._reported[0].buckets]
         sizes = [
             len(sent.bucket.flat) if cut is None else host_slice_bytes(cut, sent.bucket.named[0][1].itemsize)
             for sent, cut in zip(plan, cuts, strict=True)
@@ -314,17 +320,17 @@ class Relay:
         try:
             if self._route is None or self._routed != order.cuts:
                 cuts, ats = self._arriving(plan, order, place)
-                nothing = self._room.head(0)
+                nothing = self._buffer.head(0)
                 arrivals = list[Arrival]()
                 for sent, cut, at in zip(plan, cuts, ats, strict=True):
                     source = sent.sender % near.count
-                    room = self._room.head(at.start + at.size)[at.start :] if source == near.rank else nothing
-                    arrivals.append(Arrival(source, at.size, room, None if cut is None else PackedSlice(cut).within))
+                    memory = self._buffer.head(at.start + at.size)[at.start :] if source == near.rank else nothing
+                    arrivals.append(Arrival(source, at.size, memory, None if cut is None else PackedSlice(cut).within))
                 shares = self._shares[near.first : near.first + near.count]
                 buckets, taken = [sent.bucket for sent in plan], self._buckets.buffer
                 self._route = Route(buckets, arrivals, shares, self._known, near, self._given, taken)
                 self._routed = order.cuts
-            self._route.make_room()
+            self._route.reserve()
         except RuntimeError as error:
             return None, f"{type(error).__name__}: {error}"
         return self._route, ""
@@ -335,7 +341,7 @@ class Relay:
         if order.senders:
             spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
             buckets = [self._buckets.of(names[span], dtypes[span], shapes[span]) for span in spans]
-            self._route, self._cuts, self._told, self._known, self._shares = None, None, None, [], []
+            self._route, self._cuts, self._reported, self._known, self._shares = None, None, None, [], []
             self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
             raise RuntimeError("this engine does not know the plan of the buckets")
@@ -349,8 +355,8 @@ class Relay:
             without: the memory that this rank lacks: then nothing is passed on.
         """
         assert self._lanes is not None
-        lanes, said, failed, unheard = self._lanes, set[str](), "", 0
-        beside.heard(without or lanes.failed, None)
+        lanes, reports, failed, unchecked = self._lanes, set[str](), "", 0
+        beside.gather_or_raise(without or lanes.failed, None)
         assert route is not None
 
         def load(received: Received) -> None:
@@ -361,28 +367,28 @@ class Relay:
                 loaded, words = self._load(received)
             except Exception as error:  # the other ranks continue, and get the error at the end
                 loaded, words = False, f"{type(error).__name__}: {error}"
-            said.add(words)
+            reports.add(words)
             failed = "" if loaded else words
 
         for step in route.steps:
-            if unheard >= beside.count:
-                unheard = 0
-                beside.heard(lanes.failed, None)
-            unheard += len(step.buckets)
-            self._hand_on(step, plan, route, beside, load)
+            if unchecked >= beside.count:
+                unchecked = 0
+                beside.gather_or_raise(lanes.failed, None)
+            unchecked += len(step.buckets)
+            self._pass_on(step, plan, route, beside, load)
         if plan and plan[0].bucket.flat.is_cuda:  # an answer means that all work is done
             torch.cuda.current_stream().synchronize()
-        beside.heard(lanes.failed or failed, None)
+        beside.gather_or_raise(lanes.failed or failed, None)
         self._lanes = None
-        self._room.release()
+        self._buffer.release()
         self._given.release()
         by_shares = sum(len(step.buckets) for step in route.steps if step.shared)
         by_cuts = sum(arrival.within is not None for arrival in route.arrivals)
         parts = [f"of {by_cuts} of {len(plan)} buckets each machine's part"] if by_cuts else []
         parts += [f"of {by_shares} of {len(plan)} buckets each rank's share"] if by_shares else []
-        return min(said - {RECORDED}, default=", ".join([RECORDED, *parts]))
+        return min(reports - {RECORDED}, default=", ".join([RECORDED, *parts]))
 
-    def _hand_on(
+    def _pass_on(
         self,
         step: ExchangeStep,
         plan: Sequence[Sent],
@@ -426,7 +432,7 @@ def join(updater: Any, request: JoinRelayGroup) -> Answer:
         joined, message = updater.init_weights_update_group(
             group.host, group.port, own, group.world_size, group.name, group.backend
         )
-    place.whole.heard("" if joined else message, None)
+    place.whole.gather_or_raise("" if joined else message, None)
     return Answer()
 
 

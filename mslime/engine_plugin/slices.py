@@ -147,7 +147,7 @@ class Exchange:
         shares: for each rank, its slice of each of the step's buckets.
         copies: this rank's, of each of the step's buckets.
         beside: the ranks that exchange.
-        room: [bytes] uint8, memory in which this rank receives its own bucket of the step.
+        arrival: [bytes] uint8, memory in which this rank receives its own bucket of the step.
         within: maps a part of that bucket to its place in the received bytes.
         given, taken: memory for packed slices for other ranks, and for arriving ones.
 
@@ -158,7 +158,7 @@ class Exchange:
 
     def __init__(
         self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[Copies],
-        beside: EngineRankGroup, room: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
+        beside: EngineRankGroup, arrival: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
         taken: Buffer,
     ) -> None:  # fmt: skip
         self._beside = beside
@@ -170,28 +170,28 @@ class Exchange:
             self._give = [aligned(share.bytes) for share in mine]
         self.gives, self.takes = sum(self._give), sum(self._take)
         self._given, self._taken = given.head(self.gives), taken.head(self.takes)
-        self._from_room, self._packed = list[torch.Tensor](), list[torch.Tensor]()
+        self._from_arrival, self._packed = list[torch.Tensor](), list[torch.Tensor]()
         if beside.rank in sources:
             for share, start in zip(mine, accumulate(self._give, initial=0), strict=False):
-                self._note(RankSlice(share.itemsize, tuple(map(within, share.parts))), room, start)
+                self._note(RankSlice(share.itemsize, tuple(map(within, share.parts))), arrival, start)
         begins = list(accumulate(self._take, initial=0))
         self.arrived = [
             _views(self._taken, begins[source], each.out_of) for source, each in zip(sources, copies, strict=True)
         ]
 
-    def _note(self, share: RankSlice, room: torch.Tensor, start: int) -> None:
+    def _note(self, share: RankSlice, arrival: torch.Tensor, start: int) -> None:
         """Add the copies that pack a slice at a position of `given`."""
         bits = BITS[share.itemsize]
-        elements, packed = _typed(room, 0, bits), _typed(self._given, start, bits)
+        elements, packed = _typed(arrival, 0, bits), _typed(self._given, start, bits)
         ends = accumulate((part.numel for part in share.parts), initial=0)
         for part, begin in zip(share.parts, ends, strict=False):
-            self._from_room.append(_view(elements, part))
+            self._from_arrival.append(_view(elements, part))
             self._packed.append(packed[begin : begin + part.numel].view(part.shape))
 
     def pack(self) -> None:
         """Pack every rank's slice from the bucket that this rank has received."""
         if self._packed:
-            torch._foreach_copy_(self._packed, self._from_room)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(self._packed, self._from_arrival)  # pyright: ignore[reportPrivateImportUsage]
 
     def exchange(self) -> None:
         """Exchange the packed slices; collective."""
@@ -205,13 +205,13 @@ class Arrival:
     Attributes:
         source: the rank that receives it.
         size: bytes.
-        room: [bytes] uint8, memory in which it arrives on that rank; empty on the others.
+        arrival: [bytes] uint8, memory in which it arrives on that rank; empty on the others.
         within: maps a part of the bucket to its place in it; None if the whole bucket arrives.
     """
 
     source: int
     size: int
-    room: torch.Tensor
+    arrival: torch.Tensor
     within: Callable[[ElementView], ElementView] | None = None
 
 
@@ -256,7 +256,7 @@ class Route:
                     of_ranks,
                     known,
                     beside,
-                    own.room,
+                    own.arrival,
                     own.within or _as_it_is,
                     given,
                     taken,
@@ -267,13 +267,13 @@ class Route:
             for index in () if step.shared else step.buckets:
                 within, mine = arrivals[index].within or (_as_it_is if alone else None), copies[index]
                 if within is not None and mine is not None and sizes[index]:
-                    arrived = arrivals[index].room if alone else taken.head(sizes[index])
+                    arrived = arrivals[index].arrival if alone else taken.head(sizes[index])
                     self.packed[index] = _views_within(arrived, mine.out_of, within)
 
-    def make_room(self) -> None:
+    def reserve(self) -> None:
         """Allocate memory for all steps of a sync."""
-        self._given.make_room(max((each.gives for each in self.exchanges.values()), default=0))
-        self._taken.make_room(max((each.takes for each in self.exchanges.values()), default=0))
+        self._given.reserve(max((each.gives for each in self.exchanges.values()), default=0))
+        self._taken.reserve(max((each.takes for each in self.exchanges.values()), default=0))
 
 
 def _as_it_is(part: ElementView) -> ElementView:

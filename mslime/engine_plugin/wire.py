@@ -238,12 +238,12 @@ class LeaveGroup:
 
 
 @dataclass(frozen=True)
-class HeldWeights:
+class WeightChecksums:
     """Checksums of each rank for the tensors sent in this update. Reply: `Sums`."""
 
 
 @dataclass(frozen=True)
-class HeldAdapter:
+class AdapterChecksums:
     """Checksums of each rank for the tensors of the named adapter. Reply: `Sums`."""
 
     name: str
@@ -262,8 +262,8 @@ Request = (
     | CheckIpc
     | TakeIpc
     | JoinRelayGroup
-    | HeldWeights
-    | HeldAdapter
+    | WeightChecksums
+    | AdapterChecksums
     | ReleasedMemory
 )
 
@@ -412,8 +412,8 @@ HandleFields = tuple[bytes | int, ...]
 
 def write_handle(path: Path, number: int, fields: HandleFields) -> None:
     """Write one of several handles of the memory that `path` names. Raises OSError."""
-    said = [field.hex() if isinstance(field, bytes) else field for field in fields]
-    path.with_name(f"{path.name}.{number}").write_text(json.dumps(said))
+    value = [field.hex() if isinstance(field, bytes) else field for field in fields]
+    path.with_name(f"{path.name}.{number}").write_text(json.dumps(value))
 
 
 def take_handle(path: Path) -> HandleFields:
@@ -432,6 +432,6 @@ def take_handle(path: Path) -> HandleFields:
                 raise
             continue
         return tuple(
-            bytes.fromhex(said) if isinstance(said, str) else int(said) for said in json.loads(taken.read_text())
+            bytes.fromhex(value) if isinstance(value, str) else int(value) for value in json.loads(taken.read_text())
         )
     raise AssertionError("numbers do not end")

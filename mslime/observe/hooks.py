@@ -44,10 +44,10 @@ def call_step_hook(spec: str, record: StepRecord) -> dict[str, float]:
     Raises:
         ConfigError: the hook raised, or returned anything but metrics or None. It ends the run.
     """
-    step, told_of = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
+    step, seen = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
     with phase(_log, f"{SETTING} {spec} of {step}"), calling(spec, SETTING, step):
-        told: object = load_function(spec, SETTING)(told_of)
-    found = checked_metrics({} if told is None else told)
+        returned: object = load_function(spec, SETTING)(seen)
+    found = checked_metrics({} if returned is None else returned)
     if isinstance(found, str):
         raise ConfigError(SETTING, spec, f"{found} ({step})", "return a mapping of names and numbers, or None")
     named = {f"user/{name}": number for name, number in found.items()}

@@ -142,7 +142,7 @@ def read_trainer_lines(path: Path) -> Iterator[TrainerLine]:
 def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            where, way_out = f"{path}:{number}", "remove the file: it is of an older version, or damaged"
-            with reading(UserError, where, wrong, way_out):
+            where, hint = f"{path}:{number}", "remove the file: it is of an older version, or damaged"
+            with reading(UserError, where, wrong, hint):
                 row = kind.validate_json(line)
             yield row

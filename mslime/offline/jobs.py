@@ -155,18 +155,18 @@ class _Counter:
     """Adds up bytes and sends them to the parent a few times a second."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._pending, self._told = pipe, 0, time.monotonic()
+        self._pipe, self._pending, self._sent_at = pipe, 0, time.monotonic()
 
     def advance(self, nbytes: int) -> None:
         """Add `nbytes`."""
         self._pending += nbytes
-        if time.monotonic() - self._told > _REPORT_S:
+        if time.monotonic() - self._sent_at > _REPORT_S:
             self.flush()
 
     def flush(self) -> None:
         """Send bytes that are not sent yet."""
         self._pipe.send(("bytes", self._pending))
-        self._pending, self._told = 0, time.monotonic()
+        self._pending, self._sent_at = 0, time.monotonic()
 
 
 JOURNAL = "journal.jsonl"

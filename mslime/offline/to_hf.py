@@ -241,13 +241,13 @@ class ToHf(HFJob):
         for key, unit in megatron.units.items():
             dtype = unit.rules[0].dtype or self._dtype or megatron.dtype(unit)
             plans = [TensorPlan(name, SAFETENSORS_DTYPES[dtype], shape) for name, shape in unit.shapes.items()]
-            again = [
+            options = [
                 TensorPlan(alias, SAFETENSORS_DTYPES[dtype], unit.shapes[original])
                 for alias, original in self._aliases.items()
                 if original in unit.shapes
             ]
             stored.update(unit.shapes)
-            yield Output(key, (*plans, *again))
+            yield Output(key, (*plans, *options))
         own = {name: rule.dtype for rule in table.all_bound.values() if rule.dtype for name in rule.hf_names}
         for name in table.untrained_names if untrained is not None else ():
             assert untrained is not None

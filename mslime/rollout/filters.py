@@ -69,14 +69,14 @@ def load_sample_hook(spec: str | None) -> Hook:
                 continue
             about, before = f"sample {sample.index} of group {sample.group_id}", _print(sample)
             with calling(spec, SETTING, about):
-                told: object = function(sample)
-            found = checked_metrics({} if told is None else told)
+                returned: object = function(sample)
+            found = checked_metrics({} if returned is None else returned)
             if isinstance(found, str):
-                way_out = "return a mapping of names and numbers, or None"
-                raise ConfigError(SETTING, spec, f"{found} ({about})", way_out)
+                hint = "return a mapping of names and numbers, or None"
+                raise ConfigError(SETTING, spec, f"{found} ({about})", hint)
             if _print(sample) != before:
-                way_out = "read it only: what is trained was sampled and scored"
-                raise ConfigError(SETTING, spec, f"changed {about}", way_out)
+                hint = "read it only: what is trained was sampled and scored"
+                raise ConfigError(SETTING, spec, f"changed {about}", hint)
             named = {f"user/{name}": number for name, number in found.items()}
             taken = next((name for name in named if name in sample.scores and name not in own), None)
             if taken is not None:

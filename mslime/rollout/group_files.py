@@ -22,7 +22,7 @@ _NAME = re.compile(r"step_(\d+)\.npz")
 
 
 Refuse = Callable[[str, str, str], DataError]
-"""Makes the error of a file from a value, a rule and a way out."""
+"""Makes the error of a file from a value, a rule and a hint."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def write_groups(directory: Path, stored: StepGroups) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         save_state(path, {"step": stored.step, "version": stored.version, "groups": headers}, columns)
     except OSError as error:
-        way_out = "free some space, choose another directory, or turn observe.save_groups off"
-        raise DataError(str(path), error.strerror, "groups cannot be written", way_out) from error
+        hint = "free some space, choose another directory, or turn observe.save_groups off"
+        raise DataError(str(path), error.strerror, "groups cannot be written", hint) from error
     return path
 
 

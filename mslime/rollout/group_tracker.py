@@ -246,7 +246,7 @@ class GroupTracker(TokenCounter):
         """Groups accepted now, or taken since the gate opened."""
         return self._taken_count + len(self.accepted)
 
-    def hand(self, group: Group, accepted: bool = False) -> None:
+    def add(self, group: Group, accepted: bool = False) -> None:
         """Add a group with its own prompt, id and tokens. It rests until the gate has room, or waits for the trainer if
         `accepted`."""
         self.ledger.generate(trainable([group]))
@@ -261,7 +261,7 @@ class GroupTracker(TokenCounter):
         while self.partial:
             group = self.partial.pop()
             del self._urgency[group.group_id]
-            if self._on_stale in ("keep", "mask") or self._fresh_again(group):
+            if self._on_stale in ("keep", "mask") or self._refresh(group):
                 unfinished = sum(not s.status.finished and s.response_length > 0 for s in group.samples)
                 self.counters.add("recycled", unfinished)
                 return self._run(group)
@@ -346,7 +346,7 @@ class GroupTracker(TokenCounter):
     def restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
         """Drop the generated tokens of rollouts, which begin again from their prompt."""
         for number in numbers:
-            self.ledger.drop(group.begin_again(number), reason)
+            self.ledger.drop(group.restart_rollout(number), reason)
             self.on_discard(group.group_id, number)
 
     def _drop(self, group: Group, reason: str, cause: str = "") -> None:
@@ -384,7 +384,7 @@ class GroupTracker(TokenCounter):
         oldest = group.oldest_version
         if self._on_stale != "keep" and oldest is not None and oldest < self._oldest_allowed():
             if self._on_stale != "mask":
-                if self._fresh_again(group):
+                if self._refresh(group):
                     self._rest(group)
                 return False
             self.ledger.mask(sum(s.mask_before(self._oldest_allowed()) for s in group.samples))
@@ -397,7 +397,7 @@ class GroupTracker(TokenCounter):
     def _oldest_allowed(self) -> int:
         return self.version - self._rollout.max_staleness
 
-    def _fresh_again(self, group: Group) -> bool:
+    def _refresh(self, group: Group) -> bool:
         """Generate the stale rollouts of a group again, or drop the group; returns whether it must still be
         generated."""
         limit = self._oldest_allowed()

@@ -27,7 +27,7 @@ UNBOUNDED = 10**9
 """Limit of turns, sequences, tokens and seconds of a conversation: effectively none, since other code bounds it."""
 
 
-class Guests:
+class UngroupedRequests:
     """Access to the model for clients outside the rollouts of training groups.
 
     Args:
@@ -88,7 +88,7 @@ class HostedRollouts(ABC):
         config: of the run.
 
     Attributes:
-        counted: names of its counters in `guests.tracker.counters`; each is the metric `rollout/NAME` of every step.
+        counted: names of its counters in `ungrouped.tracker.counters`; each is the metric `rollout/NAME` of every step.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -97,7 +97,7 @@ class HostedRollouts(ABC):
     def __init__(self, config: RunConfig) -> None: ...
 
     @abstractmethod
-    def attach(self, guests: Guests) -> None:
+    def attach(self, ungrouped: UngroupedRequests) -> None:
         """Receive the access to the engines. Called once, before the first rollout."""
 
     @abstractmethod

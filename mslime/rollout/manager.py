@@ -31,7 +31,7 @@ from mslime.rollout.environments.environment_rollout import EnvironmentRollout, 
 from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
 from mslime.rollout.group_tracker import Due, GroupTracker, Kept, SubmitGate, due, new_group, trainable
-from mslime.rollout.hosted import Guests, HostedRollouts
+from mslime.rollout.hosted import HostedRollouts, UngroupedRequests
 from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
 from mslime.rollout.turns import Agents, Rollout
 from mslime.rollout.workflow import single_turn
@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class TakenGroups:
     """A manager's groups of a step.
 
     Attributes:
@@ -165,18 +165,18 @@ class Manager:
         self._runner = GroupRunner(
             config, self._workflow, self.tracker, self._generator, self._sampling, scoring, self._agents, self._pump
         )
-        self._guests: Guests | None = None
+        self._ungrouped: UngroupedRequests | None = None
         if hosted is not None:
-            self._guests = Guests(
+            self._ungrouped = UngroupedRequests(
                 config.rollout.function, self._generator, self._sampling, self._runner.traffic, self._agents,
                 self.tracker, self._runner.fail,
             )  # fmt: skip
-            hosted.attach(self._guests)
+            hosted.attach(self._ungrouped)
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
         self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
         self._step = 0
         self._spans: list[Span] = []  # since the last step
-        self._serial, self._told_at, self._report_every_s = 0, 0.0, report_every_s
+        self._serial, self._reported_at, self._report_every_s = 0, 0.0, report_every_s
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
@@ -295,9 +295,9 @@ class Manager:
     async def moved(self) -> Report:
         """`report`, after a group has ended or something failed since the last call. One caller at a time."""
         await self._runner.moved.wait()
-        await asyncio.sleep(max(0.0, self._told_at + self._report_every_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._reported_at + self._report_every_s - time.monotonic()))
         self._runner.moved.clear()
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         return await self.report()
 
     async def report(self) -> Report:
@@ -317,7 +317,7 @@ class Manager:
             runner.failure is not None,
         )
 
-    async def hand(self, groups: Sequence[Group]) -> None:
+    async def add(self, groups: Sequence[Group]) -> None:
         """Add new groups, which rest until there is room for them."""
         self._take_in(groups)
         self._pump()
@@ -326,16 +326,16 @@ class Manager:
         """Accepted groups, which wait for the trainer."""
         return [due(group) for group in self.tracker.accepted]
 
-    async def hand_over(self, step: int, ids: Collection[int]) -> HandedOver:
+    async def take(self, step: int, ids: Collection[int]) -> TakenGroups:
         """Hand these accepted groups to the trainer for `step`; see `GroupTracker.take`."""
         groups, booked = self.tracker.take(step, ids)
         counts = {name: value for name, value in booked.items() if not name.startswith("ledger/")}
         spans, self._spans = self._spans, []
         cached, self._generator.cached_tokens = self._generator.cached_tokens, 0
-        return HandedOver(groups, self.tracker.ledger.copy(), trainable(self.tracker.held()), counts, cached, spans)
+        return TakenGroups(groups, self.tracker.ledger.copy(), trainable(self.tracker.held()), counts, cached, spans)
 
     async def give_back(self, ids: Collection[int]) -> bool:
-        """Undo the last `hand_over`; see `GroupTracker.give_back`. `ids`: blamed groups, if any are of this manager."""
+        """Undo the last `take`; see `GroupTracker.give_back`. `ids`: blamed groups, if any are of this manager."""
         return self.tracker.give_back([group for group in self.tracker.taken if group.group_id in ids])
 
     async def end_failing(self) -> BaseException | None:
@@ -386,15 +386,15 @@ class Manager:
         """Add groups; copy groups that come from another process, because their arrays are read-only."""
         for group in groups:
             mine = all(sample.loss_mask.flags.writeable for sample in group.samples)
-            self.tracker.hand(group if mine else copy.deepcopy(group), accepted)
+            self.tracker.add(group if mine else copy.deepcopy(group), accepted)
 
     # ------------------------------------------------------------------------------------------------ submission
 
     def _go_on(self) -> None:
         """Allow groups to be submitted and continued."""
         self._runner.traffic.open = True
-        if self._guests is not None:
-            self._guests.admit()
+        if self._ungrouped is not None:
+            self._ungrouped.admit()
         self._pump()
 
     def _pump(self) -> None:

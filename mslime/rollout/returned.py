@@ -131,7 +131,7 @@ def _shared(heir: GrowingSample, other: GrowingSample) -> int:
 
 OWN = "return samples of engine.new_sample() and engine.branch()"
 Mistake = Callable[[str, str], RolloutError]
-"""An error that names the function and its rollout, from a rule and a way out."""
+"""An error that names the function and its rollout, from a rule and a hint."""
 FindReply = Callable[[str, int], ReplyTurn | None]
 """Finds the turn of a response's choice, by the response id that the agent received."""
 
@@ -151,12 +151,12 @@ class RolloutOutcome:
     metrics: Mapping[str, float]
 
 
-def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> RolloutOutcome:
+def outcome_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> RolloutOutcome:
     """Validate a function's return value against the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
-        way_out = "look at the environment; or set rollout.on_error: drop to leave such rollouts out"
-        raise error(f"reported a failed rollout: {episode.failed}", way_out)
+        hint = "look at the environment; or set rollout.on_error: drop to leave such rollouts out"
+        raise error(f"reported a failed rollout: {episode.failed}", hint)
     chosen = _chosen(episode.samples, grown, error)
     for one in chosen:
         _check_sample(one.sample, error)
@@ -229,12 +229,12 @@ def _steps(
     for where, at, reward in episode.step_rewards:
         if isinstance(where, str):
             place, found = f"choice {at!r:.40} of {where!r:.60}", _of_reply(reply(where, at), chosen)
-            way_out = "name the id of a response that an agent got and the index of a choice, and a finite number"
+            hint = "name the id of a response that an agent got and the index of a choice, and a finite number"
         else:
             place, found = f"token {at!r:.40}", _of_sample(where, at, chosen)
-            way_out = "name a sequence that is returned, a position within it, and a finite number"
+            hint = "name a sequence that is returned, a position within it, and a finite number"
         if found is None or not math.isfinite(reward):
-            raise error(f"gave the step reward {reward!r:.40} at {place}", way_out)
+            raise error(f"gave the step reward {reward!r:.40} at {place}", hint)
         steps.setdefault(id(found[0]), []).append((int(found[1]), float(reward)))
     return steps
 
@@ -250,8 +250,8 @@ def _of_reply(turn: ReplyTurn | None, chosen: Sequence[GrowingSample]) -> tuple[
     if turn is None:
         return None
     last = turn.end - 1
-    held = last < len(turn.sample) and any(_origin(g, last) is turn.sample for g in chosen)
-    return (turn.sample, last) if held else None
+    contained = last < len(turn.sample) and any(_origin(g, last) is turn.sample for g in chosen)
+    return (turn.sample, last) if contained else None
 
 
 def _origin(grown: GrowingSample, at: int) -> Sample:

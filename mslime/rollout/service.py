@@ -27,7 +27,7 @@ from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group, Sample
 from mslime.data.source import PromptStream
 from mslime.rollout.group_tracker import JoinedTrackers, continued, new_group
-from mslime.rollout.manager import HandedOver, Manager, Report, Standing, concurrently
+from mslime.rollout.manager import Manager, Report, Standing, TakenGroups, concurrently
 from mslime.rollout.state import open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
@@ -167,7 +167,7 @@ class RolloutService:
                 raise
             raise await self._too_late() from error
         self._chosen = self.joined.choose(await self._all(Manager.accepted))
-        parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
+        parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.take, step, ids))
         self._note_all(await self._all(Manager.report))
         self._span("rollout", "collect", started)
         return self._batch(step, parts)
@@ -227,7 +227,7 @@ class RolloutService:
         with suppress(UserError):  # of a manager that has ended
             await self._all(Manager.close)
 
-    def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
+    def _batch(self, step: int, parts: Sequence[TakenGroups]) -> StepBatch:
         """The groups of a step, with the numbers of all managers together."""
         groups = sorted((group for part in parts for group in part.groups), key=_id)
         booked = self.joined.taken([part.ledger for part in parts], sum(part.alive for part in parts))
@@ -301,11 +301,11 @@ class RolloutService:
                 report = await self._managers[index].ask(Manager.moved)
                 self._note(index, report)
                 if report.wanted and self._failure is None:
-                    await self._hand(index, report.wanted)
+                    await self._add(index, report.wanted)
         except Exception as error:  # any error: `take` raises it
             self._fail(error)
 
-    async def _hand(self, index: int, count: int) -> None:
+    async def _add(self, index: int, count: int) -> None:
         """Send new groups to a manager, as far as prompts are available."""
         async with self._handing:
             groups: list[Group] = []
@@ -322,7 +322,7 @@ class RolloutService:
                     self.joined.next_group_id += 1
             except UserError as error:
                 self._fail(error)
-            await self._managers[index].ask(Manager.hand, groups)
+            await self._managers[index].ask(Manager.add, groups)
 
     def _note_all(self, reports: Sequence[Report]) -> None:
         for index, report in enumerate(reports):

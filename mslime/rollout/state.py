@@ -187,7 +187,7 @@ def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
     Raises:
         CheckpointError: the file is missing, damaged or of another format, or the block found no valid state in it.
     """
-    way_out = "resume from another checkpoint, or start without rollout state"
+    hint = "resume from another checkpoint, or start without rollout state"
     try:
         with ExitStack() as stack:
             stored = Stored(path, stack)
@@ -196,16 +196,14 @@ def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
                 raise ValueError("its header is no JSON object")
             known = cast("dict[str, Any]", state)
             if known["format"] != FORMAT:
-                raise CheckpointError(
-                    str(path), known["format"], f"was written in another format than {FORMAT}", way_out
-                )
+                raise CheckpointError(str(path), known["format"], f"was written in another format than {FORMAT}", hint)
             yield known, stored
             stored.check_read()
     except (CheckpointError, DataError):
         raise
     except _FOREIGN as error:
         reason = f"is not readable rollout state ({error})"
-        raise CheckpointError(str(path), type(error).__name__, reason, way_out) from error
+        raise CheckpointError(str(path), type(error).__name__, reason, hint) from error
 
 
 def _write_column(archive: ZipFile, name: str, parts: Sequence[NDArray[Any]]) -> None:

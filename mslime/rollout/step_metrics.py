@@ -61,11 +61,11 @@ def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def score_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Means of additional reward metrics (`Sample.scores`), over the rollouts that have them."""
-    told: dict[str, dict[tuple[int, int, bool], float]] = {}
+    by_name: dict[str, dict[tuple[int, int, bool], float]] = {}
     for sample in samples:
         for name, score in sample.scores.items():
-            told.setdefault(name, {})[sample.rollout] = score
-    return {name: float(np.mean(list(scores.values()))) for name, scores in sorted(told.items())}
+            by_name.setdefault(name, {})[sample.rollout] = score
+    return {name: float(np.mean(list(scores.values()))) for name, scores in sorted(by_name.items())}
 
 
 def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from mslime.rollout.agents.messages import ChatError, Tools
 from mslime.rollout.agents.renderer import Renderer, Rendering
 from mslime.rollout.agents.session import ChatSession, Reply, ReplyTurn
 from mslime.rollout.generation import Generator, GroupGate, Sampling
-from mslime.rollout.returned import GrowingSample, TakenTurn, TokenCounter, settle, told_of
+from mslime.rollout.returned import GrowingSample, TakenTurn, TokenCounter, outcome_of, settle
 from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
 
@@ -248,7 +248,7 @@ class Rollout:
     def _give_up(self) -> None:
         """Drop the rollout's tokens and exclude it from its group."""
         self._over = True
-        self._tracker.dropped(self._group.begin_again(self.number), "failed")
+        self._tracker.dropped(self._group.restart_rollout(self.number), "failed")
         self.samples[0].status = SampleStatus.FAILED
 
     def end(self) -> None:
@@ -299,10 +299,10 @@ class Rollout:
         except Exception as error:  # a user's function may raise anything
             if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
                 if expired := self._chats.expired:
-                    way_out = "return when the agent has died, let its tools answer sooner, or raise the limit"
-                    raise self._error(f"waited for an agent that asks nothing any more ({expired})", way_out) from error
-                way_out = "give its tools a time limit, or raise deadlines.rollout_function_s"
-                raise self._error(f"did something else than to generate for {self._limit_s:g} s", way_out) from error
+                    hint = "return when the agent has died, let its tools answer sooner, or raise the limit"
+                    raise self._error(f"waited for an agent that asks nothing any more ({expired})", hint) from error
+                hint = "give its tools a time limit, or raise deadlines.rollout_function_s"
+                raise self._error(f"did something else than to generate for {self._limit_s:g} s", hint) from error
             if self._chats.full:  # its agent received this error and raised its own because of it
                 return None
             if self._chats.failure is not None:
@@ -347,19 +347,19 @@ class Rollout:
                 if len(grown.sample) > grown.turn_start:
                     grown.newest = self._end_turn(grown)
                 grown.finish = "length"
-        told = told_of(returned, self._grown, self._chats.reply, self._error)
+        outcome = outcome_of(returned, self._grown, self._chats.reply, self._error)
         for grown in self._grown:
-            grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
-        settle(self._group, self._grown, told.chosen, self._tracker)
+            grown.sample.process_rewards = outcome.steps.get(id(grown.sample), grown.sample.process_rewards)
+        settle(self._group, self._grown, outcome.chosen, self._tracker)
         self._over = True
-        last = told.chosen[-1]
-        for grown in told.chosen:
+        last = outcome.chosen[-1]
+        for grown in outcome.chosen:
             sample = grown.sample
             whole = grown.finish == "stop" and not (grown is last and self._chats.full)
             sample.status = SampleStatus.COMPLETED if whole else SampleStatus.TRUNCATED
             sample.response = self._generator.decode(sample.response_tokens.tolist())
-            sample.reward = told.reward
-        last.sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()} | dict(told_by_chats)
+            sample.reward = outcome.reward
+        last.sample.scores |= {f"user/{name}": number for name, number in outcome.metrics.items()} | dict(told_by_chats)
 
     def _add(self, grown: GrowingSample) -> Sample:
         """Add a further sequence to the rollout and its group."""
@@ -448,9 +448,9 @@ class Rollout:
         if self._over:
             raise asyncio.CancelledError(f"rollout {self._session}-{self.number} has ended, or begins anew")
 
-    def _error(self, rule: str, way_out: str) -> RolloutError:
+    def _error(self, rule: str, hint: str) -> RolloutError:
         where = f"group {self._group.group_id}, response {self.number}"
-        return RolloutError(f"{SETTING} {self._spec}", where, rule, way_out)
+        return RolloutError(f"{SETTING} {self._spec}", where, rule, hint)
 
 
 # Chats of rollouts: one renderer and one server for all, one set of conversations per rollout. Each is created on first

@@ -60,11 +60,11 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
         out.flush()
 
     try:
-        told, answer = open_job(read_frame(stdin))
+        details, answer = open_job(read_frame(stdin))
     except ConfigError as error:
         send(("error", error))
         return
-    send(("ready", told))
+    send(("ready", details))
     tasks: set[asyncio.Task[None]] = set()
 
     async def work(number: int, asked: Any) -> None:
@@ -104,8 +104,8 @@ def limit_memory(more_bytes: int) -> None:
     """Let this process map `more_bytes` beyond its present use; larger allocations raise MemoryError."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, held + more_bytes))
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + more_bytes, in_use + more_bytes))
 
 
 class DataLimit:
@@ -115,13 +115,13 @@ class DataLimit:
     def __init__(self) -> None:
         if sys.platform == "linux":
             with open("/proc/self/status") as file:
-                self._held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+                self._in_use = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 
     def set(self, more_bytes: int) -> None:
         """Allow `more_bytes` beyond the use at construction."""
         if sys.platform == "linux":
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (self._held + more_bytes, hard))
+            resource.setrlimit(resource.RLIMIT_DATA, (self._in_use + more_bytes, hard))
 
 
 START_SECONDS = 120.0  # importing a user's module may load a model
@@ -137,11 +137,11 @@ class WorkerProcess:
     """One process that handles several requests at once.
 
     Attributes:
-        told: details that it sent when it was ready.
+        details: details that it sent when it was ready.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
-        self._process, self.told = process, told
+    def __init__(self, process: asyncio.subprocess.Process, details: Any) -> None:
+        self._process, self.details = process, details
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._count = 0
         self._reader = asyncio.create_task(self._read())
@@ -168,20 +168,20 @@ class WorkerProcess:
         process.stdin.write(encode(job))
         try:
             async with asyncio.timeout(START_SECONDS):
-                kind, told = await _read_message(process.stdout)
+                kind, details = await _read_message(process.stdout)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
             await _end(process)
             reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
             rule = f"the process that imports it {reason} within {START_SECONDS:g} s"
-            way_out = "mend what the module does when it is imported"
-            raise ConfigError(job.setting, job.function, rule, way_out) from error
+            hint = "mend what the module does when it is imported"
+            raise ConfigError(job.setting, job.function, rule, hint) from error
         except BaseException:
             await _end(process)
             raise
         if kind == "error":
             await process.wait()
-            raise told
-        return cls(process, told)
+            raise details
+        return cls(process, details)
 
     async def ask(self, asked: object, limit_s: float) -> Any:
         """Send a request and return the answer. Raises WorkerLostError if the process ends, TimeoutError if it
@@ -205,7 +205,7 @@ class WorkerProcess:
         await _end(self._process)
         await asyncio.wait({self._reader}, timeout=END_SECONDS)
         self._reader.cancel()
-        self._tell(WorkerLostError("its process was killed"))
+        self._fail_all(WorkerLostError("its process was killed"))
 
     async def _read(self) -> None:
         """Pass answers to their callers; if the process ends or sends invalid data, all callers get an error."""
@@ -224,9 +224,9 @@ class WorkerProcess:
         except Exception as error:  # user code wrote to the pipe: unpickling may raise anything
             end_process(self._process)
             reason = f"its process wrote something that is no answer ({type(error).__name__})"
-        self._tell(WorkerLostError(reason))
+        self._fail_all(WorkerLostError(reason))
 
-    def _tell(self, error: WorkerLostError) -> None:
+    def _fail_all(self, error: WorkerLostError) -> None:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)

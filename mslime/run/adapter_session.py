@@ -56,7 +56,7 @@ class Ending:
         """Raise the reason, with the name of its adapter; nothing if there is none."""
         error = self.error
         if isinstance(error, UserError):
-            raise type(error)(f"adapters.{self._who}: {error.field}", error.value, error.rule, error.way_out) from error
+            raise type(error)(f"adapters.{self._who}: {error.field}", error.value, error.rule, error.hint) from error
         if error is not None:
             raise error
 
@@ -177,7 +177,7 @@ class AdaptersSession(Started):
         config, names = self.config, [each.name for each in self.adapters]
         shown = "off" if self._quiet else config.observe.progress
         self.progress = self._stack.enter_context(open_lines(shown))
-        self._say_start()
+        self._print_start()
         cluster, self.ray = self._join_cluster(generates=True)
         self.ranks = ranks = AdapterRanks(
             policy_spec(with_base(config)), cluster, self._logs, self._worth_waiting, together=config.steps_together

@@ -271,13 +271,13 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
 
 def _write_scores(scores: Scores, seconds: float) -> None:
     """Write `eval.json`; an earlier file is kept under a numbered name."""
-    said: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "weights": str(scores.weights), "step": scores.step, "metrics": scores.metrics, "seconds": round(seconds, 3),
         "time": round(time.time(), 3), "mslime": __version__,
     }  # fmt: skip
     if scores.path.exists():
         scores.path.rename(free_name(scores.path))
-    scores.path.write_text(json.dumps(said, indent=1) + "\n")
+    scores.path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 @contextmanager

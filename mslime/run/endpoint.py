@@ -107,7 +107,7 @@ class Orders:
         self._lock = threading.Lock()
         self._new: list[tuple[int, Order]] = []
         self._count = 0
-        self._told: dict[int, str] = {}
+        self._results: dict[int, str] = {}
         self._engines: list[EngineState] = []
 
     def give(self, order: Order) -> int:
@@ -118,15 +118,15 @@ class Orders:
             return self._count
 
     def take(self) -> list[tuple[int, Order]]:
-        """All orders not taken yet, in order. They count as waiting until `tell`."""
+        """All orders not taken yet, in order. They count as waiting until `record`."""
         with self._lock:
             taken, self._new = self._new, []
             return taken
 
-    def tell(self, number: int, what: str) -> None:
+    def record(self, number: int, what: str) -> None:
         """Record the result of an order; call it after `show`, because clients then read the engines' states."""
         with self._lock:
-            self._told[number] = what
+            self._results[number] = what
 
     def show(self, engines: Sequence[EngineState]) -> None:
         """Record the engines' current states."""
@@ -138,8 +138,8 @@ class Orders:
         with self._lock:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
-                "waiting": [number for number in range(1, self._count + 1) if number not in self._told],
-                "told": {str(number): what for number, what in self._told.items()},
+                "waiting": [number for number in range(1, self._count + 1) if number not in self._results],
+                "told": {str(number): what for number, what in self._results.items()},
             }
 
 
@@ -177,7 +177,7 @@ class ControlEndpoint:
 
     def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_get("/engines", self._tell)
+        app.router.add_get("/engines", self._standing)
         app.router.add_post("/engines", self._order)
         loop = self._loop
         served = loop.run_until_complete(serve(app, listening))
@@ -188,7 +188,7 @@ class ControlEndpoint:
             loop.run_until_complete(served.close())
             loop.close()
 
-    async def _tell(self, request: web.Request) -> web.Response:
+    async def _standing(self, request: web.Request) -> web.Response:
         self._let_in(request)
         return web.json_response(self._orders.standing())
 
@@ -243,6 +243,6 @@ async def ask(run_dir: Path, order: dict[str, Any] | None = None) -> dict[str, A
         raise ConfigError("RUN", str(run_dir), f"the run does not answer ({error!r}): it has ended, or was killed",
                           "look at its console and logs; continue it with mslime train") from None  # fmt: skip
     if status != 200:
-        said = json.loads(text).get("error", text) if text.startswith("{") else text
-        raise ConfigError("order", str(order), f"the run refuses it: {said}", "see mslime scale --help")
+        message = json.loads(text).get("error", text) if text.startswith("{") else text
+        raise ConfigError("order", str(order), f"the run refuses it: {message}", "see mslime scale --help")
     return json.loads(text)

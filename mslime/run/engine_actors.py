@@ -34,7 +34,7 @@ PART_SECONDS = 60.0
 """Seconds for a server's part on another machine to carry out a command."""
 BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 15.0, 120.0
 """Wait before a server's second restart, doubled for its third: a missing resource may come back."""
-SAY_AGAIN_SECONDS = 30.0
+REPEAT_SECONDS = 30.0
 """Seconds after which a lasting phase is logged again."""
 
 
@@ -72,7 +72,7 @@ class PartActor:
 
 def _of_engine(error: UserError) -> EngineError:
     """Convert an error of an engine's actor to an EngineError, so it counts as a failure of the engine."""
-    return EngineError(error.field, error.value, error.rule, error.way_out)
+    return EngineError(error.field, error.value, error.rule, error.hint)
 
 
 class RemotePart:
@@ -170,7 +170,7 @@ class EngineActor:
             self.stop()
             raise error if isinstance(error, EngineError) else _of_engine(error) from error
 
-    def start_again(self, wait_s: float) -> EngineAddress:
+    def restart(self, wait_s: float) -> EngineAddress:
         """Launch another server in the place of a dead one, after so many seconds; for a pair, both."""
         self.stop()
         time.sleep(wait_s)
@@ -261,7 +261,7 @@ class EngineGroup:
         It raises EngineError as soon as a server has failed to start, also while the caller waits for something else.
         """
         asked: dict[str, ray.ObjectRef] = {}
-        said: dict[str, tuple[str, float]] = {}
+        printed: dict[str, tuple[str, float]] = {}
 
         def poll() -> None:
             for name in starting:
@@ -272,9 +272,9 @@ class EngineGroup:
                 if name in asked and ray.wait([asked[name]], timeout=0)[0]:
                     phase = str(call(asked.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
                     doing, when = phase.partition(",")[0], time.monotonic()
-                    before, at = said.get(name, ("", 0.0))
-                    if doing != before or when - at > SAY_AGAIN_SECONDS:
-                        said[name] = (doing, when)
+                    before, at = printed.get(name, ("", 0.0))
+                    if doing != before or when - at > REPEAT_SECONDS:
+                        printed[name] = (doing, when)
                         print_status(f"{name}: {phase}")
                 if name not in asked:
                     asked[name] = actor.phase.options(concurrency_group="progress").remote()
@@ -309,7 +309,7 @@ class EngineGroup:
         self._restarts.clear()
         for name in self._actors:
             if name not in there and name not in self.starting:
-                self.start_again(name)
+                self.restart(name)
 
     def wait_for_one(self, on_wait: Callable[[], None]) -> None:
         """Return when an engine is up. Raises EngineError or TrainerError if none starts.
@@ -353,7 +353,7 @@ class EngineGroup:
             return
         actor, before = self._actors[name], self._restarts[name] - 1
         wait_s = min(max(before, 0) * BACKOFF_SECONDS, MOST_BACKOFF_SECONDS)
-        self._starting[name] = actor.start_again.remote(wait_s) if before >= 0 else actor.start.remote()
+        self._starting[name] = actor.restart.remote(wait_s) if before >= 0 else actor.start.remote()
 
     def halt(self, name: str) -> None:
         """End the server of this name and its children, if launched by mslime. It may be started again."""
@@ -370,7 +370,7 @@ class EngineGroup:
         """Whether mslime launched the engine of this name."""
         return name in self._actors
 
-    def start_again(self, name: str) -> str:
+    def restart(self, name: str) -> str:
         """Begin to restart a dead engine of this name; returns the outcome in words."""
         if name not in self._actors:
             return "mslime does not start it"

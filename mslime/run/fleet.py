@@ -79,14 +79,14 @@ class Fleet:
         for number, order in self.orders.take():
             try:
                 if order.engines is not None:
-                    told = self._scale(order.engines)
+                    result = self._scale(order.engines)
                 else:
-                    told = self._attach(order) if order.attach else self._drain(order.drain)
+                    result = self._attach(order) if order.attach else self._drain(order.drain)
             except UserError as error:
-                told = f"refused: {error}"
-            self._progress.note(f"asked for {order.describe()}: {told.splitlines()[0]}")
+                result = f"refused: {error}"
+            self._progress.note(f"asked for {order.describe()}: {result.splitlines()[0]}")
             self._show()
-            self.orders.tell(number, told)
+            self.orders.record(number, result)
         self._take_started()
         for name, why in self._members.call(RunEngines.dead).items():
             self._look_after(name, why)
@@ -185,7 +185,7 @@ class Fleet:
         return None
 
     def _start_again(self, name: str, what: str, why: object) -> None:
-        what_now = self._engines.start_again(name)
+        what_now = self._engines.restart(name)
         state = self._states[name]
         state.state = "starting" if name in self._engines.starting else "gone"
         state.why = why.brief if isinstance(why, UserError) else str(why)

@@ -14,7 +14,7 @@ def train_rl(session: TrainingRun) -> None:
     config = session.config
     with session.rescuing():
         session.publish_weights(version=session.first_step)
-        if _evaluation_owed(session):
+        if _evaluation_due(session):
             session.evaluate(step=session.first_step)
         for step in range(session.first_step, config.train.num_steps):
             with session.step(step) as record:
@@ -33,7 +33,7 @@ def train_sft(session: TrainingRun) -> None:
     """Supervised training on the same trainer; no engine is started."""
     config = session.config
     with session.rescuing():
-        if _evaluation_owed(session):
+        if _evaluation_due(session):
             session.held_out_loss(step=session.first_step)
         for step in range(session.first_step, config.train.num_steps):
             with session.step(step) as record:
@@ -54,7 +54,7 @@ def _keep(session: TrainingRun, step: int) -> None:
         session.export_hf(config.run_dir / f"hf_step_{step + 1}")
 
 
-def _evaluation_owed(session: TrainingRun) -> bool:
+def _evaluation_due(session: TrainingRun) -> bool:
     """Whether to evaluate the weights that the session begins with: those of a new run, or of a session that was
     stopped before it had their scores."""
     observe, done = session.config.observe, session.first_step

@@ -111,14 +111,14 @@ class Publisher:
         self._fleet, self._memory, self._check, self._new_group = fleet, memory, check, new_group
         self._progress, self._timeline, self._probe, self._adapter = progress, timeline, probe, adapter
         self._verified, self._joins = 0, fleet.joins  # syncs with a comparison since the last engine joined
-        self._met = frozenset(address.url for address in engines.addresses)  # engines that take part in syncs
+        self._connected = frozenset(address.url for address in engines.addresses)  # engines that take part in syncs
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
         self._unique = uuid.uuid4().hex[:8]  # attached engines may still have adapters of another run
 
     def connect(self, group: str) -> None:
         """Connect the trainer to the engines, in process groups whose names begin with `group`."""
-        met = [address for address in self._engines.addresses if address.url in self._met]
-        self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
+        connected = [address for address in self._engines.addresses if address.url in self._connected]
+        self._trainers.connect([endpoint for address in connected for endpoint in address.endpoints], group)
 
     def publish(self, version: int, step: int) -> dict[str, float]:
         """Publish the trainer's weights as this version; generation continues under it afterwards.
@@ -160,7 +160,7 @@ class Publisher:
             "weights/seconds": end - begin,
             "weights/pause_seconds": end - paused if self.pauses else 0.0,
             **delivered.metrics(),
-            "weights/engines": float(len(self._met)),
+            "weights/engines": float(len(self._connected)),
             **self._memory.metrics(),
         }
 
@@ -201,7 +201,7 @@ class Publisher:
         serving, failed, repeats = self._rollouts.engines.call(RunEngines.begin_update), (), 0
         while True:  # ends: every second attempt has one engine less
             try:
-                self._meet(serving)
+                self._reconnect(serving)
                 self._memory.enter("send")
                 check = self._config.compares_weights and (verify or repeats > 0)
                 report, spans = self._trainers.send_weights(version, check, self._progress.weights)
@@ -210,32 +210,32 @@ class Publisher:
                 self._rollouts.engines.call(RunEngines.end_update)
                 self._rollouts.engines.call(RunEngines.stamp, version)
                 probed = None if self._probe is None else self._probe.ask(version)
-                self._proven = self._met
+                self._proven = self._connected
                 return Delivered(report, spans, compared, repeats, probed)
             except WeightSyncError as error:
                 self._check()
                 tried, repeats = serving.urls, repeats + 1
-                serving = self._again(tried, tried == failed, error)
+                serving = self._retry(tried, tried == failed, error)
                 failed = tried
 
-    def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> UpdateMembers:
+    def _retry(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> UpdateMembers:
         """Choose the engines of the next attempt after a failure. Raises `error` if a further attempt is useless."""
         try:
             self._leave()
-            serving = self._rollouts.engines.call(RunEngines.begin_again)
+            serving = self._rollouts.engines.call(RunEngines.restart_update)
             if serving.urls != tried:
                 return serving
             new, named = set(tried) - self._proven, self._named(error) & set(tried)
             if new:  # if all are new, this is the run's first sync: its fault persists in another attempt
                 if new != set(tried):
                     self._fleet.reject(new, error)
-                    return self._rollouts.engines.call(RunEngines.begin_again)
+                    return self._rollouts.engines.call(RunEngines.restart_update)
             elif not twice:
                 self._progress.note(f"all weights are sent again: {error.brief}")
                 return serving
             elif named and named != set(tried):
                 self._rollouts.engines.call(RunEngines.mark_dead, named, error.brief)
-                return self._rollouts.engines.call(RunEngines.begin_again)
+                return self._rollouts.engines.call(RunEngines.restart_update)
         except EngineDied:
             raise
         except UserError as second:
@@ -250,20 +250,20 @@ class Publisher:
             if any(_names_engine(error, server.url) for server in address.endpoints)
         }
 
-    def _meet(self, serving: UpdateMembers) -> None:
+    def _reconnect(self, serving: UpdateMembers) -> None:
         """If the set of engines has changed, leave the old groups and connect to the current engines."""
         self._fleet.lost(serving.gone)
-        if self._met == (there := frozenset(serving.urls)):
+        if self._connected == (there := frozenset(serving.urls)):
             return
         self._progress.note(f"{len(there)} of {self._fleet.size} engines take the weights")
-        if self._met:
+        if self._connected:
             self._leave()
-        self._met = there
+        self._connected = there
         self.connect(self._new_group())
 
     def _leave(self) -> None:
         """Leave the groups, so no rank waits for a dead engine."""
-        self._met = frozenset()
+        self._connected = frozenset()
         self._trainers.disconnect()
 
 
@@ -300,7 +300,7 @@ class AdapterPublisher(Publisher):
         serving = self._rollouts.engines.call(RunEngines.load_adapter, adapter, self._config.adapters_alive)
         loaded = time.monotonic()
         self._fleet.lost(serving.gone)
-        self._met = frozenset(serving.urls)
+        self._connected = frozenset(serving.urls)
         self._remove_unused({*serving.adapters, version})
         compared, probe = None, self._probe
         if verify:
@@ -320,11 +320,11 @@ class AdapterPublisher(Publisher):
                 return ask()
             except WeightSyncError as error:
                 self._check()
-                wrong = {url for url in self._met if _names_engine(error, url)}
-                if not wrong or wrong == self._met:
+                wrong = {url for url in self._connected if _names_engine(error, url)}
+                if not wrong or wrong == self._connected:
                     raise
                 self._rollouts.engines.call(RunEngines.mark_dead, wrong, error.brief)
-                self._met -= wrong
+                self._connected -= wrong
 
     def _remove_unused(self, kept: set[int]) -> None:
         """Remove files of adapters that no request can use any more: an engine reads a loaded adapter from its file."""

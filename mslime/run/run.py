@@ -130,10 +130,10 @@ def _train(
             if not can_go_on(resources, colocated=config.colocated):
                 raise
             saved = newest_step(config.run_dir)
-            told = attempts.another(session.first_step, session.trained, saved)
-            if not told:
+            why = attempts.another(session.first_step, session.trained, saved)
+            if not why:
                 raise
-            print_status(f"{error.brief}: {told}")
+            print_status(f"{error.brief}: {why}")
             session = make_session()
 
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 SYNC = "weight_sync_s"
-GREET_S = 15.0
+ADMIT_S = 15.0
 """Seconds for a new engine's first control calls, which take milliseconds on the other engines."""
 
 
@@ -82,7 +82,7 @@ class EngineSide:
                 if not await client.answers():
                     raise client.error("/ready", "nobody answers", EngineDied)
                 # A hanging engine must not delay the sync for long
-                client.deadlines = limits.controls_within(GREET_S)
+                client.deadlines = limits.controls_within(ADMIT_S)
                 await make_clean(client)
                 client.deadlines = limits
                 if self._needs.memory:  # it may have been declared dead while its memory was released
@@ -199,9 +199,9 @@ class RunEngines:
         return await self._serving(EnginePool.begin_update)
 
     @verb("weight sync: begin again", SYNC)
-    async def begin_again(self) -> UpdateMembers:
+    async def restart_update(self) -> UpdateMembers:
         """`begin_update` after an aborted update."""
-        return await self._serving(EnginePool.begin_again)
+        return await self._serving(EnginePool.restart_update)
 
     @verb("weight sync: load adapter", SYNC)
     async def load_adapter(self, adapter: AdapterVersion, alive: int) -> UpdateMembers:

@@ -119,7 +119,7 @@ class RunRollouts:
         from mslime.run.assemble import SourceNames
 
         self.config, self._run, self._tokenizer, self._layers = run.config, run, tokenizer, layers
-        self._adapter, self._says = adapter, f"{adapter}: " if adapter else ""
+        self._adapter, self._prefix = adapter, f"{adapter}: " if adapter else ""
         self._for = f" for {adapter}" if adapter else ""
         self.counts = RolloutCounts(0, 0, 0)
         self._source_name = SourceNames()
@@ -159,7 +159,7 @@ class RunRollouts:
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
             await self.service.load(state.directory / state.name)
-        _log.info("%sprompts are open, generation begins with version %d", self._says, version)
+        _log.info("%sprompts are open, generation begins with version %d", self._prefix, version)
         samples.begin(self.config.run_dir, version)
 
     @verb("rollout of step {0}", "rollout_step_s", more_s=60)
@@ -168,7 +168,7 @@ class RunRollouts:
         from mslime.run.assemble import have_advantages
 
         groups = self.config.rollout.groups_per_step
-        _log.info("%sstep %d: collecting %d groups", self._says, step + 1, groups)
+        _log.info("%sstep %d: collecting %d groups", self._prefix, step + 1, groups)
         while True:
             batch = await self.service.take(step)
             try:
@@ -176,7 +176,7 @@ class RunRollouts:
                 references, metrics, logged, trained = await asyncio.to_thread(self._shard, batch)
                 break
             except RewardError as error:
-                _log.warning("%sstep %d: groups without an advantage: %s", self._says, step + 1, error)
+                _log.warning("%sstep %d: groups without an advantage: %s", self._prefix, step + 1, error)
                 blamed = [g for g in batch.groups if not have_advantages(g, self.config.algorithm)]
                 if not await self.service.give_back(blamed):
                     raise
@@ -184,7 +184,7 @@ class RunRollouts:
             await asyncio.to_thread(_write, self.config.run_dir / "groups", batch)
         watched = self._samples.watch(step + 1, batch.samples, trained)
         self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
-        _log.info("%sstep %d: handed over, %s", self._says, step + 1, summary_line(batch.metrics | metrics))
+        _log.info("%sstep %d: handed over, %s", self._prefix, step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
         outline, notes = await self.service.outline(), self._samples.notes()
         return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
@@ -274,7 +274,7 @@ class RunRollouts:
         self._evaluated = []
         results: list[EvalResult] = []
         for eval_set in self.config.data.eval_sets:
-            with phase(_log, f"{self._says}evaluating on {eval_set.name}"):
+            with phase(_log, f"{self._prefix}evaluating on {eval_set.name}"):
                 results.append(await self.service.evaluate(eval_set))
         versions = {r.version for r in results if r.version is not None}
         assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"

@@ -133,12 +133,12 @@ class Shared(Apart):
         if phase != "generate":
             self._close()
         wanted = PHASES[phase]
-        self._let_engines_hold(self._engine & wanted.engines, "release")
-        self._let_teachers_hold(self._teacher & wanted.teachers, "release")
-        self._let_trainer_hold(self._trainer & wanted.trainer, "sleep")
-        self._let_trainer_hold(wanted.trainer, "wake")
-        self._let_engines_hold(wanted.engines, "resume")
-        self._let_teachers_hold(wanted.teachers, "resume")
+        self._load_engines(self._engine & wanted.engines, "release")
+        self._load_teachers(self._teacher & wanted.teachers, "release")
+        self._load_trainer(self._trainer & wanted.trainer, "sleep")
+        self._load_trainer(wanted.trainer, "wake")
+        self._load_engines(wanted.engines, "resume")
+        self._load_teachers(wanted.teachers, "resume")
 
     def begin_sync(self) -> None:
         """If engines have generated until now, wait for starting engines, and handle dead ones."""
@@ -173,7 +173,7 @@ class Shared(Apart):
             if self._teachers is not None:
                 self._teachers.stop()
             self._engine = self._teacher = frozenset()
-            self._let_trainer_hold(PHASES[phase].trainer, "wake")
+            self._load_trainer(PHASES[phase].trainer, "wake")
             yield
             return
         self._close()
@@ -186,7 +186,7 @@ class Shared(Apart):
 
     def revive(self) -> None:
         """Engines start while the trainer is offloaded, and then hold all their memory."""
-        self._let_trainer_hold(frozenset(), "sleep")
+        self._load_trainer(frozenset(), "sleep")
         self._engine = PHASES["generate"].engines
         self.end_sync()
 
@@ -207,7 +207,7 @@ class Shared(Apart):
         self._open = False
         self._engines.let_start(False)
 
-    def _let_engines_hold(self, tags: frozenset[EngineTag], what: str) -> None:
+    def _load_engines(self, tags: frozenset[EngineTag], what: str) -> None:
         if tags == self._engine:
             return
         begin, self._engine = time.monotonic(), frozenset(ENGINE_TAGS)  # if this fails, they may hold anything
@@ -218,7 +218,7 @@ class Shared(Apart):
         self._engine = tags
         self._seconds[what] += time.monotonic() - begin
 
-    def _let_teachers_hold(self, tags: frozenset[EngineTag], what: str) -> None:
+    def _load_teachers(self, tags: frozenset[EngineTag], what: str) -> None:
         """A dead teacher, also one that died while offloaded, is skipped. Raises EngineError if none is left: the run
         ends."""
         if self._teachers is None or tags == self._teacher:
@@ -236,7 +236,7 @@ class Shared(Apart):
         self._teacher = tags
         self._seconds[what] += time.monotonic() - begin
 
-    def _let_trainer_hold(self, parts: frozenset[TrainerPart], what: str) -> None:
+    def _load_trainer(self, parts: frozenset[TrainerPart], what: str) -> None:
         if parts == self._trainer:
             return
         begin, self._trainer = time.monotonic(), frozenset()  # if this fails, nothing is sure to be there

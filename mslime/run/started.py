@@ -146,7 +146,7 @@ class Started(ABC):
         if self._ray is not None:
             self._ray.check()
 
-    def _say_start(self) -> None:
+    def _print_start(self) -> None:
         ranks, layout = self.config.layout.world_size, self.config.layout.describe()
         self.progress.note(f"starting {ranks} trainer rank(s): {layout}; logs in {self._logs}")
 
@@ -160,14 +160,14 @@ class Started(ABC):
             held.ray = held.stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
             for line in cluster.on_other_machines():
                 self.progress.note(f"logs in {self._logs.absolute()} of {line}")
-            silent = threading.Timer(SILENT_S, self._say_why_nothing_runs, [cluster])
+            silent = threading.Timer(SILENT_S, self._print_why_idle, [cluster])
             silent.daemon = True
             silent.start()
             held.stack.callback(silent.cancel)
         self._ray = held.ray
         return held.cluster, held.ray
 
-    def _say_why_nothing_runs(self, cluster: Cluster) -> None:
+    def _print_why_idle(self, cluster: Cluster) -> None:
         with suppress(Exception):  # Ray may have ended meanwhile
             if why := cluster.why_nothing_runs():
                 self.progress.note(why)
@@ -191,10 +191,10 @@ class Started(ABC):
         watches = [group.watch_start(of, self.progress.note) for group, of in zip(groups, starting, strict=True)]
         trainers(watches[0])
         found = [group.finish_start(of, watch) for group, of, watch in zip(groups, starting, watches, strict=True)]
-        self._say_where(*groups)
+        self._print_places(*groups)
         return found
 
-    def _say_where(self, *groups: EngineGroup) -> None:
+    def _print_places(self, *groups: EngineGroup) -> None:
         for group in groups:
             if group.addresses:
                 self.progress.note(f"{group.role}s: " + ", ".join(address.url for address in group.addresses))

@@ -130,8 +130,8 @@ class StopSignals:
     ) -> None:
         for number, before in self._before.items():  # empty outside the main thread
             signal.signal(number, before if before is not None else signal.SIG_DFL)
-        if error is not None and (told := self.to_user_error(error)) is not error:
-            raise told from None
+        if error is not None and (shown := self.to_user_error(error)) is not error:
+            raise shown from None
 
 
 def _say(text: str) -> None:

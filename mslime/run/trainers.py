@@ -116,7 +116,7 @@ class PolicyRank:
             if self._critic is not None:
                 rows = self._critic.train(shards)
             if policy:
-                rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(shards), strict=True)]
+                rows = [row | updated for row, updated in zip(rows, self._trainer.update(shards), strict=True)]
         return self.end_update(rows, begin)
 
     def begin_update(self, watched: Sequence[int]) -> list[TrainShard]:
@@ -274,9 +274,9 @@ class CriticActor(RankActor):
     def train(self, returns: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step per shard; returns metrics of each and the time span in which this rank was busy."""
         begin = time.time()
-        learnt = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
-        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in learnt)} tokens"):
-            metrics = self._critic.train(learnt)
+        updated = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in updated)} tokens"):
+            metrics = self._critic.train(updated)
         self._shards = []
         return {"metrics": metrics, "span": (begin, time.time())}
 
@@ -386,8 +386,8 @@ class TrainerGroup:
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
         """Connect to the engines in process groups whose names begin with `group`."""
-        met = list(engines)
-        self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(met, group))
+        connected = list(engines)
+        self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(connected, group))
 
     def disconnect(self, deadline_s: float | None = None) -> None:
         """Disconnect from the engines. Raises TrainerError if a rank is gone, or does not answer in time.

@@ -95,7 +95,7 @@ class TrainingRun(Started):
     def _start(self) -> None:
         config = self.config
         self._open_records()
-        self._say_start()
+        self._print_start()
         for note in self.checkpoints.notes():
             self.progress.note(note)
         generates = config.train.task == "rl" and self.parts.engines
@@ -159,7 +159,7 @@ class TrainingRun(Started):
             if self.checkpoints.loaded is not None:
                 self._load(self.checkpoints.loaded)
             self._trainers.hold(())
-            self.progress.note("the trainer is ready and asleep")
+            self.progress.note("the trainer is ready and offloaded")
         start = (lambda _: None) if self.config.colocated else self._start_trainers
         addresses, teacher_addresses = self._start_beside(start, self._engines, teachers)
         return addresses, teacher_addresses
@@ -171,7 +171,7 @@ class TrainingRun(Started):
         self._resources.clean(engines, self._senders, self.config.deadlines, self.progress.note)
         self._start_trainers(cluster.check_trainer_machines)
         engines.wait_for_one(self._at_rest)
-        self._say_where(engines, teachers)
+        self._print_places(engines, teachers)
         return engines.addresses, teachers.addresses
 
     def _make_publisher(self, adapter: str = "") -> Publisher:
@@ -288,12 +288,12 @@ class TrainingRun(Started):
         beside = self.config.rollout.max_staleness > 0 and not self.config.colocated
         return {} if beside and step < self.config.train.num_steps else self.evaluated()
 
-    def evaluated(self, again: bool = True) -> dict[str, float]:
+    def evaluated(self, repeat: bool = True) -> dict[str, float]:
         """Wait for the running evaluation, if any, and record its scores with its step. Returns metrics for the record
         of the step in progress.
 
         Args:
-            again: repeat it if all engines died in it; the weights are still the same.
+            repeat: repeat it if all engines died in it; the weights are still the same.
 
         `checkpoint.keep_best` needs no more: scores arrive before the next checkpoint is saved, and until then their
         checkpoint is the newest, which is kept.
@@ -301,7 +301,7 @@ class TrainingRun(Started):
         if (running := self._evaluating) is None:
             return {}
         begin = self._timeline.now()
-        found = self._scores(running) if again else self._rollouts.service.wait(running.answer)
+        found = self._scores(running) if repeat else self._rollouts.service.wait(running.answer)
         end = self._timeline.now()
         self._evaluating = None
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
@@ -401,12 +401,12 @@ class TrainingRun(Started):
         try:
             yield
         except BaseException as error:
-            told = self._stop.to_user_error(error)
-            outcome = self._rescue(told)
-            if isinstance(told, Stopped):
-                told.outcome = outcome
-            if told is not error:
-                raise told from None
+            shown = self._stop.to_user_error(error)
+            outcome = self._rescue(shown)
+            if isinstance(shown, Stopped):
+                shown.outcome = outcome
+            if shown is not error:
+                raise shown from None
             raise
         finally:
             self._stop.patient = False
@@ -444,7 +444,7 @@ class TrainingRun(Started):
             return
         with suppress(Exception):  # of any kind: the first error is the one that ends the run
             if running.answer.done:
-                found = self.evaluated(again=False)
+                found = self.evaluated(repeat=False)
                 if (record := self._records.record) is not None:
                     record.update(found)
                 return

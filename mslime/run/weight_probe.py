@@ -25,7 +25,7 @@ from mslime.run.run_rollouts import RunRollouts
 from mslime.run.sharing import Apart
 from mslime.run.trainers import TrainerGroup
 
-WAY_OUT = (
+HINT = (
     "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
     "see docs/weight_sync.md, section Probe; weights.probe_tolerance allows more, weights.verify: first does without"
 )
@@ -136,7 +136,7 @@ class WeightProbe:
         }
 
     def _refuse(self, version: int, wrong: Mapping[str, ProbeDifferences]) -> NoReturn:
-        told = "; ".join(
+        differences = "; ".join(
             f"{url}: log-probs off by {each.log_probs:.3g} nats, same experts in {each.routes:.1%}"
             for url, each in wrong.items()
         )
@@ -144,7 +144,7 @@ class WeightProbe:
             f"an engine scores a fixed text differently from the trainer's weights of version {version}. Allowed are a "
             f"median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
         )
-        raise sync_error("probe", told, rule, WAY_OUT)
+        raise sync_error("probe", differences, rule, HINT)
 
 
 def _by_text(texts: Sequence[NDArray[np.int32]], scored: Sequence[Score]) -> Scores:

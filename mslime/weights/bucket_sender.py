@@ -47,13 +47,13 @@ class SendOrder:
         """
         before = self._order[bucket.index - 1] if bucket.index else bucket.sender
         if before != bucket.sender:
-            said = torch.zeros(1, dtype=torch.uint8)
+            outcome = torch.zeros(1, dtype=torch.uint8)
             try:
-                dist.recv(said, before, group=self._group)
+                dist.recv(outcome, before, group=self._group)
             except RuntimeError as error:
                 raise sync_error("send", bucket.describe(), f"trainer rank {before}, whose turn it was before, is gone "
                                  f"or late: {error}") from error  # fmt: skip
-            self._went_well = bool(said.item())
+            self._went_well = bool(outcome.item())
         return self._went_well
 
     def pass_on(self, bucket: Bucket, went_well: bool) -> None:
@@ -66,9 +66,9 @@ class SendOrder:
         later = self._order[bucket.index + 1 :]
         if not later or later[0] == bucket.sender:
             return
-        said = torch.tensor([went_well], dtype=torch.uint8)
+        outcome = torch.tensor([went_well], dtype=torch.uint8)
         try:
-            self._passed_on.append((dist.isend(said, later[0], group=self._group), said))
+            self._passed_on.append((dist.isend(outcome, later[0], group=self._group), outcome))
             for work, _ in self._passed_on if bucket.sender not in later else ():
                 if work is not None:
                     work.wait()
@@ -127,7 +127,7 @@ class BucketSender:
     def __post_init__(self) -> None:
         self._done = in_thread(self._deliver)
 
-    def wait_for_room(self) -> None:
+    def wait_for_buffer(self) -> None:
         """Return when the last bucket is being sent, so that the next may be filled: at most two are held."""
         self._filled.join()
 

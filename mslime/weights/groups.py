@@ -107,8 +107,8 @@ def exchange(mine: _T, group: dist.ProcessGroup) -> list[_T]:
     Raises:
         RuntimeError: a rank of the group is gone, or missed the group's timeout.
     """
-    said = pickle.dumps(mine, pickle.HIGHEST_PROTOCOL)
-    framed = len(said).to_bytes(LENGTH_BYTES, "little") + said
+    sent = pickle.dumps(mine, pickle.HIGHEST_PROTOCOL)
+    framed = len(sent).to_bytes(LENGTH_BYTES, "little") + sent
     everyone = _gathered(framed[:EXCHANGED_AT_ONCE], EXCHANGED_AT_ONCE, group)
     ends = [LENGTH_BYTES + int.from_bytes(one[:LENGTH_BYTES], "little") for one in everyone]
     if max(ends) > EXCHANGED_AT_ONCE:

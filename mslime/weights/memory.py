@@ -42,7 +42,7 @@ PREFIX = "mslime-weights-"
 
 
 @dataclass
-class Room:
+class SharedBuffer:
     """Memory that engines open.
 
     Attributes:
@@ -69,7 +69,7 @@ class MemoryTransport(FileTransport):
         self._on_device, self._largest, self._device = on_device, 0, torch.device("cpu")
         self._directory: Path | None = None
         self._lock = -1
-        self._room: Room | None = None
+        self._buffer: SharedBuffer | None = None
 
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
         """Create a new private directory in /dev/shm."""
@@ -89,17 +89,17 @@ class MemoryTransport(FileTransport):
         bucket determines the device. Raises WeightSyncError if there is not enough."""
         self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
         if self._largest and not self._on_device:
-            self._make_room(self._largest)
+            self._buffer_of(self._largest)
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Copy `flat` into the memory; returns when the copy is complete, also on a GPU."""
         if self._on_device:
             self._device = flat.device
-        room = self._make_room(max(self._largest, bucket.hf_bytes))
-        room.flat[: bucket.hf_bytes].copy_(flat.view(torch.uint8))
-        if room.flat.is_cuda:
+        buffer = self._buffer_of(max(self._largest, bucket.hf_bytes))
+        buffer.flat[: bucket.hf_bytes].copy_(flat.view(torch.uint8))
+        if buffer.flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
-        return room.path
+        return buffer.path
 
     def arrived(self) -> None:
         """Remove the memory's name once all engines have opened it."""
@@ -111,28 +111,30 @@ class MemoryTransport(FileTransport):
     def complete(self) -> None:
         """Free device memory: engines that share this GPU need it now."""
         if self._on_device:
-            self._give_back_room()
+            self._release()
 
     def disconnect(self) -> None:
         """Make engines close the memory. One that no longer answers is left alone."""
         self.arrived()
-        self._give_back_room()
+        self._release()
 
-    def _make_room(self, size: int) -> Room:
+    def _buffer_of(self, size: int) -> SharedBuffer:
         """The current memory, or new memory if that is too small. Raises WeightSyncError."""
-        if self._room is None or self._room.flat.numel() < size:
-            self._give_back_room()
+        if self._buffer is None or self._buffer.flat.numel() < size:
+            self._release()
             directory = self._directory or self.open_directory()
-            self._room = self.new_room(directory / secrets.token_hex(16), size)
-        return self._room
+            self._buffer = self.new_buffer(directory / secrets.token_hex(16), size)
+        return self._buffer
 
-    def new_room(self, path: Path, size: int) -> Room:
+    def new_buffer(self, path: Path, size: int) -> SharedBuffer:
         """Allocate memory that engines open by this path. Raises WeightSyncError if there is not enough."""
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                return Room(self._handles_of(path, size) if self._on_device else _mapped(file, size), path, file)
+                return SharedBuffer(
+                    self._handles_of(path, size) if self._on_device else _mapped(file, size), path, file
+                )
             except BaseException:
                 os.close(file)
                 raise
@@ -152,15 +154,15 @@ class MemoryTransport(FileTransport):
             write_handle(path, number, handle_of(flat))
         return flat
 
-    def _give_back_room(self) -> None:
+    def _release(self) -> None:
         """Make engines close the memory, and free it."""
-        room, self._room = self._room, None
-        if room is not None:
-            forget = wire.ForgetDirectory(room.path.parent)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            forget = wire.ForgetDirectory(buffer.path.parent)
             forgotten = [self.link.engine_port.ask(engine, forget) for engine in self.engines]
             wait(forgotten, timeout=self.link.deadline_s)
-            os.close(room.file)
-        del room  # before torch frees unused memory
+            os.close(buffer.file)
+        del buffer  # before torch frees unused memory
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # a late rank keeps it until torch runs out of memory
 

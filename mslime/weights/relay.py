@@ -61,7 +61,7 @@ class RelayTransport(Transport):
         self._stores: list[Store] = []
         self._device = torch.device("cpu")
         self._answers: list[Future[wire.Loaded]] = []
-        self._told: dict[str, HostSlices] = {}  # slices by engines' URLs
+        self._reported: dict[str, HostSlices] = {}  # slices by engines' URLs
         self._cuts: HostSlices | None = None  # slices used in this sync
         self._known: tuple[Bucket, ...] = ()  # buckets that engines know under the name `_plan`
         self._syncs, self._plan, self._broken, self._under_way = 0, "", False, False
@@ -95,7 +95,7 @@ class RelayTransport(Transport):
         if self._known != tuple(buckets):
             self._known, self._plan = tuple(buckets), _name(buckets)
             news = list(buckets)
-            self._told.clear()
+            self._reported.clear()
         self._cuts = self._agreed()
         cuts = self._cuts.name if self._cuts is not None else ""
         senders = tuple(tuple(self._numbers[rank] for rank in self._sent_by(bucket)) for bucket in news)
@@ -113,9 +113,9 @@ class RelayTransport(Transport):
     def _agreed(self) -> HostSlices | None:
         """The slices of hosts with the same index in all engines; None if engines differ, or did not all report
         them."""
-        told = [self._told.get(engine.url) for engine in self._engines]
-        same = len({cuts.name for cuts in told if cuts is not None}) == 1 and None not in told
-        return told[0] if same and self._machines else None
+        reported = [self._reported.get(engine.url) for engine in self._engines]
+        same = len({cuts.name for cuts in reported if cuts is not None}) == 1 and None not in reported
+        return reported[0] if same and self._machines else None
 
     def complete(self) -> None:
         """Return when every engine has loaded all buckets. Raises WeightSyncError."""
@@ -127,7 +127,7 @@ class RelayTransport(Transport):
             raise _cause("all buckets", self._answers, "") from None
         for engine, answer in zip(self._engines, self._answers, strict=True):
             if (cuts := answer.result().cuts) is not None:
-                self._told[engine.url] = cuts
+                self._reported[engine.url] = cuts
         self._under_way = False
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingLane:
@@ -161,7 +161,7 @@ class RelayTransport(Transport):
         self._close()
         wait(leaving, timeout=link.deadline_s)
         self._stores, self._known, self._answers, self._cuts = [], (), [], None
-        self._told.clear()
+        self._reported.clear()
 
     def _close(self) -> None:
         """Close the lanes after a failed sync, which ends the wait of engines: over gloo, connections close when the

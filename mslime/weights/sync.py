@@ -189,8 +189,8 @@ class WeightSender:
         said = self._exchange((_words_of(failure), mine))
         for rank, (words, _) in enumerate(said):
             if words is not None:
-                rule, way_out = words
-                raise sync_error(phase, f"trainer rank {rank}", rule, way_out) from failure
+                rule, hint = words
+                raise sync_error(phase, f"trainer rank {rank}", rule, hint) from failure
         return [each for _, each in said]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
@@ -219,9 +219,9 @@ class WeightSender:
         said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
         self.engines = said[0][0]
         if any(needs_all for _, needs_all in said):
-            self._meet_each_other(self._engine_port, group, transport)
+            self._join_all(self._engine_port, group, transport)
 
-    def _meet_each_other(self, engine_port: EnginePort, group: str, transport: str) -> None:
+    def _join_all(self, engine_port: EnginePort, group: str, transport: str) -> None:
         """Create the transport on every rank and connect all ranks. Collective. Raises WeightSyncError on every
         rank."""
         offer, failure = "", None
@@ -335,7 +335,7 @@ class WeightSender:
         for bucket in buckets:
             own = bucket_sender if bucket.index in mine else None
             if own is not None:
-                own.wait_for_room()
+                own.wait_for_buffer()
             begin, flat = time.monotonic(), None
             try:
                 flat = pack(bucket, params, rank) if bucket.index in parts else self._fill(bucket, params)
@@ -489,5 +489,5 @@ def _words_of(failure: Exception | None) -> tuple[str, str] | None:
     if not isinstance(failure, WeightSyncError):
         return repr(failure), ""
     if failure.field in ("weights.transport", "weights.directory"):
-        return f"{failure.field} = {failure.value!r}: {failure.rule}", failure.way_out
-    return f"{failure.value}: {failure.rule}", failure.way_out
+        return f"{failure.field} = {failure.value!r}: {failure.rule}", failure.hint
+    return f"{failure.value}: {failure.rule}", failure.hint

@@ -105,7 +105,7 @@ class AtroposServer:
         return kept if isinstance(kept, str) and kept else secrets.token_urlsafe(24)
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
-        told: list[tuple[str, str, Callable[[Mapping[str, Any]], Any]]] = [
+        routes: list[tuple[str, str, Callable[[Mapping[str, Any]], Any]]] = [
             ("GET", "/", lambda _: {"message": "mslime, as a trainer of Atropos"}),
             ("GET", "/info", lambda _: self._rollouts.registry.info()),
             ("GET", "/wandb_info", lambda _: self._rollouts.wandb()),
@@ -116,7 +116,7 @@ class AtroposServer:
             ("POST", "/disconnect-env", lambda body: self._rollouts.registry.disconnect(body.get("env_id"))),
         ]  # fmt: skip
         return [
-            *((method, path, self._answering(tell)) for method, path, tell in told),
+            *((method, path, self._answering(respond)) for method, path, respond in routes),
             ("POST", "/scored_data", self._scored),
             ("POST", "/scored_data_list", self._scored),
             *((method, path, _not_mine) for path in MINE for method in ("GET", "POST")),
@@ -133,21 +133,21 @@ class AtroposServer:
             async with asyncio.timeout(self._patience.body):
                 return await http.read()
         except TimeoutError:
-            rule, way_out = f"did not arrive within {self._patience.body:g} s", "send it faster"
+            rule, hint = f"did not arrive within {self._patience.body:g} s", "send it faster"
         except web.HTTPRequestEntityTooLarge:
-            rule, way_out = f"is larger than {self._max_body} bytes", "raise rollout.server.max_request_mib"
+            rule, hint = f"is larger than {self._max_body} bytes", "raise rollout.server.max_request_mib"
         except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-            rule, way_out = f"cannot be read ({error})", "mend the request"
-        raise ChatError("body", http.headers.get("content-length", "?"), rule, way_out)
+            rule, hint = f"cannot be read ({error})", "mend the request"
+        raise ChatError("body", http.headers.get("content-length", "?"), rule, hint)
 
     # -------------------------------------------------------------------------------------------------- the trainer
 
-    def _answering(self, tell: Callable[[Mapping[str, Any]], Any]) -> Handler:
+    def _answering(self, respond: Callable[[Mapping[str, Any]], Any]) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            self._rollouts.registry.heard()
+            self._rollouts.registry.touch()
             try:
                 raw = await self._body(http)
-                return web.json_response(tell(body_of(raw) if raw else {}))
+                return web.json_response(respond(body_of(raw) if raw else {}))
             except (GroupRefusedError, ChatError, TypeError, ValueError) as error:
                 return _unprocessable(str(error))
 
@@ -159,18 +159,20 @@ class AtroposServer:
 
     async def _scored(self, http: web.Request) -> web.StreamResponse:
         """Accept one group, or a list of groups. A rejected group does not affect the others."""
-        self._rollouts.registry.heard()
+        self._rollouts.registry.touch()
         try:
             given = orjson.loads(await self._body(http))
         except (ChatError, ValueError) as error:
             return _unprocessable(f"the body is not valid JSON ({error})")
         groups: list[Any] = given if isinstance(given, list) else [given]
-        errors = [error for group in groups if (error := self._rollouts.hand_in(group)) is not None]
+        errors = [error for group in groups if (error := self._rollouts.submit(group)) is not None]
         wrong = [e for e in errors if e.reason != "repeated"]  # repeated groups were already accepted
         if wrong and len(errors) == len(groups):
             return _unprocessable(str(wrong[0]))
-        told = {"groups_processed": len(groups), "refused": [str(e) for e in wrong]} if isinstance(given, list) else {}
-        return web.json_response({"status": "received", **told})
+        routes = (
+            {"groups_processed": len(groups), "refused": [str(e) for e in wrong]} if isinstance(given, list) else {}
+        )
+        return web.json_response({"status": "received", **routes})
 
     # ---------------------------------------------------------------------------------------------------- the model
 
@@ -184,7 +186,7 @@ class AtroposServer:
         return await self._reply(http, generate_dialect)
 
     async def _reply(self, http: web.Request, choose: Callable[[Mapping[str, Any]], Dialect]) -> web.StreamResponse:
-        self._rollouts.registry.heard()
+        self._rollouts.registry.touch()
         try:
             raw = await self._body(http)
             body = body_of(raw)
@@ -267,7 +269,7 @@ class SGLangGenerate(OpenAIErrors):
     def answer(
         self, request: Request, replies: Sequence[ServedReply]
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        found = [_of_sglang(told) for told in replies]
+        found = [_of_sglang(routes) for routes in replies]
         return found if request.count > 1 else found[0]
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
@@ -297,12 +299,12 @@ class VLLMGenerate(OpenAIErrors):
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """The answer; `logprobs` has, for each reply and position, a list with one {token id: log-probability}."""
         return {
-            "text": [told.turn.reply.text for told in replies],
+            "text": [routes.turn.reply.text for routes in replies],
             "logprobs": [
-                [[{str(token): log_prob}] for token, log_prob in zip(told.ids, told.log_probs, strict=True)]
-                for told in replies
+                [[{str(token): log_prob}] for token, log_prob in zip(routes.ids, routes.log_probs, strict=True)]
+                for routes in replies
             ],
-            "finish_reasons": [told.turn.finish for told in replies],
+            "finish_reasons": [routes.turn.finish for routes in replies],
         }
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
@@ -316,12 +318,12 @@ def generate_dialect(body: Mapping[str, Any]) -> SGLangGenerate | VLLMGenerate:
     return VLLMGenerate() if "prompt" in body else SGLangGenerate()
 
 
-def _of_sglang(told: ServedReply) -> dict[str, Any]:
-    turn = told.turn
-    pairs = [[log_prob, token, None] for token, log_prob in zip(told.ids, told.log_probs, strict=True)]
+def _of_sglang(routes: ServedReply) -> dict[str, Any]:
+    turn = routes.turn
+    pairs = [[log_prob, token, None] for token, log_prob in zip(routes.ids, routes.log_probs, strict=True)]
     return {
         "text": turn.reply.text,
-        "output_ids": told.ids,
+        "output_ids": routes.ids,
         "meta_info": {
             "id": turn.reply.echo,
             "finish_reason": {"type": turn.finish},

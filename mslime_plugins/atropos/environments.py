@@ -32,7 +32,7 @@ class Registered:
     length: int
     weight: float
     connected: bool = True
-    heard: float = field(default_factory=time.monotonic)
+    touch: float = field(default_factory=time.monotonic)
 
 
 class Registry:
@@ -47,7 +47,7 @@ class Registry:
         self._all: list[Registered] = []
         self.last = time.monotonic()
 
-    def heard(self) -> None:
+    def touch(self) -> None:
         """Record the time of a request."""
         self.last = time.monotonic()
 
@@ -106,8 +106,8 @@ class Registry:
             waiting, spare: see `AtroposRollouts.queue`.
         """
         asking = self.named(env_id)
-        now = asking.heard = time.monotonic()
-        total = sum(e.length * e.weight for e in self.connected if now - e.heard < GONE_S)
+        now = asking.touch = time.monotonic()
+        total = sum(e.length * e.weight for e in self.connected if now - e.touch < GONE_S)
         share = asking.length * asking.weight / total if total > 0 else 1.0
         return {
             "current_step": step, "queue_size": waiting + spare, "unallocated_fraction": 1.0,

@@ -16,7 +16,7 @@ from mslime_plugins.atropos.matching import Recognised
 
 
 @dataclass(frozen=True)
-class HandedIn:
+class SubmittedGroup:
     """A submitted group that waits for training, or its error.
 
     Attributes:
@@ -41,7 +41,9 @@ class Lease:
 
     size: int
     broken: bool
-    asked: dict[int, asyncio.Future[HandedIn]] = field(default_factory=dict[int, "asyncio.Future[HandedIn]"])
+    asked: dict[int, asyncio.Future[SubmittedGroup]] = field(
+        default_factory=dict[int, "asyncio.Future[SubmittedGroup]"]
+    )
 
     @property
     def ready(self) -> bool:
@@ -60,7 +62,7 @@ class Leases:
     def __init__(self, most: int, moved: Callable[[], None] = lambda: None) -> None:
         self._most, self._moved = most, moved
         self._open: dict[int, Lease] = {}
-        self._waiting: deque[HandedIn] = deque()
+        self._waiting: deque[SubmittedGroup] = deque()
 
     @property
     def wanted(self) -> int:
@@ -77,12 +79,12 @@ class Leases:
         """Whether no further group may wait."""
         return len(self._waiting) >= self._most and not self.wanted
 
-    def hand_in(self, group: HandedIn) -> None:
+    def submit(self, group: SubmittedGroup) -> None:
         """Give a submitted group to the run, or queue it."""
         self._waiting.append(group)
         self._give()
 
-    async def ask(self, group_id: int, index: int, size: int, whole: bool) -> HandedIn:
+    async def ask(self, group_id: int, index: int, size: int, whole: bool) -> SubmittedGroup:
         """The submitted group for group `group_id` of the run.
 
         Args:

@@ -32,7 +32,7 @@ class Recognised:
         turns: trained in it. new: the same, as recorded.
         steps: (position of a turn's last token, its advantage), if the environment gives advantages.
         unsampled: tokens that the environment marked for training, and the model did not sample: white space.
-        again: sampled tokens that the environment marked for training, and another sequence trains.
+        repeated: sampled tokens that the environment marked for training, and another sequence trains.
     """
 
     source: Sample
@@ -42,7 +42,7 @@ class Recognised:
     score: float
     steps: tuple[tuple[int, float], ...]
     unsampled: int
-    again: int
+    repeated: int
 
 
 def recognise(
@@ -66,13 +66,13 @@ def recognise(
     for turn in path:
         sampled[turn.start : turn.end] = True
     _check_unsampled(number, pushed, sampled, text)
-    turns, new, steps, again = list[TakenTurn](), list[ReplyTurn](), list[tuple[int, float]](), 0
+    turns, new, steps, repeated = list[TakenTurn](), list[ReplyTurn](), list[tuple[int, float]](), 0
     for turn in path:
         wanted = pushed.wanted[turn.start : turn.end]
         if not wanted.any():
             continue
         if turn in taken:
-            again += int(wanted.sum())
+            repeated += int(wanted.sum())
             continue
         masked = ((turn.start, turn.end),) if pushed.zero else _runs(~wanted, turn.start)
         turns.append(TakenTurn(turn.start, turn.end, "stop" if turn.finish == "stop" else "length", masked))
@@ -81,7 +81,7 @@ def recognise(
             steps.append((turn.end - 1, _one_advantage(number, pushed, turn)))
     return Recognised(
         last.sample, end, tuple(turns), tuple(new), pushed.score, tuple(steps), int((pushed.wanted & ~sampled).sum()),
-        again,
+        repeated,
     )  # fmt: skip
 
 
@@ -102,14 +102,14 @@ def _longest(
         return max(whole, key=lambda turn: (turn.end, sum(t not in taken for t in turn.path())))
     if nearest is None:
         rule = f"no recorded request begins with its {len(tokens)} tokens, {_shown(tokens, 0, text)}"
-        raise GroupRefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", WAY_OUT)
+        raise GroupRefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", HINT)
     theirs = _shown(tokens, common, text) if common < len(tokens) else "its end"
     ours = _shown(nearest.sample.tokens[: nearest.end], common, text)
     raise GroupRefusedError("unknown_sequence", f"sequence {number}: it differs from the recorded tokens: at token "
-                            f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", WAY_OUT)  # fmt: skip
+                            f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", HINT)  # fmt: skip
 
 
-WAY_OUT = (
+HINT = (
     "send the tokens that the server returned (server_type: sglang or vllm with managed_server), not a text that was "
     "tokenised again; or raise rollout.atropos.keep_s"
 )

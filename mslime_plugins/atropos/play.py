@@ -19,12 +19,12 @@ from mslime.config.schema import RunConfig
 from mslime.rollout.agents.app import ServedRollout
 from mslime.rollout.agents.requests import Request
 from mslime.rollout.agents.session import ReplyTurn
-from mslime.rollout.hosted import Guests, HostedRollouts
+from mslime.rollout.hosted import HostedRollouts, UngroupedRequests
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
 from mslime_plugins.atropos.atropos_server import AtroposServer
 from mslime_plugins.atropos.environments import Registered, Registry
-from mslime_plugins.atropos.leases import HandedIn, Leases
+from mslime_plugins.atropos.leases import Leases, SubmittedGroup
 from mslime_plugins.atropos.matching import Recognised, recognise
 from mslime_plugins.atropos.pushed import COUNTED, GroupRefusedError, Pushed, read_group
 from mslime_plugins.atropos.recorded import Conversation, Recorded
@@ -32,7 +32,7 @@ from mslime_plugins.atropos.recorded import Conversation, Recorded
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000
 """Submitted groups that are remembered, to recognise repeated submissions."""
-LEFT_TO_TELL = 200
+MOST_REPORTS = 200
 """Most log lines about groups that are not trained."""
 
 
@@ -51,25 +51,25 @@ class AtroposRollouts(HostedRollouts):
         self._config, self._settings = config, config.rollout.atropos
         self._own_advantages = config.algorithm.advantage == GIVEN
         self._leases = Leases(self._settings.waiting)
-        self._handed_in: deque[bytes] = deque(maxlen=REMEMBERED)
-        self._guests: Guests | None = None
+        self._submitted: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._ungrouped: UngroupedRequests | None = None
         self._recorded = Recorded(self._settings.keep_s, self._drop)
         record = config.run_dir / "atropos.json"
         self._server = AtroposServer(self._settings, record, config.rollout.server.max_request_mib << 20, self)
         self._starting = asyncio.Lock()
-        self._told = 0
+        self._reports = 0
         self.registry = Registry(config)
         self.latest: dict[str, Any] = {}
 
-    def attach(self, guests: Guests) -> None:
+    def attach(self, ungrouped: UngroupedRequests) -> None:
         """Set the access of its environments to the engines."""
-        self._guests = guests
+        self._ungrouped = ungrouped
 
     @property
-    def guests(self) -> Guests:
+    def ungrouped(self) -> UngroupedRequests:
         """The access to the engines, from `attach`."""
-        assert self._guests is not None, "attach it to a service first"
-        return self._guests
+        assert self._ungrouped is not None, "attach it to a service first"
+        return self._ungrouped
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
         assert isinstance(engine, Rollout), "its sequences are sampled outside of rollouts, which only these take in"
@@ -92,7 +92,7 @@ class AtroposRollouts(HostedRollouts):
     @property
     def step(self) -> int:
         """Number of trained steps of the run."""
-        return self.guests.tracker.version
+        return self.ungrouped.tracker.version
 
     def wandb(self) -> dict[str, str]:
         """Settings for environments that log to Weights & Biases."""
@@ -113,7 +113,7 @@ class AtroposRollouts(HostedRollouts):
         """The conversation of a model request."""
         found = self._recorded.continued(request)
         if found is None:
-            found = self._recorded.begin(ServedRollout(await self.guests.converse()), request)
+            found = self._recorded.begin(ServedRollout(await self.ungrouped.converse()), request)
             found.session.on_end = partial(self.answered, found)
         return found
 
@@ -121,9 +121,9 @@ class AtroposRollouts(HostedRollouts):
         """Note the end of an attempt to reply in a conversation, whether or not its client still waits."""
         self._recorded.noted(conversation)
         if (failure := conversation.session.chat.failure) is not None:
-            self.guests.fail(failure)
+            self.ungrouped.fail(failure)
 
-    def hand_in(self, given: object) -> GroupRefusedError | None:
+    def submit(self, given: object) -> GroupRefusedError | None:
         """Accept a group from an environment. Returns the error if it is not trained."""
         try:
             self._accept(given)
@@ -150,23 +150,23 @@ class AtroposRollouts(HostedRollouts):
         try:
             sequences = self._recognised(pushed)
         except GroupRefusedError as error:
-            if pushed.digest not in self._handed_in:  # the model may produce the same again, which is another group
+            if pushed.digest not in self._submitted:  # the model may produce the same again, which is another group
                 raise
-            way_out = "nothing has to be done: it is trained once"
-            raise GroupRefusedError("repeated", "the group was handed in before", way_out) from error
-        self._handed_in.append(pushed.digest)
+            hint = "nothing has to be done: it is trained once"
+            raise GroupRefusedError("repeated", "the group was handed in before", hint) from error
+        self._submitted.append(pushed.digest)
         self.latest = cast("dict[str, Any]", given)
-        self._leases.hand_in(HandedIn(environment.name, sequences))
+        self._leases.submit(SubmittedGroup(environment.name, sequences))
 
     def _check_size(self, pushed: Pushed, environment: Registered) -> None:
         size, count = self._config.rollout.group_size, len(pushed.sequences)
-        told = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
+        message = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
         if count > size:
             raise GroupRefusedError(
-                "too_large", told, "raise rollout.group_size, or lower group_size of the environment"
+                "too_large", message, "raise rollout.group_size, or lower group_size of the environment"
             )
         if count < min(2, size):
-            raise GroupRefusedError("too_small", told, "a group has at least two rollouts, which are compared")
+            raise GroupRefusedError("too_small", message, "a group has at least two rollouts, which are compared")
 
     def _check_advantages(self, pushed: Pushed) -> None:
         with_some = sum(s.advantages is not None for s in pushed.sequences)
@@ -188,7 +188,7 @@ class AtroposRollouts(HostedRollouts):
         for number, sequence in enumerate(pushed.sequences):
             homes = {t: c for c in self._recorded.begun_with(sequence.tokens) for t in c.turns}
             taken = {t for c in homes.values() for t in c.taken} | set(new)
-            one = recognise(number, sequence, homes, taken, self.guests.text)
+            one = recognise(number, sequence, homes, taken, self.ungrouped.text)
             new |= {turn: homes[turn] for turn in one.new}
             found.append(one)
         if not new:
@@ -199,36 +199,36 @@ class AtroposRollouts(HostedRollouts):
         for turn, home in new.items():
             home.taken.add(turn)
         self._count("unsampled_tokens", sum(one.unsampled for one in found))
-        self._count("repeated_tokens", sum(one.again for one in found))
+        self._count("repeated_tokens", sum(one.repeated for one in found))
         return tuple(found)
 
     def _drop(self, tokens: int) -> None:
-        self.guests.drop(tokens)
+        self.ungrouped.drop(tokens)
 
     def _refuse(self, error: GroupRefusedError, given: object) -> None:
         self._count(error.reason)
         name = self.registry.name_of(given)
-        told = f"{name} handed in a group that is not trained ({error.reason}): {error}"
-        if self._told < LEFT_TO_TELL:
-            self._told += 1
-            log.warning("%s", told)
+        message = f"{name} handed in a group that is not trained ({error.reason}): {error}"
+        if self._reports < MOST_REPORTS:
+            self._reports += 1
+            log.warning("%s", message)
         harmless = error.reason in ("repeated", "no_room")
         if self._config.rollout.on_error == "fail" and not harmless:
-            self._leases.hand_in(HandedIn(name, failed=told))
+            self._leases.submit(SubmittedGroup(name, failed=message))
 
     def _count(self, name: str, n: int = 1) -> None:
-        self.guests.tracker.counters.add(f"atropos/{name}", n)
+        self.ungrouped.tracker.counters.add(f"atropos/{name}", n)
 
     async def _listen(self) -> None:
         async with self._starting:
             if not self._server.address:
-                self.registry.heard()
+                self.registry.touch()
                 await self._server.start()
                 for line in self._server.described():
                     log.info("%s", line)
                     print(line, flush=True)
 
-    async def _ask(self, task: Task, engine: Rollout, size: int) -> HandedIn | str:
+    async def _ask(self, task: Task, engine: Rollout, size: int) -> SubmittedGroup | str:
         """The group of a rollout, or why there is none."""
         asking = asyncio.ensure_future(self._leases.ask(task.group_id, task.index, size, engine.whole_group))
         try:

@@ -29,10 +29,10 @@ class GroupRefusedError(Exception):
         reason: one of `REASONS`.
     """
 
-    def __init__(self, reason: str, rule: str, way_out: str) -> None:
+    def __init__(self, reason: str, rule: str, hint: str) -> None:
         assert reason in REASONS, reason
         self.reason = reason
-        super().__init__(f"{rule}\n  way out: {way_out}")
+        super().__init__(f"{rule}\n  hint: {hint}")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def check_host(node: Node) -> Iterator[Finding]:
         yield fail(text, f"less than {LITTLE_MEMORY_GIB} GiB are free: not even a small run starts", **values)
     elif gpus and total < GIB_A_GPU * gpus:
         yield warn(text, f"less than {GIB_A_GPU} GiB for a GPU: set cluster.host_memory_gb and let mslime plan "
-                   "count; a trainer can sleep on disk (cluster.asleep_in)", **values)  # fmt: skip
+                   "count; a trainer can sleep on disk (cluster.offload_to)", **values)  # fmt: skip
     elif gpus and cores < CORES_A_GPU * gpus:
         yield warn(
             text, f"fewer than {CORES_A_GPU} cores for a GPU: engines' schedulers and rewards share them", **values
@@ -58,8 +58,8 @@ def check_host(node: Node) -> Iterator[Finding]:
 
 def _container_limit(node: Node) -> int | None:
     """Bytes that a control group (version 2 or 1) allows; None: no limit."""
-    said = node.read("/sys/fs/cgroup/memory.max") or node.read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    return int(said) if said and said.isdigit() else None
+    found = node.read("/sys/fs/cgroup/memory.max") or node.read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    return int(found) if found and found.isdigit() else None
 
 
 def check_shared_memory(node: Node) -> Iterator[Finding]:
@@ -162,11 +162,11 @@ class _Timex(ctypes.Structure):
 
 def check_clock(node: Node) -> Iterator[Finding]:
     """Whether the kernel's clock is synchronised; `collectives` measures differences between hosts."""
-    said = _Timex()
-    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(said)) < 0:
+    found = _Timex()
+    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found)) < 0:
         yield unseen(f"the kernel does not tell of its clock ({os.strerror(ctypes.get_errno())})")
         return
-    yield clock_finding(bool(said.status & _UNSYNCHRONISED), said.maxerror)
+    yield clock_finding(bool(found.status & _UNSYNCHRONISED), found.maxerror)
 
 
 def clock_finding(unsynchronised: bool, error_us: int) -> Finding:

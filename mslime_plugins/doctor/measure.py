@@ -39,7 +39,7 @@ def main() -> None:
     elif args.what == "kernels":
         found = kernels(args.device)
     else:
-        found = collectives(args.device, args.rank, args.ranks, args.meet, args.mib * 2**20, args.seconds)
+        found = collectives(args.device, args.rank, args.ranks, args.rendezvous, args.mib * 2**20, args.seconds)
     print(json.dumps(found))
 
 
@@ -189,7 +189,7 @@ def te_attention(device: str) -> float:
     return difference(got.view(sum(lengths), -1), torch.cat(expected))
 
 
-def collectives(device: str, rank: int, ranks: int, meet: str, size: int, seconds: float) -> dict[str, float]:
+def collectives(device: str, rank: int, ranks: int, rendezvous: str, size: int, seconds: float) -> dict[str, float]:
     """Bus bandwidth of all-reduce and all-to-all in GB/s, as in nccl-tests (its PERFORMANCE.md): the bytes of a rank's
     buffer over the time, times 2 (n - 1) / n and (n - 1) / n. That is the rate of the slowest link for any n.
 
@@ -201,7 +201,7 @@ def collectives(device: str, rank: int, ranks: int, meet: str, size: int, second
     cuda = device != "cpu"
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=meet, rank=rank, world_size=ranks,
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=120))  # fmt: skip
     ours = torch.ones(size // 4 // ranks * ranks, device=device)
     theirs = torch.empty_like(ours)

@@ -144,7 +144,7 @@ def check_loopback(node: Node) -> Iterator[Finding]:
     try:
         connection = HTTPConnection("127.0.0.1", port, timeout=5)
         connection.request("GET", "/")
-        said = connection.getresponse().read()
+        reply = connection.getresponse().read()
         connection.close()
     except OSError as error:
         yield fail(f"HTTP to 127.0.0.1:{port} fails: {error}", "a firewall, or a sandbox: engines are spoken to so")
@@ -153,7 +153,7 @@ def check_loopback(node: Node) -> Iterator[Finding]:
         server.shutdown()
         server.server_close()
         thread.join()
-    assert said == b"here"
+    assert reply == b"here"
     yield ok(f"HTTP to 127.0.0.1:{port} answers")
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if node.environ.get(name)]
     around = node.environ.get("no_proxy", "") + node.environ.get("NO_PROXY", "")

@@ -111,10 +111,10 @@ def check_collectives(node: Node) -> Iterator[Finding]:
         return
     device = "cuda" if node.gpus else "cpu"
     mib = (1024 if options.full else 256) if node.gpus else 8
-    meet = options.head or f"127.0.0.1:{free_port()}"
+    rendezvous = options.head or f"127.0.0.1:{free_port()}"
     found = measured([
         ["collectives", "--device", f"cuda:{i}" if node.gpus else "cpu", "--rank", f"{options.node_rank * here + i}",
-         "--ranks", f"{ranks}", "--meet", f"tcp://{meet}", "--mib", f"{mib}", "--seconds", "1"]
+         "--ranks", f"{ranks}", "--meet", f"tcp://{rendezvous}", "--mib", f"{mib}", "--seconds", "1"]
         for i in range(here)
     ])[0]  # fmt: skip
     if device == "cpu":
@@ -184,7 +184,7 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
                     stderr=errors, text=True,
                 ))  # fmt: skip
         try:
-            said = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
+            outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
         except subprocess.TimeoutExpired:
             raise Broken(f"no answer within {DEADLINE_S} s") from None
         finally:
@@ -196,4 +196,4 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
                 with open(f"{scratch}/{number}") as errors:
                     words = errors.read().strip().splitlines()
                 raise Broken((words or [f"exit status {process.returncode}"])[-1][:300])
-    return [json.loads(each.strip().splitlines()[-1]) for each in said]
+    return [json.loads(each.strip().splitlines()[-1]) for each in outputs]

@@ -55,11 +55,11 @@ def check_step(node: Node) -> Iterator[Finding]:
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump(settings))
         began = time.perf_counter()
-        status, said = run_to_its_end([sys.executable, "-m", "mslime", "train", str(config)], directory, node)
+        status, printed = run_to_its_end([sys.executable, "-m", "mslime", "train", str(config)], directory, node)
         seconds = time.perf_counter() - began
         rows = read_metrics(directory / "doctor" / FILE_NAME) if (directory / "doctor" / FILE_NAME).exists() else []
         if status != 0:
-            words = "\n".join(said.strip().splitlines()[-12:])
+            words = "\n".join(printed.strip().splitlines()[-12:])
             yield fail(f"the run ended with status {status} after {seconds:.0f} s: {words}",
                        "keep its logs with: mslime train RUN.yaml, with these settings: "
                        f"{json.dumps(settings, default=str)}")  # fmt: skip

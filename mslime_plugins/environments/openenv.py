@@ -53,12 +53,12 @@ class OpenEnv:
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
-    def action(self, said: str) -> dict[str, Any]:
+    def action(self, text: str) -> dict[str, Any]:
         """The server's action for the model's text. Raises ValueError if it is invalid; the model gets the error."""
         if self._action_field is not None:
-            return {self._action_field: said}
+            return {self._action_field: text}
         try:
-            action = json.loads(said)
+            action = json.loads(text)
         except RecursionError:
             raise ValueError("is nested too deep") from None
         if not isinstance(action, dict):

@@ -55,15 +55,15 @@ def f1(response: str, label: Any) -> float:
     2 P R / (P + R), with P the fraction of the response's words that the label has, and R the converse. Words are in
     lower case, without punctuation and articles. The response is the text after `</think>`.
     """
-    said = normalised_words(final_part(response))
-    return max(_overlap(said, normalised_words(text)) for text in alternatives(label))
+    words = normalised_words(final_part(response))
+    return max(_overlap(words, normalised_words(text)) for text in alternatives(label))
 
 
-def _overlap(said: list[str], wanted: list[str]) -> float:
-    if not said or not wanted:
-        return float(said == wanted)
-    common = (Counter(said) & Counter(wanted)).total()
-    return 2 * common / (len(said) + len(wanted))
+def _overlap(words: list[str], wanted: list[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    common = (Counter(words) & Counter(wanted)).total()
+    return 2 * common / (len(words) + len(wanted))
 
 
 def normalised_words(text: str) -> list[str]:

@@ -111,18 +111,18 @@ def working_bytes(
         width: bytes of a parameter.
     """
     largest = max((layer_elements(w, layout, layer) for layer in layers), default=0.0)
-    again = 0.0
+    recomputed = 0.0
     if how.granularity == "full":
-        again = largest * (how.num_layers if how.method == "uniform" else 1)
+        recomputed = largest * (how.num_layers if how.method == "uniform" else 1)
     elif how.granularity == "selective":
-        again = max((largest - layer_elements(w, layout, layer, how.modules) for layer in layers), default=0.0)
+        recomputed = max((largest - layer_elements(w, layout, layer, how.modules) for layer in layers), default=0.0)
     beside = [
         _expert_bytes(w, layout, tokens, width)
         if layer in w.moe_layers
         else width * tokens * (layer_elements(w, layout, layer) + 2 * w.hidden)
         for layer in layers
     ]
-    return int(width * tokens * again + max(beside, default=width * tokens * 2 * w.hidden))
+    return int(width * tokens * recomputed + max(beside, default=width * tokens * 2 * w.hidden))
 
 
 def _expert_bytes(w: Widths, layout: ParallelLayout, tokens: int, width: int) -> float:

@@ -20,4 +20,4 @@ def check_host_memory(config: RunConfig) -> None:
     for problem in host_problems(policy_spec(config), memory, plan.host, plan.rollouts, config.rollout):
         raise ConfigError("cluster.host_memory_gb", memory, f"{problem.where}: needs {problem.needs / GIB:.1f} of "
                           f"{problem.has / GIB:.1f} GiB that a run can use, most of it {problem.component} "
-                          "(mslime plan shows all of it)", problem.way_out)  # fmt: skip
+                          "(mslime plan shows all of it)", problem.hint)  # fmt: skip

@@ -68,7 +68,7 @@ class ServedWeights:
     encoded: Encoded | None = None
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """Description for people."""
         return self.dtype if self.encoded is None else f"{self.encoded.method}; the rest in {self.dtype}"
 

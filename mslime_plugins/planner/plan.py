@@ -50,8 +50,8 @@ from mslime_plugins.planner.problems import (
 from mslime_plugins.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime_plugins.planner.saving import CheckpointBytes, saved_bytes
 from mslime_plugins.planner.stages import (
-    ENGINE_ASLEEP_BYTES,
-    TRAINER_ASLEEP_BYTES,
+    ENGINE_OFFLOADED_BYTES,
+    TRAINER_OFFLOADED_BYTES,
     PhaseMemory,
     StagePlan,
     make_stages,
@@ -62,7 +62,7 @@ from mslime_plugins.planner.sync_bytes import (
     Rates,
     SenderSync,
     bounds,
-    buckets_held,
+    buckets_in_flight,
     near_ranks,
     rates_of,
     receiving_of,
@@ -268,7 +268,7 @@ def make_plan(
     longest, shared = min(model.max_positions, limit), serves and config.colocated
     rollouts = rollout_bytes(config, model, longest) if serves else None
     of_adapters = adapter_bytes(factors, alive, servers.tp_size, wire) if factors else 0
-    held = buckets_held(config.transport, config.weights, servers, cluster)
+    held = buckets_in_flight(config.transport, config.weights, servers, cluster)
     engine = _engine(servers, hf_config, served, sync, held, gpu_bytes, of_adapters, shared=shared) if serves else None
     taught = _teacher(teacher_spec(config), teacher, gpu_bytes) if teacher is not None else None
     host = _host(cluster, spec, stages, beside, sync, rollouts, taught, config.teacher.gpus)
@@ -305,7 +305,7 @@ def make_plan(
         engine=engine,
         near_ranks=near_ranks(servers.tp_size, per_node),
         sent_share=receiving.sent(near_ranks(servers.tp_size, per_node)) if receiving is not None else 1.0,
-        engine_dtype=served.said,
+        engine_dtype=served.label,
         responses=responses,
         micro_batches=micro_batches,
         transport="adapters in files" if factors else config.transport,
@@ -315,7 +315,7 @@ def make_plan(
         rates=rates,
         bounds=least,
         problems=(
-            *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
+            *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_OFFLOADED_BYTES if shared else 0)),
             *phase_problems(servers.tp_size, layout.world_size, taking_turns, gpu_bytes),
             *trainer_problems(spec, "critic", apart, gpu_bytes),
             *engine_problems(servers, spec.weights.bucket_mib, longest, engine, gpu_bytes),
@@ -363,12 +363,12 @@ def _host(
         teacher_gpus: of the teacher.
     """
     held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
-    sleeps = cluster.colocated and spec.train.task == "rl" and spec.asleep is None
+    sleeps = cluster.colocated and spec.train.task == "rl" and spec.offload_directory is None
     critic = [stage.held for stage in beside]
     host = host_memory(spec, cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
     return replace(
         host, shards=rollouts.machine if rollouts is not None else 0,
-        taught=min(teacher_gpus, cluster.gpus_per_node) * taught.weights if taught is not None else 0,
+        teacher=min(teacher_gpus, cluster.gpus_per_node) * taught.weights if taught is not None else 0,
     )  # fmt: skip
 
 
@@ -385,25 +385,25 @@ def _engine(
     """
     largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
     held = 0 if of_adapters else int(largest * buckets)
-    return _serving(settings, hf_config, served, held, gpu_bytes, TRAINER_ASLEEP_BYTES if shared else 0, of_adapters)
+    return _serving(settings, hf_config, served, held, gpu_bytes, TRAINER_OFFLOADED_BYTES if shared else 0, of_adapters)
 
 
 def _teacher(spec: ServerSpec, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
     """Memory of one GPU that a teacher shares with the trainer. Raises CheckpointError if its family is unknown."""
     table = get_family(hf_config).rules(hf_config)
     served = ServedWeights(table, spec.dtype(dict(hf_config)), expected_weights(table, hf_config))
-    return _serving(spec.settings, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
+    return _serving(spec.settings, hf_config, served, 0, gpu_bytes, TRAINER_OFFLOADED_BYTES)
 
 
 def _serving(
     settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, held: int,
-    gpu_bytes: int, asleep: int, of_adapters: int = 0,
+    gpu_bytes: int, offloaded: int, of_adapters: int = 0,
 ) -> EngineMemory:  # fmt: skip
     """Memory of one GPU of a server, for the model of a config.json; see `engine_memory`."""
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
-    return engine_memory(settings, served, widths, model.num_layers, held, gpu_bytes, asleep, of_adapters)
+    return engine_memory(settings, served, widths, model.num_layers, held, gpu_bytes, offloaded, of_adapters)
 
 
 def _machines(per_node: int, trained: int, engines: tuple[int, int], teachers: tuple[int, int]) -> tuple[int, int]:
@@ -449,7 +449,7 @@ def _seconds(
         "sync": sync_s,
         "sleep": sleep_seconds(
             max(each.weights + each.optimizer for each in memory), max(each.weights for each in memory), speeds.host,
-            spec.asleep is not None,
+            spec.offload_directory is not None,
         ) if config.colocated else 0.0,
     }  # fmt: skip
     return parts | {"step": step_seconds(parts, config.rollout.max_staleness > 0 and not config.colocated)}
@@ -458,19 +458,19 @@ def _seconds(
 def _remarks(
     layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int, saving: float
 ) -> list[str]:
-    group, said = layout.expert_size, list[str]()
+    group, notes = layout.expert_size, list[str]()
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
-        said.append(
+        notes.append(
             f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "
             f"{per_node}: the all-to-all of every layer goes over the network"
         )
     if idle and layout.world_size >= per_node:
-        said.append(f"{idle} GPUs of the last machines are not used")
+        notes.append(f"{idle} GPUs of the last machines are not used")
     if without_engine:
-        said.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
+        notes.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
     if saving:
-        said.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
-    return said
+        notes.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
+    return notes
 
 
 def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int, int], int]:

@@ -31,7 +31,7 @@ def describe(plan: RunPlan) -> Group:
     if plan.rollouts is not None:
         parts.append(_rollouts(plan.rollouts))
     parts.append(_disk(plan))
-    remarks = [Text(f"remark: {said}", style="yellow") for said in plan.remarks]
+    remarks = [Text(f"remark: {remark}", style="yellow") for remark in plan.remarks]
     return Group(*parts, *remarks, _verdict(plan))
 
 
@@ -161,8 +161,8 @@ def _balance(plan: RunPlan) -> Table:
             ("reference and teacher", plan.host.copies),
             ("the weight sync", plan.host.sync),
             ("the shards of a step", plan.host.shards),
-            ("a trainer that sleeps", plan.host.asleep),
-            ("a teacher that sleeps", plan.host.taught),
+            ("a trainer that sleeps", plan.host.offloaded),
+            ("a teacher that sleeps", plan.host.teacher),
             ("a checkpoint on its way", plan.host.checkpoint),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
@@ -175,11 +175,11 @@ def _balance(plan: RunPlan) -> Table:
 def _engine(plan: RunPlan) -> Table:
     engine = plan.engine
     assert engine is not None
-    held = "buckets" if traits_of(plan.transport).passes_on else "a bucket"
+    sent = "buckets" if traits_of(plan.transport).passes_on else "a bucket"
     rows = [
         ("weights", f"{_gib(engine.weights)} GiB in {plan.engine_dtype}"),
         ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),
-        ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {held} of the weight update"),
+        ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {sent} of the weight update"),
     ]
     if engine.adapters:
         rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB of those that are served at once"))
@@ -247,7 +247,7 @@ def _sync(plan: RunPlan) -> Table:
         [
             ("goes by", plan.transport),
             ("gathered by senders", f"{_gib(gathered)} GiB{from_others}"),
-            (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
+            (f"sent by {count} ranks", f"at most {_gib(max(s.held for s in plan.syncs))} GiB each"),
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             *(
@@ -288,7 +288,7 @@ def _verdict(plan: RunPlan) -> Text:
     if plan.verdict == "fits":
         return Text(f"\nfits: {free}", style="bold green")
     lines = [
-        f"{p.where}: needs {_gib(p.needs)} GiB of {_gib(p.has)}, most of it {p.component}\n  way out: {p.way_out}"
+        f"{p.where}: needs {_gib(p.needs)} GiB of {_gib(p.has)}, most of it {p.component}\n  hint: {p.hint}"
         for p in plan.problems
     ]
     return Text("\ndoes not fit\n" + "\n".join(lines), style="bold red")

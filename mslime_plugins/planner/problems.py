@@ -38,14 +38,14 @@ class Problem:
         where: which GPU.
         needs, has: bytes.
         component: the largest part that can be made smaller.
-        way_out: advice.
+        hint: advice.
     """
 
     where: str
     needs: int
     has: int
     component: str
-    way_out: str
+    hint: str
 
 
 def phase_problems(tp: int, ranks: int, taking_turns: tuple[PhaseMemory, ...], gpu_bytes: int) -> list[Problem]:
@@ -82,8 +82,8 @@ def host_problems(
             "sync": f"set weights.transport other than {spec.weights.transport}",
             "optimizer": f"lower megatron.optimizer_offload_fraction ({offloaded_share(spec.megatron.extra):g})",
             "copies": "do without algorithm.kl_coef or model.teacher_path",
-            "asleep": "set cluster.asleep_in: disk",
-            "taught": "give the teacher GPUs of its own (teacher.placement: separate)",
+            "offloaded": "set cluster.offload_to: disk",
+            "teacher": "give the teacher GPUs of its own (teacher.placement: separate)",
             "checkpoint": "raise megatron.tensor_model_parallel_size, or keep Adam's moments in float32 or bfloat16",
             "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
         }[component]

@@ -29,8 +29,8 @@ from mslime_plugins.planner.parameters import StageParameters, stage_parameters
 from mslime_plugins.planner.plan import RunPlan, make_plan, together
 from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
 from mslime_plugins.planner.space import Space, engine_settings
-from mslime_plugins.planner.stages import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, StagePlan, phases
-from mslime_plugins.planner.sync_bytes import buckets_held, rates_of
+from mslime_plugins.planner.stages import ENGINE_OFFLOADED_BYTES, TRAINER_OFFLOADED_BYTES, StagePlan, phases
+from mslime_plugins.planner.sync_bytes import buckets_in_flight, rates_of
 from mslime_plugins.planner.times import (
     Speeds,
     StepWork,
@@ -145,7 +145,7 @@ class Search:
     def base(self) -> RunConfig:
         """The run with default values for everything that is searched."""
         kept = {name: section for name, section in self.values.items() if name not in ("megatron", "sglang")}
-        apart = ("placement", "trainer_ranks", "asleep_in", "asleep_directory")
+        apart = ("placement", "trainer_ranks", "offload_to", "offload_directory")
         cluster = {name: value for name, value in kept.get("cluster", {}).items() if name not in apart}
         config = build({**kept, "cluster": cluster, "sglang": engine_settings(self.values)})
         if config.train.task != "rl":
@@ -294,11 +294,11 @@ class Search:
         config = self.base
         sglang: SGLangConfig = config.sglang.model_copy(update=settings)
         transport = config.model_copy(update={"sglang": sglang}).transport
-        held = buckets_held(transport, config.weights, sglang, config.cluster)
+        held = buckets_in_flight(transport, config.weights, sglang, config.cluster)
         bucket = int(config.weights.bucket_mib * 2**20 * held)
         memory = engine_memory(
             sglang, self.served, self.widths, self.model.num_layers, bucket, self.gpu_bytes,
-            TRAINER_ASLEEP_BYTES if shared else 0,
+            TRAINER_OFFLOADED_BYTES if shared else 0,
         )  # fmt: skip
         if memory.tokens < self.longest or memory.runtime < bucket + RUNTIME_BYTES:
             return None
@@ -347,12 +347,12 @@ class Search:
         ahead = self.space.given("rollout", "max_staleness")
         if wanted == "separate" or (ahead or 0) > 1:
             return
-        usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
+        usable, machines = self.gpu_bytes - ENGINE_OFFLOADED_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
         transport = self.space.given("weights", "transport") or for_shared_gpus(machines)
         weights = {"transport": transport}  # files are below output_dir, unless weights.directory is set
-        engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
-        for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):
+        engines, offload_to = self.engines(ranks, shared=True), self.space.given("cluster", "offload_to") or "memory"
+        for trainer in self.trainers(ranks, usable, sleeps=offload_to != "disk"):
             kind = next((each for each in engines if self._takes_turns(trainer, each)), None)
             if kind is None:
                 continue
@@ -361,7 +361,7 @@ class Search:
                 "generate": kind.seconds, "train": sum(trainer.seconds.values()),
                 "sync": file_seconds(transport, self.sent, machines, rates_of(self.base.cluster)),
                 "sleep": sleep_seconds(
-                    moved, max(memory.weights for memory in trainer.memory), self.speeds.host, asleep_in == "disk"
+                    moved, max(memory.weights for memory in trainer.memory), self.speeds.host, offload_to == "disk"
                 ),
             }  # fmt: skip
             cluster = {"placement": "colocated", "trainer_ranks": ranks}
@@ -444,12 +444,12 @@ def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
 def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:
     """The error, with the nearest miss as the distance to a fit."""
     if refused is not None:
-        told, way_out = f"every layout that fits is refused: {refused.rule}", refused.way_out
+        told, hint = f"every layout that fits is refused: {refused.rule}", refused.hint
     elif wanted.missed and min(wanted.missed)[0] > 1:
         share, what = min(wanted.missed)
         told = f"no layout fits; the nearest, {what}, needs {share:.0%} of a GPU for the trainer"
-        way_out = "give it more GPUs, GPUs with more memory, or lower train.max_tokens_per_micro_batch"
+        hint = "give it more GPUs, GPUs with more memory, or lower train.max_tokens_per_micro_batch"
     else:
         told = "no layout fits: engines have no room for the weights and one response, or nothing divides the GPUs"
-        way_out = "give it more GPUs, lower rollout.max_response_tokens, or unset sizes of megatron.* and sglang.*"
-    return NothingFits("--gpus", wanted.gpus, told, way_out)
+        hint = "give it more GPUs, lower rollout.max_response_tokens, or unset sizes of megatron.* and sglang.*"
+    return NothingFits("--gpus", wanted.gpus, told, hint)

@@ -97,11 +97,11 @@ class Space:
     def megatron(self, sizes: Mapping[str, Any], measures: Mapping[str, Any] | None = None) -> MegatronConfig:
         """The section with the user's and the tried settings, without validation: thousands are created."""
         fields, given = MegatronConfig.model_fields, self.values.get("megatron", {})
-        said = {**given.get("extra", {}), **given, **sizes, **(measures or {})}
-        said.pop("extra", None)
-        known = {name: value for name, value in said.items() if name in fields}
+        numbers = {**given.get("extra", {}), **given, **sizes, **(measures or {})}
+        numbers.pop("extra", None)
+        known = {name: value for name, value in numbers.items() if name in fields}
         return MegatronConfig.model_construct(
-            **known, extra={name: value for name, value in said.items() if name not in fields}
+            **known, extra={name: value for name, value in numbers.items() if name not in fields}
         )
 
     def measures(self) -> Sequence[tuple[str, Mapping[str, Any]]]:

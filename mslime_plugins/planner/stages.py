@@ -108,9 +108,9 @@ def _adapters(
 # that of an offloaded trainer, because SGLang sizes its cache accordingly. So that phase always fits, and its plan is
 # the engine's.
 
-TRAINER_ASLEEP_BYTES = CONTEXT_BYTES
+TRAINER_OFFLOADED_BYTES = CONTEXT_BYTES
 """Memory of an offloaded trainer on its GPU: CUDA context and NCCL's buffers."""
-ENGINE_ASLEEP_BYTES = 3 * 2**30
+ENGINE_OFFLOADED_BYTES = 3 * 2**30
 """Memory of an engine after its release: CUDA context, NCCL's buffers, CUDA graphs. An assumption, not measured on
 GPUs."""
 
@@ -143,12 +143,12 @@ def phases(
 ) -> tuple[PhaseMemory, ...]:
     """The phases of a step, each on its fullest stage. A teacher on GPUs without an engine has all its memory while
     engines generate, and less than an engine in the other phases."""
-    found = [PhaseMemory("generate", stages[0].held.stage, TRAINER_ASLEEP_BYTES, _serving(engine))]
+    found = [PhaseMemory("generate", stages[0].held.stage, TRAINER_OFFLOADED_BYTES, _serving(engine))]
     if teacher is not None:
         found.append(replace(found[0], engine=_serving(teacher), server="teacher"))
-    loaded = ENGINE_ASLEEP_BYTES + engine.weights
+    loaded = ENGINE_OFFLOADED_BYTES + engine.weights
     for phase, of_trainer, of_engine in (
-        ("train", _training, ENGINE_ASLEEP_BYTES),
+        ("train", _training, ENGINE_OFFLOADED_BYTES),
         ("send", _sending, loaded + engine.bucket),
         ("save", _saving, loaded),
     ):

@@ -197,7 +197,7 @@ def relay_bounds(
     }
 
 
-def buckets_held(transport: str, weights: WeightsConfig, engine: SGLangConfig, cluster: ClusterConfig) -> float:
+def buckets_in_flight(transport: str, weights: WeightsConfig, engine: SGLangConfig, cluster: ClusterConfig) -> float:
     """Number of buckets that a weight update holds on an engine GPU.
 
     With `relay` one is passed on while the next arrives. Ranks that exchange slices pack theirs, and receive others

@@ -144,9 +144,9 @@ def train_seconds(
     """
     layout = spec.layout
     tokens = -(-work.responses // layout.dp) * work.length / layout.cp
-    again = spec.megatron.recompute.granularity == "full"
-    passes = 3 + again + work.forwards  # a backward pass counts as two
-    crossings = 2 + again + work.forwards  # and crosses the links once
+    recomputed = spec.megatron.recompute.granularity == "full"
+    passes = 3 + recomputed + work.forwards  # a backward pass counts as two
+    crossings = 2 + recomputed + work.forwards  # and crosses the links once
     stages = [
         {
             "compute": passes * _products(stage, layout, w, work, tokens, speeds),

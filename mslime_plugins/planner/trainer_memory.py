@@ -31,7 +31,7 @@ LOG_PROB_BYTES = 76
 """Most bytes of a token: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs/`)."""
 PINNED_ROUNDING = 1.44
 """PyTorch's pinned blocks are powers of two: 1 / ln 2 is the mean ratio over sizes between two of them."""
-HANDED_BUFFERS = 3
+IPC_BUFFERS = 3
 """Buckets that checkpoint-engine holds on every GPU: two to broadcast into, one from the host."""
 UNBOUNDED_PROMPT = 1024
 """Tokens of the longest prompt without `data.max_prompt_tokens`: an assumption."""
@@ -208,7 +208,7 @@ def trainer_memory(
             sync_bytes(sync.stage_buckets(held.stage), neighbours_width(spec, adapters), _shares_memory(spec)).values(),
             default=0,
         )
-        + _handed_bytes(spec, sync),
+        + _ipc_bytes(spec, sync),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
 
@@ -272,7 +272,7 @@ def _shares_memory(spec: TrainingSpec) -> bool:
     return isinstance(spec, PolicySpec) and traits_of(spec.weights.transport).gpu_bucket
 
 
-def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
+def _ipc_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
     """`checkpoint_engine`: on every rank, two buffers for broadcasts, and one for data from the host.
 
     Each has the size of a bucket, or of the largest tensor. Senders have filled all buckets by then, but torch keeps
@@ -281,7 +281,7 @@ def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
     if not isinstance(spec, PolicySpec) or not traits_of(spec.weights.transport).on_engines_gpus:
         return 0
     largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
-    return HANDED_BUFFERS * max(int(spec.weights.bucket_mib * (1 << 20)), largest)
+    return IPC_BUFFERS * max(int(spec.weights.bucket_mib * (1 << 20)), largest)
 
 
 def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False) -> dict[int, int]:
@@ -338,8 +338,8 @@ class HostMemory:
         optimizer: state moved here by `optimizer_cpu_offload`.
         sync: memory of senders for `weights.transport`: with delta everything that they send, with shm a bucket each.
         shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
-        asleep: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.asleep_in`).
-        taught: weights of a served teacher while the trainer has its GPUs (`teacher.placement: colocated`).
+        offloaded: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.offload_to`).
+        teacher: weights of a served teacher while the trainer has its GPUs (`teacher.placement: colocated`).
         checkpoint: while it is written: on each rank a tensor in float32, and `copied_bytes_per_parameter`.
     """
 
@@ -347,21 +347,21 @@ class HostMemory:
     optimizer: int
     sync: int = 0
     shards: int = 0
-    asleep: int = 0
-    taught: int = 0
+    offloaded: int = 0
+    teacher: int = 0
     checkpoint: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all parts."""
-        return self.copies + self.optimizer + self.sync + self.shards + self.asleep + self.taught + self.checkpoint
+        return self.copies + self.optimizer + self.sync + self.shards + self.offloaded + self.teacher + self.checkpoint
 
     @property
     def largest(self) -> str:
         """The largest part."""
         sizes = {
             "optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards,
-            "asleep": self.asleep, "taught": self.taught, "checkpoint": self.checkpoint,
+            "offloaded": self.offloaded, "teacher": self.teacher, "checkpoint": self.checkpoint,
         }  # fmt: skip
         return max(sizes, key=lambda name: sizes[name])
 
@@ -395,17 +395,21 @@ def host_memory(
     ]
     moved = [
         max(map(partial(parameter_bytes, spec), stages), default=0)
-        + max(map(partial(optimizer_bytes, spec), learnt), default=0)
-        for stages, learnt in ((held, held if trained is None else trained), (critic, critic))
+        + max(map(partial(optimizer_bytes, spec), trained_stage), default=0)
+        for stages, trained_stage in ((held, held if trained is None else trained), (critic, critic))
     ]
     kept = _kept_by_senders(spec, sync, gpus_per_node) if sync else 0
     stored = [  # a critic's checkpoint comes before the policy's
-        4 * stage.largest + _of_own_share(spec, learnt, copied_bytes_per_parameter)
+        4 * stage.largest + _of_own_share(spec, trained_stage, copied_bytes_per_parameter)
         for stages, trained_ones in ((held, held if trained is None else trained), (critic, critic))
-        for stage, learnt in zip(stages, trained_ones, strict=True)
+        for stage, trained_stage in zip(stages, trained_ones, strict=True)
     ]
     return HostMemory(
-        copies, ranks * sum(updated), kept, asleep=ranks * sum(moved) if sleeps else 0, checkpoint=ranks * max(stored)
+        copies,
+        ranks * sum(updated),
+        kept,
+        offloaded=ranks * sum(moved) if sleeps else 0,
+        checkpoint=ranks * max(stored),
     )
 
 

@@ -159,10 +159,10 @@ def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
         ("One line only", [f"{title} (see {other})" for title, other in drawn.repeated]),
         ("Not recorded in this run", missing),
     ]
-    said = "".join(
+    cells = "".join(
         f'<p class="missing"><b>{text}:</b> {html.escape(", ".join(names))}</p>' for text, names in parts if names
     )
-    return f'<section id="not-drawn-section"><h2>Not drawn</h2>{said}</section>' if said else ""
+    return f'<section id="not-drawn-section"><h2>Not drawn</h2>{cells}</section>' if cells else ""
 
 
 def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: Drawn, irregularity: str) -> str:
@@ -189,10 +189,10 @@ def _tiles(rows: Sequence[Row], config: dict[str, Any]) -> str:
 
 
 def _configuration(text: str) -> str:
-    said = html.escape(text) or "config.yaml is not in the run directory"
+    cells = html.escape(text) or "config.yaml is not in the run directory"
     return (
         '<section id="configuration-section"><h2>Configuration</h2>'
-        f"<details><summary>config.yaml</summary><pre>{said}</pre></details></section>"
+        f"<details><summary>config.yaml</summary><pre>{cells}</pre></details></section>"
     )
 
 
@@ -203,8 +203,8 @@ def _tile(label: str, value: str, note: str) -> str:
 
 def facts_list(facts: Mapping[str, str]) -> str:
     """Labelled facts."""
-    said = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
-    return f'<dl class="facts">{said}</dl>'
+    cells = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
+    return f'<dl class="facts">{cells}</dl>'
 
 
 def as_script_data(
@@ -292,8 +292,8 @@ def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tupl
     if owner.get("host") != socket.gethostname():
         return "note", f"{done}; whether {who} still runs cannot be seen from this machine.", ""
     if not lives_here(owner):
-        again = "The same command continues it from its newest checkpoint; logs/driver.log says how it ended."
-        return "bad", f"The run is not running: {done}, {who} is gone.", again
+        how_to_resume = "The same command continues it from its newest checkpoint; logs/driver.log says how it ended."
+        return "bad", f"The run is not running: {done}, {who} is gone.", how_to_resume
     paces = [b - a for a, b in pairwise([t for t in times if t >= owner["process_started"]])][-PACE_STEPS:]
     if age is not None and paces and age > SLOW * max(median(paces), 1.0):
         hangs = "logs/ says what each process began last (docs/report.md)."

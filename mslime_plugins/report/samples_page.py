@@ -46,14 +46,14 @@ def samples_data(run_dir: Path) -> tuple[Chosen, str]:
     except UserError as error:
         return {"steps": [], "bound": ""}, f"responses ({error.field}: {error.rule})"
     found, count = [*steps, *evaluations], sum(len(step["samples"]) for step in [*steps, *evaluations])
-    said = (
+    summary = (
         f"{count} responses of {len(found)} steps and evaluations: those that the run kept to show them best, of at "
         f"most {STEPS} steps and {EVALUATIONS} evaluations, together at most {(BYTES + EVALUATION_BYTES) / 1e6:g} MB"
         + (f" ({left_out + more} more did not fit)" if left_out + more else "")
         + f"; of long ones the first and last {TOKENS_A_SIDE} tokens. Move over a token to see where it came from. On "
         "a terminal: <code>mslime inspect RUN</code>; others: <code>mslime samples RUN</code>."
     )
-    return {"steps": found, "bound": said}, "" if found else "responses (rollouts/)"
+    return {"steps": found, "bound": summary}, "" if found else "responses (rollouts/)"
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

@@ -19,7 +19,7 @@ from mslime_plugins.report.charts import filled
 from mslime_plugins.report.headline import short
 
 Tone = Literal["good", "note", "bad"]
-Said = tuple[Tone, str] | None
+Verdict = tuple[Tone, str] | None
 
 FEWEST = 10
 """Fewest steps for a comparison of early and late."""
@@ -61,7 +61,7 @@ class ReportRule:
     threshold: str
     advice: str
     needs: Sequence[str]
-    judge: Callable[[Sequence[Row]], Said]
+    judge: Callable[[Sequence[Row]], Verdict]
     unless: Callable[[LossTraits], bool] = lambda loss: False
 
 
@@ -92,11 +92,11 @@ def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[ReportFinding],
             continue
         if not any(row.get(name) is not None for t in rule.needs for name, _ in filled(t, rows) for row in rows):
             continue
-        said = rule.judge(rows)
-        if said is None:
+        verdict = rule.judge(rows)
+        if verdict is None:
             quiet.append(rule.topic)
         else:
-            findings.append(ReportFinding(rule, *said))
+            findings.append(ReportFinding(rule, *verdict))
     return findings, quiet
 
 
@@ -141,7 +141,7 @@ def _percent(share: float) -> str:
 # The rules
 
 
-def _reward(rows: Sequence[Row]) -> Said:
+def _reward(rows: Sequence[Row]) -> Verdict:
     values = values_of(rows, "reward/mean")
     if len(values) < FEWEST:
         return "note", f"{len(values)} steps are too few to say whether the reward rises; {FEWEST} are needed."
@@ -174,7 +174,7 @@ def _fallen(rows: Sequence[Row]) -> str:
     return f"{last:.3g} in the last {n} steps, {best:.3g} in the {n} up to step {until}"
 
 
-def _accuracy(rows: Sequence[Row]) -> Said:
+def _accuracy(rows: Sequence[Row]) -> Verdict:
     parts: list[str] = []
     changes: list[float] = []
     lost = False
@@ -192,7 +192,7 @@ def _accuracy(rows: Sequence[Row]) -> Said:
     return tone, f"Held-out accuracy, first to last evaluation: {'; '.join(parts)}."
 
 
-def _held_out_loss(rows: Sequence[Row]) -> Said:
+def _held_out_loss(rows: Sequence[Row]) -> Verdict:
     parts: list[str] = []
     overfit = False
     for name, open_part in filled("eval/{set}/nll", rows):
@@ -205,7 +205,7 @@ def _held_out_loss(rows: Sequence[Row]) -> Said:
     return ("bad" if overfit else "good", f"Held-out loss: {'; '.join(parts)}.") if parts else None
 
 
-def _nll(rows: Sequence[Row]) -> Said:
+def _nll(rows: Sequence[Row]) -> Verdict:
     values = values_of(rows, "loss/nll")
     if len(values) < FEWEST:
         return None
@@ -217,20 +217,20 @@ def _nll(rows: Sequence[Row]) -> Said:
     return "bad", f"The negative log-likelihood did not fall: {numbers}."
 
 
-def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said:
+def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Verdict:
     """The sentence for a fraction above its limit, late or lately; it replaces the `{}` of `what`."""
     share = max(late(values), lately(values)) if values else 0.0
     return None if share <= limit else (tone, what.format(_percent(share)))
 
 
-def _entropy(rows: Sequence[Row]) -> Said:
+def _entropy(rows: Sequence[Row]) -> Verdict:
     values = values_of(rows, "entropy/mean") or values_of(rows, "loss/entropy")
     if len(values) < FEWEST or (last := min(late(values), lately(values))) >= early(values) * ENTROPY_PART:
         return None
     return "bad", f"Entropy collapses: from {early(values):.3g} to {last:.3g} nats."
 
 
-def _mismatch(rows: Sequence[Row]) -> Said:
+def _mismatch(rows: Sequence[Row]) -> Verdict:
     values = values_of(rows, "mismatch/kl")
     last = max(late(values), lately(values))
     if last <= MISMATCH:
@@ -238,20 +238,20 @@ def _mismatch(rows: Sequence[Row]) -> Said:
     return "bad" if last > MISMATCH_HIGH else "note", f"Sampler and trainer disagree by {last:.2g} nats."
 
 
-def _clipped(rows: Sequence[Row]) -> Said:
+def _clipped(rows: Sequence[Row]) -> Verdict:
     sides = ("loss/clip_fraction_below", "loss/clip_fraction_above")
     shares = [sum(row.get(name) or 0.0 for name in sides) for row in rows if row.get(sides[0]) is not None]
     what = "The loss's trust region bounded {} of the last tokens."
     return _above(shares or values_of(rows, "loss/clip_fraction"), CLIPPED, "bad", what)
 
 
-def _corrected(rows: Sequence[Row]) -> Said:
+def _corrected(rows: Sequence[Row]) -> Verdict:
     names = ("correction/clipped_fraction", "correction/masked_fraction")
     shares = [sum(row.get(name) or 0.0 for name in names) for row in rows if row.get(names[0]) is not None]
     return _above(shares, CORRECTED, "note", "The correction bounded or masked {} of the last tokens.")
 
 
-def _dropped(rows: Sequence[Row]) -> Said:
+def _dropped(rows: Sequence[Row]) -> Verdict:
     dropped, generated = total(rows, "ledger/dropped_tokens"), total(rows, "ledger/generated_tokens")
     if not dropped or not generated or dropped / generated <= DROPPED:
         return None
@@ -263,12 +263,12 @@ def _dropped(rows: Sequence[Row]) -> Said:
     return "note", f"{short(dropped)} tokens, {_percent(dropped / generated)} of those generated, were dropped{why}."
 
 
-def _idle(rows: Sequence[Row], name: str, who: str) -> Said:
+def _idle(rows: Sequence[Row], name: str, who: str) -> Verdict:
     share = fmean(values_of(rows, name))
     return None if share <= IDLE else ("note", f"{who} did nothing in {_percent(share)} of a step, on average.")
 
 
-def _spikes(rows: Sequence[Row]) -> Said:
+def _spikes(rows: Sequence[Row]) -> Verdict:
     lost = [row["step"] for row in rows if "grad_norm" in row and row["grad_norm"] is None]
     if lost:
         return "bad", f"The gradient was not finite in {len(lost)} steps, first in step {lost[0]}."
@@ -282,12 +282,12 @@ def _spikes(rows: Sequence[Row]) -> Said:
     )
 
 
-def _reward_errors(rows: Sequence[Row]) -> Said:
+def _reward_errors(rows: Sequence[Row]) -> Verdict:
     errors = total(rows, "reward/errors")
     return ("bad", f"{errors:.0f} rewards raised, hung or were not finite.") if errors else None
 
 
-def _coverage(rows: Sequence[Row]) -> Said:
+def _coverage(rows: Sequence[Row]) -> Verdict:
     lowest = min(row["replay/coverage"] + row.get("replay/too_old", 0.0) for row in rows if "replay/coverage" in row)
     if lowest > 1.0 - 1e-9:  # the two shares are rounded separately
         return None

@@ -17,12 +17,12 @@ class ServeError(UserError):
         status: of the HTTP answer, if the request itself is rejected.
     """
 
-    def __init__(self, field: str, value: object, rule: str, way_out: str, status: int = BAD) -> None:
-        super().__init__(field, value, rule, way_out)
+    def __init__(self, field: str, value: object, rule: str, hint: str, status: int = BAD) -> None:
+        super().__init__(field, value, rule, hint)
         self.status = status
 
     def __reduce__(self) -> tuple[type, tuple[str, object, str, str, int]]:  # type: ignore[override]
-        return (type(self), (self.field, self.value, self.rule, self.way_out, self.status))
+        return (type(self), (self.field, self.value, self.rule, self.hint, self.status))
 
 
 def category_of(error: Exception) -> Category:

@@ -82,12 +82,10 @@ def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
     if name == "stable_reinforce" and stable_reinforce is not None:
         name = stable_reinforce
     if name not in CLIENT_LOSSES:
-        way_out = "use one of them, or forward_backward_custom"
+        hint = "use one of them, or forward_backward_custom"
         if name == "stable_reinforce":
-            way_out += (
-                "; where the client cannot choose, start the server with --serve.stable_reinforce and one of them"
-            )
-        raise ServeError("loss_fn", name, f"is not served; {', '.join(CLIENT_LOSSES)} are", way_out)
+            hint += "; where the client cannot choose, start the server with --serve.stable_reinforce and one of them"
+        raise ServeError("loss_fn", name, f"is not served; {', '.join(CLIENT_LOSSES)} are", hint)
     given = {key: value.number if value.WhichOneof("value") == "number" else value.text
              for key, value in message.loss_fn_config_v2.items()}  # fmt: skip
     given = {**dict(message.loss_fn_config), **given}

@@ -142,7 +142,7 @@ class Server:
     async def _in_turn(self, request: web.Request, error: UserError) -> web.Response:
         """Answer with an error; as a future if the request has a number for which later ones wait."""
         told = error if isinstance(error, ServeError) else ServeError(
-            error.field, error.value, error.rule, error.way_out
+            error.field, error.value, error.rule, error.hint
         )  # fmt: skip
         if told.status in (BUSY, UNKNOWN_KEY, GONE):
             return _refusal(told)
@@ -313,8 +313,8 @@ def _of(kind: type[bodies.B], answer: Callable[[bodies.B], web.Response]) -> Han
 
 
 def _refusal(error: ServeError) -> web.Response:
-    said = {"detail": str(error), "error": str(error), "category": "user"}
-    return web.Response(status=error.status, body=orjson.dumps(said), content_type=JSON)
+    payload = {"detail": str(error), "error": str(error), "category": "user"}
+    return web.Response(status=error.status, body=orjson.dumps(payload), content_type=JSON)
 
 
 def _turn_of(path: str, raw: bytes) -> tuple[str, int]:

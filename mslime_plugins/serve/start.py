@@ -105,7 +105,7 @@ class Serving(Started):
         off = config.observe.progress == "off"
         self.progress = self._stack.enter_context(Progress(1) if off else PlainProgress(1, 0, console))
         self._status = console.status("") if console.is_terminal and not off else None
-        self._say_start()
+        self._print_start()
         cluster, _ = self._join_cluster(True)
         self._engines = self._engine_group(cluster)
         self._ranks = AdapterRanks(

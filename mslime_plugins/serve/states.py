@@ -76,8 +76,8 @@ class States:
         directory = self._place(model_id, kind, name)
         if directory.exists():
             if not overwrite:
-                way_out = "choose another name" + (", or overwrite it" if kind == "weights" else "")
-                raise ServeError("path", name, "this model has saved something of that name", way_out)
+                hint = "choose another name" + (", or overwrite it" if kind == "weights" else "")
+                raise ServeError("path", name, "this model has saved something of that name", hint)
             shutil.rmtree(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         return f"tinker://{model_id}/{kind}/{name}", directory

@@ -111,10 +111,10 @@ class PatientSocket:
     whom: str
     given_up: bool = False
 
-    def send_pyobj(self, said: object) -> None:
+    def send_pyobj(self, value: object) -> None:
         """Send, unless waiting is pointless."""
         if self._can(_POLL_OUT):
-            self.socket.send_pyobj(said)
+            self.socket.send_pyobj(value)
 
     def recv(self) -> bytes:
         """The answer of the engine's rank: empty on success."""
@@ -285,15 +285,15 @@ def _patient(bound: tuple[Any, Any], server: _Server, link: Link) -> tuple[Patie
 
 def _package() -> Any:
     """Import the module with the ParameterServer. Raises WeightSyncError."""
-    way_out = f"install the extra on all machines of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
+    hint = f"install the extra on all machines of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
     os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # it logs two lines per bucket on every rank
     try:
         package: Any = importlib.import_module("checkpoint_engine")
         if package.__version__ != VERSION:
-            raise _unusable(f"checkpoint-engine {package.__version__} is installed, and {VERSION} was read", way_out)
+            raise _unusable(f"checkpoint-engine {package.__version__} is installed, and {VERSION} was read", hint)
         return importlib.import_module("checkpoint_engine.ps")
     except ImportError as error:
-        raise _unusable(f"the package checkpoint-engine is not usable here: {error}", way_out) from error
+        raise _unusable(f"the package checkpoint-engine is not usable here: {error}", hint) from error
 
 
 @contextmanager
@@ -327,8 +327,8 @@ def _failed(phase: str, link: Link, words: str) -> WeightSyncError:
     return sync_error(phase, f"checkpoint-engine of trainer rank {link.rank}", words)
 
 
-def _unusable(rule: str, way_out: str) -> WeightSyncError:
+def _unusable(rule: str, hint: str) -> WeightSyncError:
     return WeightSyncError(
         "weights.transport", "checkpoint_engine", rule,
-        f"{way_out}; or set disk with a weights.directory that all machines share, on one machine handles or shm",
+        f"{hint}; or set disk with a weights.directory that all machines share, on one machine handles or shm",
     )  # fmt: skip

@@ -44,8 +44,8 @@ class MooncakeTransport(FileTransport):
         """Start this end; every engine tests the connection by reading a few random bytes."""
         try:
             self._end = End(own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"]))
-            said = secrets.token_bytes(GREETING)
-            self._share(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            nonce = secrets.token_bytes(GREETING)
+            self._share(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
         except ImportError as error:
             raise _unusable(
                 f"Mooncake's package is not usable here: {error}",
@@ -54,7 +54,7 @@ class MooncakeTransport(FileTransport):
             ) from error
         except OSError as error:
             raise _unusable(str(error), "see what Mooncake wrote to the log") from error
-        return wire.ReadMemory(self._place, said.hex()), (
+        return wire.ReadMemory(self._place, nonce.hex()), (
             "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
             "weights.transport: broadcast"
         )
@@ -97,5 +97,5 @@ class MooncakeTransport(FileTransport):
         self._room = torch.empty(0, dtype=torch.uint8)
 
 
-def _unusable(rule: str, way_out: str) -> WeightSyncError:
-    return WeightSyncError("weights.transport", "mooncake", rule, f"{way_out}, or set weights.transport: broadcast")
+def _unusable(rule: str, hint: str) -> WeightSyncError:
+    return WeightSyncError("weights.transport", "mooncake", rule, f"{hint}, or set weights.transport: broadcast")

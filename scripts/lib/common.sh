@@ -2,9 +2,9 @@
 
 say() { printf '%s\n' "$*"; }
 
-# fail SENTENCE WAY_OUT: the only exit for failures of these scripts.
+# fail SENTENCE HINT: the only exit for failures of these scripts.
 fail() {
-  printf 'error: %s\n  way out: %s\n' "$1" "$2" >&2
+  printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2
   exit 1
 }
 

@@ -1,7 +1,7 @@
 # Qwen3-30B-A3B on one node of 8 H100 80 GB. Engines are on the trainer's GPUs.
 # Trainer: TP4 x EP8, data parallel 2. 128 experts over 8 GPUs. With one replica of the experts their optimizer state is not
 # sharded, so Adam's moments have 16 bits. Engines: 2 servers of TP4.
-# Host memory: 240 GiB, for the trainer's state while engines generate. With less: --cluster.asleep-in disk.
+# Host memory: 240 GiB, for the trainer's state while engines generate. With less: --cluster.offload-to disk.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib/layouts.sh"
 MODEL_ARGS=(
   "${H100[@]}" "${TRAINER[@]}" "${RECOMPUTE[@]}" "${EXPERTS[@]}"

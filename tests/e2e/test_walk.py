@@ -45,7 +45,7 @@ def test_what_a_step_enters_is_counted(rows: list[Entered]) -> None:
     assert take.functions < loss.functions
     assert "rollout/group_tracker.py:GroupTracker.take" in take.functions
     assert "algorithms/losses.py:policy_loss" in loss.functions - take.functions
-    assert "backends/sglang/client.py:EngineClient.held_weights" in weight.functions
+    assert "backends/sglang/client.py:EngineClient.weight_checksums" in weight.functions
     outside = {str(stop) for stop in all_stops()} - loss.functions - weight.functions
     assert outside == {"run/loop.py:train_rl"}, "the walk has a stop that no verb reaches"
 

@@ -33,7 +33,7 @@ from mslime.convert.peft import CONFIG, WEIGHTS
 from mslime.data.probe import joined_routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import load_tokenizer
-from mslime.engine_plugin.wire import CANNOT, HeldAdapter, Sums
+from mslime.engine_plugin.wire import CANNOT, AdapterChecksums, Sums
 from mslime.offline.jobs import run_job
 from mslime.offline.lora_checkpoints import MergeLora
 from tests.engines.conftest import SharedServer, serve
@@ -271,7 +271,7 @@ def test_a_running_request_keeps_its_adapter_which_is_unloaded_when_it_has_ended
         await client.adapters.settled()
         assert client.adapters.loaded == (two,)
         for adapter, is_there in ((one, False), (two, True)):
-            (rank,) = (await client.ask(HeldAdapter(adapter.name), Sums, repeat=True)).ranks
+            (rank,) = (await client.ask(AdapterChecksums(adapter.name), Sums, repeat=True)).ranks
             assert (CANNOT not in rank) == is_there, "the engine has forgotten the older one"
 
     with_engine(server, work)

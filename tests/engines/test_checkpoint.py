@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_file(
         victim = directory / "manifest.json"
         victim.unlink()
     messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
-    assert all(victim.name in message and "way out" in message for message in messages)
+    assert all(victim.name in message and "hint" in message for message in messages)
     with pytest.raises(CheckpointError, match="resume: older"):
         newest(tmp_path)
 
@@ -498,4 +498,4 @@ def test_state_of_the_other_kind_of_optimizer_is_refused_with_a_way_out(
 ) -> None:
     directory, _ = saved("one_distopt")
     (error,) = run_trainers(_refused, config_of("one", model, tmp_path), directory)
-    assert "use_distributed_optimizer" in error.way_out
+    assert "use_distributed_optimizer" in error.hint

@@ -53,10 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3_moe(tmp_path_factory.mktemp("asleep") / "model")
 
 
-def config_of(model: Path, layout: str, asleep_in: str, directory: Path) -> RunConfig:
+def config_of(model: Path, layout: str, offload_to: str, directory: Path) -> RunConfig:
     """With a reference policy, whose weights are swapped in and out."""
     base = make_config(model, directory, algorithm={"kl_coef": 0.1}, **LAYOUTS[layout])
-    cluster = base.cluster.model_copy(update={"placement": "colocated", "asleep_in": asleep_in})
+    cluster = base.cluster.model_copy(update={"placement": "colocated", "offload_to": offload_to})
     return base.model_copy(update={"cluster": cluster})
 
 
@@ -84,7 +84,7 @@ def learn(
 
 
 @pytest.mark.parametrize(
-    ("layout", "asleep_in"),
+    ("layout", "offload_to"),
     [
         ("one rank, float32", "memory"),
         ("DP2 EP2 in bfloat16, main weights, gathers that overlap", "disk"),
@@ -92,11 +92,11 @@ def learn(
         ("PP2 in bfloat16, state not sharded", "disk"),
     ],
 )
-def test_a_trainer_that_sleeps_learns_the_same_bits(model: Path, layout: str, asleep_in: str, tmp_path: Path) -> None:
+def test_a_trainer_that_sleeps_learns_the_same_bits(model: Path, layout: str, offload_to: str, tmp_path: Path) -> None:
     awake = config_of(model, layout, "memory", tmp_path)
     expected = run_ranks(learn, awake.layout.world_size, awake, False)
     assert expected[0][0][0] != expected[0][0][1], "it learns something"
-    asleep = config_of(model, layout, asleep_in, tmp_path)
+    asleep = config_of(model, layout, offload_to, tmp_path)
     assert run_ranks(learn, asleep.layout.world_size, asleep, True) == expected
 
 
@@ -153,9 +153,9 @@ def test_a_critic_that_sleeps_learns_the_same_bits(model: Path, tmp_path: Path) 
     base = config_of(model, "one rank, float32", "disk", tmp_path)
     algorithm = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
     values = base.as_dict() | {"algorithm": algorithm, "critic": {"lr": 1e-3}}
-    values["cluster"] |= {"placement": "separate", "asleep_in": "auto"}
+    values["cluster"] |= {"placement": "separate", "offload_to": "auto"}
     config = RunConfig.model_validate(values)
-    cluster = config.cluster.model_copy(update={"placement": "colocated", "asleep_in": "disk"})
+    cluster = config.cluster.model_copy(update={"placement": "colocated", "offload_to": "disk"})
     config = config.model_copy(update={"cluster": cluster})
     (awake,) = run_ranks(learn_values, 1, config, False)
     assert run_ranks(learn_values, 1, config, True) == [awake]
@@ -184,9 +184,9 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(TrainerError, match=r"cluster\.asleep_directory.*cannot sleep there") as caught:
+        with pytest.raises(TrainerError, match=r"cluster\.offload_directory.*cannot sleep there") as caught:
             store.write(0, torch.zeros(10000, dtype=torch.uint8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert "asleep_in: memory" in caught.value.way_out
+    assert "offload_to: memory" in caught.value.hint

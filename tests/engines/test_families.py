@@ -258,10 +258,10 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
     sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
     publish(sender, 1, rank, check=False)
-    engine_port.heard.clear()
+    engine_port.reports.clear()
     change_every_parameter(trainer)
     publish(sender, 2, rank)
-    said, probes = {said for _, said in engine_port.heard}, [probe(trainer, engine, 2)]
+    said, probes = {said for _, said in engine_port.reports}, [probe(trainer, engine, 2)]
     if trainer.transformer.multi_latent_attention:
         change_weights(trainer, -0.19)
         publish(sender, 3, rank, end=False)
@@ -310,7 +310,7 @@ def probes_beside_a_request(
             await pool.pause(mode)
             (stale,) = (await pool.probe(request)).values()
             assert not lost.done()
-            await pool.begin_again()
+            await pool.restart_update()
             with pytest.raises(EngineDied, match="weights that failed it"):
                 await lost
             await pool.resume()

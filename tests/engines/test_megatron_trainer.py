@@ -164,7 +164,7 @@ def test_weights_that_are_not_finite_are_refused_by_file_and_name(
     (error,) = run_ranks(refused, 1, spoilt, Case())
     assert isinstance(error, CheckpointError)
     assert error.field == f"{spoilt}/model.safetensors: model.{name}"
-    assert error.value == f"1 of {tensors[f'model.{name}'].numel():,} values" and error.way_out
+    assert error.value == f"1 of {tensors[f'model.{name}'].numel():,} values" and error.hint
 
 
 def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(tiny_qwen3_moe: Path) -> None:

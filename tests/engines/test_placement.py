@@ -132,7 +132,7 @@ def test_machines_that_are_still_joining_are_waited_for(machines: str, monkeypat
 def test_an_address_where_no_ray_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, Cluster(run("127.0.0.1:1", {}), True):
         pass
-    assert caught.value.field == "cluster.ray_address" and "ray start" in caught.value.way_out
+    assert caught.value.field == "cluster.ray_address" and "ray start" in caught.value.hint
 
 
 def test_ranks_are_numbered_by_machine_and_then_by_gpu() -> None:

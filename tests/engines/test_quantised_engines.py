@@ -122,7 +122,7 @@ def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: 
         compared = publish(sender, version, trainer.parallel.rank)
         if (counted := sender._transport and sender._transport.moved()) is not None:
             moved.append(counted)
-    assert any(said.startswith(RECORDED) for _, said in engine_port.heard), engine_port.heard
+    assert any(said.startswith(RECORDED) for _, said in engine_port.reports), engine_port.reports
     # What the engine must be found to hold differs where one bit of one scale does.
     report = sender.sums()
     assert any(name.endswith(("_scale_inv", "_scale")) for name in report)

@@ -45,7 +45,7 @@ class Engine:
     def load(self, received: Received) -> tuple[bool, str]:
         assert self.relay._lanes is not None
         self.beside.append(len(self.relay._lanes._on_the_way))
-        self.rooms.append((self.relay._room.bytes, buckets_of(self.updater).buffer.bytes))
+        self.rooms.append((self.relay._buffer.bytes, buckets_of(self.updater).buffer.bytes))
         return self.updater.load(received)
 
     def sync(self, version: int, new: bool) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Engine:
         wrong = [name for name, sent in expected.named_parameters() if not torch.equal(held[name], sent)]
         return {
             "said": said, "wrong": wrong, "beside": self.beside, "rooms": set(self.rooms),
-            "by_the_model": self.updater.loaded, "left": self.relay._room.bytes,
+            "by_the_model": self.updater.loaded, "left": self.relay._buffer.bytes,
         }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ class Engine:
             "wrong": [name for (name, held), sent in pairs if not torch.equal(held, sent)],
             "steps": [(step.buckets, step.shared) for step in route.steps] if route is not None else [],
             "arrive": [arrival.size for arrival in route.arrivals] if route is not None else [],
-            "memory": self.relay._room.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
+            "memory": self.relay._buffer.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
         }  # fmt: skip
 
 

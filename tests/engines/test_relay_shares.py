@@ -126,7 +126,7 @@ class Engine:
         except RuntimeError as error:
             said = str(error)
         buckets_of(self.updater).release()
-        self.rooms.append(self.relay._room)
+        self.rooms.append(self.relay._buffer)
         route = self.relay._route
         assert route is not None
         expected = FakeModel(self.rank)
@@ -139,7 +139,7 @@ class Engine:
             "takes": sum(each.takes for each in route.exchanges.values()),
             "gives": sum(each.gives for each in route.exchanges.values()),
             "same_room": len(set(map(id, self.rooms[-2:]))) == 1,
-            "memory": self.relay._room.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
+            "memory": self.relay._buffer.bytes + self.relay._given.bytes + buckets_of(self.updater).buffer.bytes,
         }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_an_engine_that_dies_at_start_says_why(tiny_qwen3_moe: Path, tmp_path: P
     process = ServerProcess(engine_spec(cpu_run(broken)), 3, tmp_path)
     with pytest.raises(EngineError, match="NoSuchModel") as caught:
         process.start()
-    assert caught.value.field == "engine3" and str(tmp_path / "engine3.log") in caught.value.way_out
+    assert caught.value.field == "engine3" and str(tmp_path / "engine3.log") in caught.value.hint
     assert not process.alive
 
 

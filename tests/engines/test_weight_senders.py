@@ -193,7 +193,7 @@ def test_what_one_engine_refuses_is_raised_on_every_rank_and_no_sender_goes_on(
 
 
 def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str]:
-    """One of two senders lacks space in shared memory; returns the error and its way out."""
+    """One of two senders lacks space in shared memory; returns the error and its hint."""
     sender = sender_of(trainer)
     sender.connect([Endpoint(url) for url in urls])
     assert isinstance(sender._transport, MemoryTransport)
@@ -205,16 +205,16 @@ def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str
     with pytest.raises(WeightSyncError) as caught:
         sender.send(1)
     sender.disconnect()
-    return str(caught.value), caught.value.way_out
+    return str(caught.value), caught.value.hint
 
 
 def test_what_a_transport_refuses_before_a_sync_is_raised_on_every_rank_with_its_way_out(
     engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
     config = config_of(tiny_qwen3_moe, tmp_path, "shm", dp=2, ep=2)
-    for message, way_out in run_trainers(refuse_to_begin, config, [engine.url for engine in engines]):
+    for message, hint in run_trainers(refuse_to_begin, config, [engine.url for engine in engines]):
         assert "trainer rank 1" in message and "weights.transport = 'shm': /dev/shm has no room" in message
-        assert "--shm-size" in way_out and "broadcast" in way_out
+        assert "--shm-size" in hint and "broadcast" in hint
     assert not left_in_shared_memory()
 
 

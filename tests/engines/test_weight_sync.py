@@ -111,12 +111,12 @@ def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export:
     sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
-    first = {said for _, said in engine_port.heard}
+    first = {said for _, said in engine_port.reports}
     change_weights(trainer, -0.004 * version)
     compared = publish(sender, version, rank)
     if first:  # of a rank that sends
-        (said,) = {said for _, said in engine_port.heard if said.startswith(RECORDED)}
-        assert {said for _, said in engine_port.heard} - first <= {said}
+        (said,) = {said for _, said in engine_port.reports if said.startswith(RECORDED)}
+        assert {said for _, said in engine_port.reports} - first <= {said}
         (info,) = sender.engines
         several = trainer.spec.weights.transport == "relay" and info.ranks > info.machines
         assert said.endswith("each rank's share") is several
@@ -229,7 +229,7 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) 
     for version in (1, 2):
         change_weights(trainer, 0.01)
         publish(sender, version, 0, check=False)
-    assert RECORDED not in {said for _, said in engine_port.heard}
+    assert RECORDED not in {said for _, said in engine_port.reports}
     (info,) = sender.engines
     said = [refusal_of(engine_port, info, "mapped", Path("/dev/shm/nowhere"))]
     if trainer.spec.weights.transport == "mooncake":
@@ -377,8 +377,8 @@ def sync_by_machine(trainer: MegatronTrainer, engine: Endpoint, version: int, ex
     for number in range(version):
         change_weights(trainer, 0.01 - 0.004 * number)
         compared += publish(sender, number + 1, rank, check=number > 0)
-    if engine_port.heard:  # of a rank that sends
-        said = {said for _, said in engine_port.heard if said.startswith(RECORDED)}
+    if engine_port.reports:  # of a rank that sends
+        said = {said for _, said in engine_port.reports if said.startswith(RECORDED)}
         assert all(words.endswith("each rank's share") for words in said)
         assert [words for words in said if "each machine's part" in words], said
     sender.disconnect()

@@ -232,8 +232,8 @@ def test_layers_that_multiply_in_fp8_learn_what_bfloat16_learns(name: str, recip
 def test_a_trainer_that_sleeps_learns_the_same_bits(tmp_path: Path) -> None:
     config = gpu_config("qwen3-moe", tmp_path)
     (awake,) = on_ranks(learn, config, tmp_path, 3)
-    asleep_in = config.cluster.model_copy(update={"placement": "colocated", "asleep_in": "memory"})
-    (asleep,) = on_ranks(learn, config.model_copy(update={"cluster": asleep_in}), tmp_path, 3, True)
+    offload_to = config.cluster.model_copy(update={"placement": "colocated", "offload_to": "memory"})
+    (asleep,) = on_ranks(learn, config.model_copy(update={"cluster": offload_to}), tmp_path, 3, True)
     assert asleep == awake
 
 

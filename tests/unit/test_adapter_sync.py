@@ -29,7 +29,7 @@ from mslime.convert.families import get_family
 from mslime.convert.lora_rules import check_served, make_adapters, served_modules
 from mslime.convert.peft import WEIGHTS
 from mslime.engine_plugin.checksums import taken_apart
-from mslime.engine_plugin.wire import HeldAdapter, encode
+from mslime.engine_plugin.wire import AdapterChecksums, encode
 from mslime.run.publish import AdapterPublisher
 from mslime.run.sharing import Apart
 from tests.fixtures.full_size import published_config
@@ -411,7 +411,7 @@ def test_several_adapters_have_versions_of_their_own() -> None:
         assert client.adapters.of_version(1, "maths") is None and client.adapters.of_version(1) is None
         fakes[0].sums = {"a": "1 2"}
         await pool.compare({"a": "1 2"}, True, 1, "code")
-        assert fakes[0].seen[-1] == ("/weights_checker", {"action": encode(HeldAdapter("code-v1"))})
+        assert fakes[0].seen[-1] == ("/weights_checker", {"action": encode(AdapterChecksums("code-v1"))})
 
     with_pool(work, engines=1)
 
@@ -490,7 +490,7 @@ def test_adapters_that_differ_are_named_with_their_engine() -> None:
         fakes[0].sums = {"a": "1 2"}
         assert await pool.compare({"a": "1 2"}, True, adapter=1) == 1
         action = [body["action"] for path, body in fakes[0].seen if path == "/weights_checker"]
-        assert action == [encode(HeldAdapter("run-v1"))]
+        assert action == [encode(AdapterChecksums("run-v1"))]
         with pytest.raises(WeightSyncError, match="something else"):
             await pool.compare({"a": "3 2"}, True, adapter=1)
         fakes[0].sums = None
@@ -590,7 +590,7 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
         return {path.name for path in at.iterdir()}
 
     sent = sends.send(0, True)
-    assert (sent.report.bytes, sent.compared, len(sends._met)) == (8, 7, 1)
+    assert (sent.report.bytes, sent.compared, len(sends._connected)) == (8, 7, 1)
     assert there() == {adapter_directory(0)}
     sends.send(1, False)
     assert there() == {adapter_directory(0), adapter_directory(1)}
@@ -604,7 +604,7 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
     wrong = sync_error("check", "http://b:1: layer 3", "the engine holds something else")
     run = FakeRun(("http://a:1", "http://b:1"), [wrong])
     sends = publisher(run, tmp_path)
-    assert sends.send(1, True).compared == 7 and len(sends._met) == 1
+    assert sends.send(1, True).compared == 7 and len(sends._connected) == 1
     assert run.calls[-3:] == ["compare 1", "leave out http://b:1", "compare 1"]
 
 

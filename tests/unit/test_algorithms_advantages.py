@@ -85,13 +85,13 @@ def test_a_group_of_equal_rewards_teaches_nothing_and_says_so() -> None:
 
 
 def test_parts_of_a_rollout_with_different_rewards_are_an_error_that_names_them() -> None:
-    with pytest.raises(RewardError, match=r"(?s)\[0.0, 1.0\].*rollout 3 of group 7.*way out"):
+    with pytest.raises(RewardError, match=r"(?s)\[0.0, 1.0\].*rollout 3 of group 7.*hint"):
         group_rewards([1.0, 0.0, 0.5], [7, 7, 7], [3, 3, 4])
 
 
 @pytest.mark.parametrize("advantage", GROUP_RELATIVE)
 def test_a_group_of_one_rollout_is_refused_however_many_samples_it_became(advantage: AdvantageName) -> None:
-    with pytest.raises(UserError, match=r"(?s)rollout.group_size = 1.*way out"):
+    with pytest.raises(UserError, match=r"(?s)rollout.group_size = 1.*hint"):
         advantages([(0, 0, 1.0), (0, 0, 1.0), (1, 0, 1.0), (1, 1, 0.0)], advantage)
 
 

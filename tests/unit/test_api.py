@@ -62,14 +62,14 @@ def test_settings_win_over_sections_and_sections_over_the_source(tmp_path: Path)
 
 def test_mistakes_are_raised_with_a_way_out(tmp_path: Path) -> None:
     told = values(tmp_path)
-    for settings, sections, field, way_out in (
+    for settings, sections, field, hint in (
         (("train.lrr=1",), {}, "train.lrr", "did you mean 'lr'"),
         (("train.lr",), {}, "settings", "train.lr=1e-6"),
         ((), {"train": {"num_steps": 0}}, "train.num_steps", "it takes"),
     ):
         with pytest.raises(mslime.UserError) as caught:
             mslime.load_config(told, *settings, **sections)
-        assert caught.value.field == field and way_out in caught.value.way_out
+        assert caught.value.field == field and hint in caught.value.hint
     with pytest.raises(mslime.UserError, match="holds a config"):
         mslime.train(told)
 

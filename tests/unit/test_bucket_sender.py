@@ -90,10 +90,10 @@ def test_a_sender_is_not_held_up_before_it_fills_a_third_bucket() -> None:
     transport, turns = Noting(), LateTurns()
     bucket_sender = bucket_sender_of(transport, turns)
     bucket_sender.put(BUCKETS[0], transport_contract._filled(BUCKETS[0], 1))
-    bucket_sender.wait_for_room()
+    bucket_sender.wait_for_buffer()
     bucket_sender.put(BUCKETS[1], transport_contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
     assert transport.calls in ([], [("prepare", 0)]) and turns.passed_on == []
-    room = in_thread(bucket_sender.wait_for_room)
+    room = in_thread(bucket_sender.wait_for_buffer)
     with pytest.raises(TimeoutError):
         room.result(0.2)
     turns.come.set()

@@ -48,14 +48,14 @@ def test_a_run_that_needs_more_than_a_machines_memory_is_refused_by_what_takes_m
     assert check(capsys, checkpoint, prompts, "--cluster.host-memory-gb", "64")[0] == 0
 
 
-@pytest.mark.parametrize(("change", "said", "way_out"), [
+@pytest.mark.parametrize(("change", "said", "hint"), [
     ({"some_gate": True}, ["config.json: some_gate = True"], ["--model.ignored-config-fields", "some_gate"]),
     ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3MoeForCausalLM"], None),
     ({"mlp_only_layers": [0]}, ["mlp_only_layers"], ["--train.task", "sft"]),
 ], ids=["a setting that nobody reads", "an unknown architecture", "layers that the engine would drop"])  # fmt: skip
 def test_a_model_that_is_not_built_is_refused(
     capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path, change: dict[str, Any], said: list[str],
-    way_out: list[str] | None,
+    hint: list[str] | None,
 ) -> None:  # fmt: skip
     layers = {name: value for name, value in change.items() if name == "mlp_only_layers"}
     odd = make_tiny_qwen3_moe(tmp_path / "odd", **layers)
@@ -63,7 +63,7 @@ def test_a_model_that_is_not_built_is_refused(
     (odd / "config.json").write_text(json.dumps(described | change))
     status, _, told = check(capsys, odd, prompts)
     assert status == 2 and all(part in told for part in said)
-    assert way_out is None or check(capsys, odd, prompts, *way_out)[0] == 0
+    assert hint is None or check(capsys, odd, prompts, *hint)[0] == 0
 
 
 @pytest.mark.parametrize(("line", "said"), [
@@ -195,7 +195,7 @@ def test_mistakes_end_with_status_2_and_name_the_setting(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, flags: list[str], named: str
 ) -> None:
     status, _, err = check(capsys, checkpoint, prompts, *flags)
-    assert status == 2 and named in err and "way out" in err
+    assert status == 2 and named in err and "hint" in err
 
 
 def test_a_dense_model_needs_replay_off(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_manifest_of_a_newer_version_says_so(change: dict[str, Any], tmp_path:
     (directory / "manifest.json").write_text(json.dumps(content | {"written_by": "9.9"}))
     with pytest.raises(CheckpointError, match=r"newer mslime \(9.9\)") as error:
         read_manifest(directory)
-    assert "version of mslime that wrote it" in error.value.way_out
+    assert "version of mslime that wrote it" in error.value.hint
 
 
 @pytest.mark.parametrize(

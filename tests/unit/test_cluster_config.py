@@ -51,7 +51,7 @@ def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
         resolve(config)
     error = caught.value
     assert error.field == "cluster.ray_address" and named in error.rule
-    assert "ray start --head" in error.way_out and "RAY_ADDRESS" in error.way_out
+    assert "ray start --head" in error.hint and "RAY_ADDRESS" in error.hint
     config = run({"device": "cuda", "ray_address": "auto", **cluster}, **sections)
     check_machines(config.cluster, config.claims())
 
@@ -62,7 +62,7 @@ def test_machines_share_no_memory(transport: str) -> None:
     says = rf"weights\.transport = '{transport}'.*17 GPUs .16 trainer, 1 engines.*one machine has 8"
     with pytest.raises(ConfigError, match=says) as caught:
         run({"device": "cuda", "trainer_ranks": 16, "ray_address": "auto"}, **weights)
-    assert "broadcast, or disk" in caught.value.way_out
+    assert "broadcast, or disk" in caught.value.hint
     run({"device": "cuda", "trainer_ranks": 4, "ray_address": "auto"}, **weights)
     run({"device": "cpu", "trainer_ranks": 16}, **weights)
 

@@ -71,9 +71,10 @@ HANDED = {"weights": {"transport": "checkpoint_engine"}, "cluster": {"device": "
           "sglang": {"tp_size": 4}, "weights": {"transport": "disk"}}, "sglang.tp_size", "do not divide the 6"),
         ({"cluster": {"trainer_ranks": 16, "device": "cuda", "ray_address": "h:6379"},
           "sglang": {"tp_size": 8, "nnodes": 2}, "weights": {"transport": "disk"}}, "sglang.nnodes", "two of its"),
-        ({"cluster": {"asleep_in": "memory", "asleep_directory": "/x"}}, "cluster.asleep_directory", "nothing is put"),
-        ({"cluster": {"placement": "separate", "asleep_in": "disk"}}, "cluster.asleep_in", "offloaded"),
-        ({"cluster": {"placement": "separate", "asleep_directory": "/x"}}, "cluster.asleep_directory", "offloaded"),
+        ({"cluster": {"offload_to": "memory", "offload_directory": "/x"}},
+          "cluster.offload_directory", "nothing is put"),
+        ({"cluster": {"placement": "separate", "offload_to": "disk"}}, "cluster.offload_to", "offloaded"),
+        ({"cluster": {"placement": "separate", "offload_directory": "/x"}}, "cluster.offload_directory", "offloaded"),
         ({"megatron": {"enable_cuda_graph": True}}, "megatron.enable_cuda_graph", "addresses"),
         ({"megatron": {"cuda_graph_impl": "local"}}, "megatron.cuda_graph_impl", "addresses"),
         ({"weights": {"transport": "delta", "delta_over": "broadcast"}}, "weights.delta_over", "one process group"),
@@ -106,7 +107,7 @@ def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], fie
     HANDED, HANDED | EIGHT | {"sglang": {"num_engines": 2, "tp_size": 4}},
     {"cluster": {"trainer_ranks": 16, "device": "cuda", "ray_address": "h:6379"},
      "weights": {"transport": "checkpoint_engine"}, "sglang": {"num_engines": 1, "tp_size": 16, "nnodes": 2}},
-    {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}, {"cluster": {"asleep_in": "disk"}},
+    {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}, {"cluster": {"offload_to": "disk"}},
     {"cluster": {"trainer_ranks": 16, "device": "cuda", "ray_address": "h:6379"}, "weights": {"transport": "disk"},
      "sglang": {"tp_size": 16, "nnodes": 2}},
 ])  # fmt: skip
@@ -152,11 +153,11 @@ def test_who_shares_gpus_gives_memory_back_and_a_teacher_keeps_its_weights_meanw
 
 def test_state_sleeps_where_it_was_asked_to() -> None:
     places = [("cpu", "auto", True), ("cuda", "auto", False), ("cpu", "memory", False), ("cuda", "disk", True)]
-    for device, asleep_in, in_files in places:
-        config = config_of(cluster={"device": device, "asleep_in": asleep_in})
-        assert (config.asleep_directory is not None) is in_files
-    named = config_of(cluster={"device": "cuda", "asleep_in": "disk", "asleep_directory": "/fast"})
-    assert str(named.asleep_directory) == "/fast"
+    for device, offload_to, in_files in places:
+        config = config_of(cluster={"device": device, "offload_to": offload_to})
+        assert (config.offload_directory is not None) is in_files
+    named = config_of(cluster={"device": "cuda", "offload_to": "disk", "offload_directory": "/fast"})
+    assert str(named.offload_directory) == "/fast"
 
 
 def test_an_engine_has_neighbouring_gpus_of_one_machine() -> None:

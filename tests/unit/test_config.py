@@ -26,7 +26,7 @@ def load(*flags: str) -> RunConfig:
 def refused(*flags: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load(*flags)
-    assert caught.value.way_out
+    assert caught.value.hint
     return caught.value
 
 

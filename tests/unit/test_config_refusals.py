@@ -1,4 +1,4 @@
-"""Configuration that cannot be meant is refused in words: by its path, its value, the rule and a way out."""
+"""Configuration that cannot be meant is refused in words: by its path, its value, the rule and a hint."""
 
 from __future__ import annotations
 

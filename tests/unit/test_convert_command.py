@@ -123,7 +123,7 @@ def test_bad_input_is_named_by_file_and_tensor_and_nothing_is_written(
     named, out = damage(source), tmp_path / "out"
     assert run("to-megatron", source, out) == 2
     said = capsys.readouterr().err
-    assert re.search(named, said) and "way out: " in said, said
+    assert re.search(named, said) and "hint: " in said, said
     assert not out.exists() and not staging_directory(out).exists()
 
 

@@ -170,7 +170,7 @@ def test_all_settings_that_nobody_reads_are_named_at_once() -> None:
     config = published_config("qwen3-30B-A3B") | {"some_gate": True, "other_scale": 2.0}
     with pytest.raises(CheckpointError) as error:
         refuse_unread(get_family(config), config)
-    assert "model.ignored_config_fields: [some_gate, other_scale]" in error.value.way_out
+    assert "model.ignored_config_fields: [some_gate, other_scale]" in error.value.hint
     refuse_unread(get_family(config), config, ["some_gate", "other_scale"])
 
 

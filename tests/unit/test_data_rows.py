@@ -243,7 +243,7 @@ def test_no_damaged_file_of_prompts_ends_otherwise_than_in_words(seed: int, tmp_
                 assert prompt.tokens and isinstance(prompt.metadata, dict)
         except UserError as error:
             refused += 1
-            assert error.rule and error.way_out
+            assert error.rule and error.hint
     assert refused > 40
 
 
@@ -274,7 +274,7 @@ def test_what_is_fetched_into_a_directory_of_models_is_no_name_on_the_hub(
     for _ in range(2):  # with the directory, and without it
         with pytest.raises(CheckpointError) as caught:
             read_hf_config(Path("models/Qwen"))
-        assert caught.value.way_out.endswith("hf download OWNER/Qwen --local-dir models/Qwen")
+        assert caught.value.hint.endswith("hf download OWNER/Qwen --local-dir models/Qwen")
         (tmp_path / "models").mkdir(exist_ok=True)
 
 

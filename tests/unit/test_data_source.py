@@ -181,7 +181,7 @@ def test_a_bad_row_is_named_before_anything_is_drawn(tmp_path: Path, row: Any, c
     path.write_bytes(text.encode() + bad + b"\n" + json.dumps(rows(1)[0]).encode() + b"\n")
     with pytest.raises(DataError, match=message) as caught:
         source(path, **config)
-    assert caught.value.way_out
+    assert caught.value.hint
 
 
 def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path: Path):

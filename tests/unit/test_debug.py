@@ -107,7 +107,7 @@ def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
     if told:
         with pytest.raises(DataError) as caught:
             fitted(stored, path, config.train, config.teacher.serves, info)
-        assert caught.value.field == str(path) and told in caught.value.rule and caught.value.way_out
+        assert caught.value.field == str(path) and told in caught.value.rule and caught.value.hint
     else:
         groups = fitted(stored, path, config.train, config.teacher.serves, info)
         assert [len(g.samples) for g in groups] == [2, 2, 2]
@@ -137,7 +137,7 @@ RUN = ["--model.path", "m", "--data.prompts", "p.jsonl", "--cluster.device", "cp
 HELD_OUT = ["--data.eval-sets", "[{name: a, path: e.jsonl}]"]
 
 
-@pytest.mark.parametrize(("words", "told", "way_out"), [
+@pytest.mark.parametrize(("words", "told", "hint"), [
     (["eval"], "data.eval_sets = []: there is nothing to evaluate on", "eval_sets: [{name"),
     (["eval", *HELD_OUT, "--checkpoint", "newest"], "holds no checkpoint", "leave --checkpoint out"),
     (["eval", *HELD_OUT, "--checkpoint", "4"], "step_4 is no checkpoint", "none yet"),
@@ -149,9 +149,9 @@ HELD_OUT = ["--data.eval-sets", "[{name: a, path: e.jsonl}]"]
     (["train", "--replay", "nowhere", "--train.task", "sft"], "takes no groups", "leave --replay out"),
 ])  # fmt: skip
 def test_mistakes_end_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str, way_out: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str, hint: str
 ) -> None:
     assert main([*words, *RUN, "--output-dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert told in said and way_out in said.partition("way out: ")[2]
+    assert told in said and hint in said.partition("hint: ")[2]
     assert list(tmp_path.iterdir()) == []

@@ -99,7 +99,7 @@ def test_what_is_missing_is_said_with_a_way_out(slurm: dict[str, str], missing: 
     done = subprocess.run(
         ["bash", str(SLURM), *words], env=slurm, capture_output=True, text=True, timeout=30, check=False
     )
-    assert done.returncode == 1 and "way out" in done.stderr
+    assert done.returncode == 1 and "hint" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------- Kubernetes

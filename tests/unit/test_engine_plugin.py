@@ -25,8 +25,8 @@ RECORDS: tuple[wire.Record, ...] = (
     wire.ReadDirectory(Path("/weights")), wire.ForgetDirectory(Path("/weights")),
     wire.ReadMemory(Path("rdma/host:1/5"), bytes(range(5)).hex()), wire.CheckIpc(), wire.TakeIpc({"GPU-a": "ipc://@a"}),
     wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo"), 0),
-    wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo")), wire.HeldWeights(),
-    wire.HeldAdapter("code-v1"), wire.ReleasedMemory(), wire.Answer("it is not there"),
+    wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo")), wire.WeightChecksums(),
+    wire.AdapterChecksums("code-v1"), wire.ReleasedMemory(), wire.Answer("it is not there"),
     wire.Loaded("loaded: \n all", CUTS), wire.Loaded("loaded"), wire.Sums(({"a": "1 -2"}, {"": "no copies"})),
     wire.Released(frozenset({"weights"}), "requests run"),
     wire.IpcBucket(("a", "b"), ("bfloat16", "float32"), ((2, 3), ())),
@@ -44,7 +44,7 @@ def test_what_is_not_ours_is_no_record(text: str | None) -> None:
     assert wire.decode(text) is None
 
 
-@pytest.mark.parametrize("text", ["mslime:Nothing {}", "mslime:HeldAdapter {}", "mslime:Ping"])
+@pytest.mark.parametrize("text", ["mslime:Nothing {}", "mslime:AdapterChecksums {}", "mslime:Ping"])
 def test_a_record_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"Nothing|name|JSON"):
         wire.decode(text)

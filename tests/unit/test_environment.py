@@ -1,4 +1,4 @@
-"""What `mslime env` prints, and what is said where GPUs are wanted and cannot be used: early, with a way out."""
+"""What `mslime env` prints, and what is said where GPUs are wanted and cannot be used: early, with a hint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(
     machine(driver, **fails)
     with pytest.raises(ConfigError) as caught:
         run(gpu_run())
-    assert caught.value.field == "cluster.device" and says in caught.value.rule and caught.value.way_out
+    assert caught.value.field == "cluster.device" and says in caught.value.rule and caught.value.hint
     assert [says in text for text in gpu_warnings(gpu_run().cluster)] == [True]
 
 

@@ -140,7 +140,7 @@ def test_a_broken_episode_ends_the_run_or_is_dropped_alone(
     error = failure(tmp_path, limits=limits, options={"trouble": trouble}, group_size=3)
     assert f"{USER}:Plays: {told}" in error, "names the class"
     assert "group 1, response 0" in error, "names the rollout"
-    assert "rollout.on_error: drop" in error, "names the way out"
+    assert "rollout.on_error: drop" in error, "names the hint"
     if trouble not in ("exit", "memory"):
         assert closed_as_often_as_begun(tmp_path)
     (tmp_path / "notes").unlink()

@@ -149,7 +149,7 @@ class FakeEngines:
 
     def reset_failures(self, name: str) -> None: ...
 
-    def start_again(self, name: str) -> str:
+    def restart(self, name: str) -> str:
         self.starting.append(name)
         return "it is started again"
 

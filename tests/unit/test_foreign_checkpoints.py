@@ -176,7 +176,7 @@ def test_no_changed_setting_of_a_checkpoint_s_files_ends_check_otherwise_than_in
             _resolve(model, tmp_path / "prompts.jsonl")
         except UserError as error:
             refused += 1
-            assert error.rule and error.way_out
+            assert error.rule and error.hint
         finally:
             (model / name).write_text(original)
     assert refused > 3
@@ -192,4 +192,4 @@ def test_a_checkpoint_without_tokenizer_files_says_so(checkpoint: Path, tmp_path
 def test_a_model_that_is_not_there_is_refused_with_a_way_out(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         _resolve(Path(path), tmp_path / "prompts.jsonl")
-    assert ("hf download Qwen/Qwen3-30B-A3B" in caught.value.way_out) == path.startswith("Qwen")
+    assert ("hf download Qwen/Qwen3-30B-A3B" in caught.value.hint) == path.startswith("Qwen")

@@ -61,7 +61,7 @@ def test_a_row_that_is_not_gsm8ks_is_named_and_nothing_is_written(
     tmp_path: Path, row: dict[str, Any], says: str
 ) -> None:
     done = prepare(write(tmp_path / "rows.jsonl", [ROWS[0], row]), tmp_path / "out.jsonl")
-    assert done.returncode == 2 and "rows.jsonl:2" in done.stderr and says in done.stderr and "way out" in done.stderr
+    assert done.returncode == 2 and "rows.jsonl:2" in done.stderr and says in done.stderr and "hint" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -69,7 +69,7 @@ def test_a_row_that_is_not_gsm8ks_is_named_and_nothing_is_written(
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "rows.csv").write_text("question,answer\n")
     done = prepare(tmp_path / name, tmp_path / "out.jsonl")
-    assert done.returncode == 2 and says in done.stderr and "way out" in done.stderr
+    assert done.returncode == 2 and says in done.stderr and "hint" in done.stderr
 
 
 def test_help_says_what_a_row_is() -> None:

@@ -44,10 +44,10 @@ def install(project: Path, *arguments: str, **env: str) -> subprocess.CompletedP
 
 
 def assert_one_clear_sentence(done: subprocess.CompletedProcess[str], says: str) -> None:
-    """A failing exit, and on stderr only `error: ...` with a way out."""
+    """A failing exit, and on stderr only `error: ...` with a hint."""
     assert done.returncode == 1, (done.stdout, done.stderr)
     lines = done.stderr.strip().splitlines()
-    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  way out: "), done.stderr
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  hint: "), done.stderr
     assert re.search(says, done.stderr), done.stderr
 
 

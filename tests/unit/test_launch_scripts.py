@@ -141,7 +141,7 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
     config = load_config(None, flags)
     with pytest.raises(ConfigError, match=r"24 GPUs \(16 trainer, 8 engines\)") as caught:
         check_machines(config.cluster, config.claims())
-    assert "ray start" in caught.value.way_out
+    assert "ray start" in caught.value.hint
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     config = load_config(None, flags)
     check_machines(config.cluster, config.claims())
@@ -153,7 +153,7 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
 ])  # fmt: skip
 def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
     done = run_script(model, make_fake_mslime(tmp_path), **given)
-    assert done.returncode == 1 and named in done.stderr and "way out" in done.stderr and not done.stdout
+    assert done.returncode == 1 and named in done.stderr and "hint" in done.stderr and not done.stdout
 
 
 @pytest.fixture
@@ -179,4 +179,4 @@ def test_without_an_active_environment_the_one_of_the_checkout_is_used(checkout:
 def test_without_any_environment_the_installation_is_named_as_the_way_out(checkout: Path) -> None:
     done = launch_without_a_path(checkout)
     assert done.returncode == 1 and "command not found" not in done.stderr and not done.stdout
-    assert "mslime was not found" in done.stderr and "way out: bash scripts/install.sh" in done.stderr
+    assert "mslime was not found" in done.stderr and "hint: bash scripts/install.sh" in done.stderr

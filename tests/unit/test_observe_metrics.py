@@ -194,7 +194,7 @@ def test_further_arguments_are_passed_and_wrong_ones_are_refused(
     run = load_config(None, [*flags, "--observe.wandb.mode", "offline", "--model.path", "m", "--data.prompts", "p"])
     MetricsLogger(tmp_path, run.observe).close()
     assert given == {"entity": "team", "tags": ["a", "b"], "mode": "offline", "project": "p"}
-    for wrong, field, way_out in (
+    for wrong, field, hint in (
         ({"wandb": {"entty": "team"}, "wandb_project": "p"}, "observe.wandb.entty", "entity"),
         ({"wandb": {"id": "x"}, "wandb_project": "p"}, "observe.wandb.id", "remove it"),
         ({"wandb": {"entity": "team"}}, "observe.wandb", "observe.wandb_project"),
@@ -202,7 +202,7 @@ def test_further_arguments_are_passed_and_wrong_ones_are_refused(
         with pytest.raises(UserError) as caught:
             told = build({"model": {"path": "m"}, "data": {"prompts": ["p"]}, "observe": wrong})
             MetricsLogger(tmp_path / "other", told.observe)
-        assert caught.value.field == field and way_out in caught.value.way_out
+        assert caught.value.field == field and hint in caught.value.hint
 
 
 def test_rows_go_to_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,10 +239,10 @@ async def test_both_halves_are_told_what_an_engine_is_told() -> None:
 async def test_what_both_halves_hold_is_compared() -> None:
     async with pair() as (client, prefill, decode):
         prefill.sums, decode.sums = {"w": "3 9"}, {"w": "3 9"}
-        held = await client.held_weights()
+        held = await client.weight_checksums()
         assert held is not None and len(held) == 2 and compare("here", held, {"w": "3 9"}) == 1
         prefill.sums = {"w": "4 9"}
-        held = await client.held_weights()
+        held = await client.weight_checksums()
         assert held is not None
         with pytest.raises(WeightSyncError, match="holds something else"):
             compare("here", held, {"w": "3 9"})

@@ -241,7 +241,7 @@ def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine
     async def main() -> Kept:
         kept = Kept(mode)
         asked = await kept.probed()
-        serving = await kept.pool.begin_again()
+        serving = await kept.pool.restart_update()
         assert serving.urls == ("http://a", "http://b") and not serving.gone
         with pytest.raises(EngineDied, match="weights that failed it"):
             await asked

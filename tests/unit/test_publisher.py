@@ -50,7 +50,7 @@ class Fakes:
     def begin_update(self) -> UpdateMembers:
         return self._begin("begin")
 
-    def begin_again(self) -> UpdateMembers:
+    def restart_update(self) -> UpdateMembers:
         return self._begin("again")
 
     def _begin(self, what: str) -> UpdateMembers:
@@ -85,7 +85,7 @@ class Fakes:
     def launched(self, name: str) -> bool:
         return self.launches and name != "x"
 
-    def start_again(self, name: str) -> str:
+    def restart(self, name: str) -> str:
         if not self.most_starts:
             return f"leave {name}"
         self.most_starts -= 1
@@ -207,20 +207,20 @@ def test_leaving_outlasts_what_a_rank_waits_for_an_engine_that_is_silent(monkeyp
 
 def test_engines_that_are_there_are_met_once() -> None:
     fakes = Fakes(["abc", "abc"], [None, None])
-    assert len(publish(fakes, syncs=2)._met) == 3
+    assert len(publish(fakes, syncs=2)._connected) == 3
     assert fakes.calls == ["connect abc g0", "begin", "send 0", "begin", "send 1"]
 
 
 def test_an_engine_that_is_gone_before_a_sync_is_left_before_anything_is_sent() -> None:
     fakes = Fakes(["abc", "ac", "ac"], [None, None, None])
-    assert len(publish(fakes, syncs=3)._met) == 2
+    assert len(publish(fakes, syncs=3)._connected) == 2
     left_out = ["begin", *told("b", 2), "leave", "connect ac g1", "send 1"]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *left_out, "begin", "send 2"]
 
 
 def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
     fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
-    assert len(publish(fakes)._met) == 1
+    assert len(publish(fakes)._connected) == 1
     first = ["check", "leave", "again", *told("b", 2), "connect ac g1", "send 0"]
     second = ["check", "leave", "again", *told("a", 1), "connect c g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
@@ -229,7 +229,7 @@ def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
 def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     fakes = Fakes(["ab", "a"], [None])
     fakes.refused = {"g1"}
-    assert len(publish(fakes)._met) == 1
+    assert len(publish(fakes)._connected) == 1
     met = ["begin", *told("c", 2), "leave", "connect ab g1"]
     again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", *met, *again]
@@ -246,7 +246,7 @@ def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_g
     assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
     size = 3 if launches else 2
     rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1", "compare digests 1"]
-    assert fakes.calls[-5:] == rest and len(publisher._met) == 2
+    assert fakes.calls[-5:] == rest and len(publisher._connected) == 2
     assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
     assert ("end b" in fakes.calls) is not launches
 
@@ -264,7 +264,7 @@ def test_a_failure_that_no_death_explains_is_tried_again_with_all_and_then_compa
 
 def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
     fakes = Fakes(["abc", "abc", "abc", "ac"], [BROKEN, BROKEN, None])
-    assert len(publish(fakes)._met) == 2
+    assert len(publish(fakes)._connected) == 2
     second = [*ANEW, "leave out http://b: bucket 1 to http://b: the connection broke", "again", *told("b", 2)]
     calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
     assert fakes.calls == ["connect abc g0", *calls, COMPARED]
@@ -273,7 +273,7 @@ def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
 def test_engines_that_are_left_after_another_was_left_out_are_tried_twice_as_well() -> None:
     at_a = sync_error("send", "bucket 1 to http://a", "the connection broke")
     fakes = Fakes(["abc", "abc", "abc", "ac", "ac", "ac", "c"], [BROKEN, BROKEN, at_a, at_a, None])
-    assert len(publish(fakes)._met) == 1
+    assert len(publish(fakes)._connected) == 1
     assert sum(call.startswith("leave out") for call in fakes.calls) == 2
     assert sum(call.startswith("all weights are sent again") for call in fakes.calls) == 2
 
@@ -364,7 +364,7 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
     finally:
         URLS["b"] = "http://b"
     back = ["greet b", "b is back at http://b2", "begin", "3 of 3 engines take the weights"]
-    assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and len(publisher._met) == 3
+    assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and len(publisher._connected) == 3
     assert state_of(fakes, "b") == "serving"
 
 

@@ -52,7 +52,7 @@ def test_what_is_missing_is_one_sentence_with_a_way_out(
     (tmp_path / "cpu/bin/python").symlink_to("/bin/true")
     given = [] if "--cpu-venv" in arguments else ["--cpu-venv", str(tmp_path / "cpu")]
     done = rehearse(*given, *(argument.format(tmp=tmp_path) for argument in arguments), **env)
-    assert done.returncode == 1 and named in done.stderr and "way out: " in done.stderr
+    assert done.returncode == 1 and named in done.stderr and "hint: " in done.stderr
     assert not (tmp_path / "venv").exists()
 
 

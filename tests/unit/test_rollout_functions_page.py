@@ -151,5 +151,5 @@ def test_every_error_is_on_the_page_and_each_of_the_page_is_tried() -> None:
 def test_an_error_says_what_the_page_says(message: str, function: str) -> None:
     """Numbers, places and what stands in capitals differ from case to case."""
     words = re.sub(r"FILE:LINE|REASON|(\\\.){3}|\d+", ".*", re.escape(message))
-    with pytest.raises(RolloutError, match=rf"(?s)tests.unit.{function} = 'group 0, response 0': {words}.*way out: "):
+    with pytest.raises(RolloutError, match=rf"(?s)tests.unit.{function} = 'group 0, response 0': {words}.*hint: "):
         check_workflow(f"tests.unit.{function}", ["A long reply.", "B"], prompt="What?")

@@ -241,7 +241,7 @@ def test_every_way_to_fail_is_reported_and_the_others_are_scored(function: str):
         error = results[2 * i]
         assert isinstance(error, RewardError), way
         assert message in error.rule and error.field == f"reward {USER}:{function}"
-        assert f"group 4, sample {i}" in error.value and way in error.value and "on_error" in error.way_out
+        assert f"group 4, sample {i}" in error.value and way in error.value and "on_error" in error.hint
 
 
 @pytest.mark.slow

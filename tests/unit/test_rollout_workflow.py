@@ -460,7 +460,7 @@ async def test_what_a_function_does_wrong_names_it_with_the_group_and_the_respon
 ) -> None:
     """The others are tried by test_rollout_functions_page.py, without a service."""
     service = make_service(run_config(tmp_path, function=named(function)), FakeSlowEngine(short))
-    expected = rf"(?s)rollout.function {named(function)} = 'group \d, response \d': {told}.*way out: "
+    expected = rf"(?s)rollout.function {named(function)} = 'group \d, response \d': {told}.*hint: "
     with pytest.raises(RolloutError, match=expected):
         await service.take(0)
     await service.close()

@@ -69,7 +69,7 @@ def test_copies_and_pickles_hold_the_rows_alone() -> None:
     routes = grown(*[1000] * 5)
     for other in (pickle.loads(pickle.dumps(routes)), copy.deepcopy(routes)):
         assert (other.experts == routes.experts).all() and (other.mask == routes.mask).all()
-        assert other.layer_ids == LAYERS and other._room is None
+        assert other.layer_ids == LAYERS and other._buffer is None
     assert len(pickle.dumps(routes)) < len(pickle.dumps(grown(5000))) + 1000
     longer = pickle.loads(pickle.dumps(routes)).append(rows(5000, 1))
     assert (longer.experts == rows(0, 5001)).all()

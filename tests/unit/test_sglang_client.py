@@ -139,7 +139,7 @@ async def test_a_step_of_a_weight_update_may_take_its_whole_deadline_to_connect(
 def test_a_broken_connection_names_the_engine_and_its_log() -> None:
     with pytest.raises(EngineDied, match="connection broke") as caught:
         generate(GenerateRequest("a", [1], 1), drop_connections=True)
-    assert caught.value.field == "engine0" and "/logs/engine0.log" in caught.value.way_out
+    assert caught.value.field == "engine0" and "/logs/engine0.log" in caught.value.hint
 
 
 async def test_idle_connections_are_given_up_before_the_server_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ async def test_an_engine_that_cannot_say_what_it_holds_is_left_alone_unless_it_m
         with pytest.raises(WeightSyncError) as caught:
             await pool.compare({"a": "1 7"}, strict=True)
         assert (caught.value.field, caught.value.value) == ("weights.check", fakes[1].url) and len(pool) == 2
-        assert (why or "path_entry") in str(caught.value) and "weights.verify: probe" in caught.value.way_out
+        assert (why or "path_entry") in str(caught.value) and "weights.verify: probe" in caught.value.hint
 
 
 @pytest.mark.parametrize("wrong", [[1], [0, 1]])
@@ -246,7 +246,7 @@ async def test_an_update_that_broke_off_is_ended_and_begun_again_by_those_that_a
         await pool.begin_update()
         fakes[0].broken.add("/end_weight_update")  # refuses, and lives
         await fakes[1].__aexit__(None, None, None)
-        serving = await pool.begin_again()
+        serving = await pool.restart_update()
         assert list(serving.gone) == ["e1"] and len(serving.urls) == 1
         assert paths(fakes[0]) == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
@@ -260,7 +260,7 @@ async def test_an_engine_that_does_not_answer_the_end_of_an_update_is_not_waited
             raise EngineDied("engine", fakes[1].url, "no answer within 40 s", "look at it")
 
         pool.clients[1].end_weight_update = silent  # type: ignore[method-assign]
-        serving = await pool.begin_again()
+        serving = await pool.restart_update()
         assert list(serving.gone) == ["e1"] and len(serving.urls) == 1
         assert paths(fakes[1]) == ["/begin_weight_update"]
 
@@ -312,7 +312,7 @@ async def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_o
         await pool.admit(client_of(again, "e1"))
         before = await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))
         assert {r.engine for r in before} == {"e0"} and not again.seen
-        serving = await pool.begin_again()
+        serving = await pool.restart_update()
         assert serving.urls == (fakes[0].url, again.url) and not serving.gone
         after = await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))
         assert {r.engine for r in after} == {"e0", "e1"}

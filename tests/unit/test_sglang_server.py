@@ -213,7 +213,7 @@ def test_a_dead_process_is_reported_with_status_and_the_end_of_its_log(tmp_path:
     process = supervise(tmp_path, "import sys; print('first words'); print('last words'); sys.exit(3)")
     assert wait_for(lambda: process.poll() is not None)
     error = process.died()
-    assert error.value == "exit status 3" and "last words" in error.rule and str(tmp_path) in error.way_out
+    assert error.value == "exit status 3" and "last words" in error.rule and str(tmp_path) in error.hint
     process.stop()
 
 

@@ -108,7 +108,7 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_shown_each_turn_as
     row = [user("q1"), assistant("<think>t1</think>a1"), user("q2"), assistant("<think>t2</think>a2")]
     with pytest.raises(DataError, match=r"x.jsonl:1 = .*writes message 2 otherwise when the conversation goes on") as e:
         turns(directory, FORGETFUL, row)
-    assert "train.sft_loss_on" in e.value.way_out
+    assert "train.sft_loss_on" in e.value.hint
     (last,) = turns(directory, FORGETFUL, row, "last")
     assert trained(last) == ["<think>t2</think>a2<|im_end|>"] and "t1" not in last.text
     first, second = turns(directory, FORGETFUL, row, "each")
@@ -138,7 +138,7 @@ def test_what_cannot_be_told_apart_is_refused_by_row(
 ) -> None:
     with pytest.raises(DataError) as caught:
         turns(directory, template, row)
-    assert caught.value.field == "x.jsonl:1" and said in str(caught.value) and caught.value.way_out
+    assert caught.value.field == "x.jsonl:1" and said in str(caught.value) and caught.value.hint
 
 
 def test_a_token_across_the_border_is_refused_with_the_place(directory: Path, tmp_path: Path) -> None:

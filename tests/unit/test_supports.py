@@ -54,7 +54,7 @@ def test_a_rollout_of_many_turns_is_copied_a_few_times_and_pickled_without_its_r
         places.add(supports.ids.__array_interface__["data"][0])
     assert len(places) <= 18, "the memory grows by halves"
     for other in (pickle.loads(pickle.dumps(supports)), copy.deepcopy(supports)):
-        assert rows_of(other) == [[1, 2], [3]] * 500 and other._room is None
+        assert rows_of(other) == [[1, 2], [3]] * 500 and other._buffer is None
     assert len(pickle.dumps(supports)) < supports.ids.nbytes + supports.offsets.nbytes + 1000
 
 

@@ -47,7 +47,7 @@ CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "deadl
 BUCKETS = transport_contract._buckets()
 GROUPS = (f"failures-{i}" for i in itertools.count())
 BEGIN, JOIN, BUCKET = "/begin_weight_update", "/init_weights_update_group", "/update_weights_from_distributed"
-COMPARE, LANE = "/weights_checker:HeldWeights", "/weights_checker:JoinRelayGroup"
+COMPARE, LANE = "/weights_checker:WeightChecksums", "/weights_checker:JoinRelayGroup"
 END, STAMP = "/end_weight_update", "/update_weight_version"
 
 
@@ -110,8 +110,8 @@ class Rollouts:
     def begin_update(self) -> Any:
         return self._do(self.pool.begin_update())
 
-    def begin_again(self) -> Any:
-        return self._do(self.pool.begin_again())
+    def restart_update(self) -> Any:
+        return self._do(self.pool.restart_update())
 
     def compare(self, expected: Any, strict: bool) -> int:
         return self._do(self.pool.compare(expected, strict))

@@ -80,7 +80,7 @@ def test_a_teacher_is_named_once_goes_with_its_coefficient_and_scores_the_whole_
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**sections)
-    assert caught.value.field == field and caught.value.way_out
+    assert caught.value.field == field and caught.value.hint
 
 
 def test_a_teacher_in_the_trainer_scores_at_any_temperature_and_over_supports() -> None:

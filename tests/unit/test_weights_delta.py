@@ -18,7 +18,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin.copy_plan import Buckets, Copies, Received
 from mslime.engine_plugin.copy_plan import RecordedBucket as EngineBucket
 from mslime.engine_plugin.delta import changed as changed_by
-from mslime.engine_plugin.delta import hold, put, read_delta, take_back
+from mslime.engine_plugin.delta import put, read_delta, record_loaded, take_back
 from mslime.tensor_sums import word_sum
 from mslime.weights import delta as weights_delta
 from mslime.weights.delta import DeltaTransport, find_changes
@@ -337,7 +337,7 @@ def loaded(half: bool, version: Path) -> tuple[EngineBucket, Holding]:
     bucket.copies[id(model)] = Copies(model, into, out_of)
     bucket.flat.view(torch.float32).copy_(torch.arange(11.0))
     bucket.copies[id(model)].make()
-    hold(bucket, model, version)
+    record_loaded(bucket, model, version)
     return bucket, model
 
 
@@ -372,7 +372,7 @@ def test_changes_are_put_into_what_the_model_holds(half: bool, tmp_path: Path) -
     )
     assert received.then is not None
     received.then()
-    assert bucket.held is not None and bucket.held.version == tmp_path / version_name(5)
+    assert bucket.loaded_version is not None and bucket.loaded_version.version == tmp_path / version_name(5)
     again = written(tmp_path / version_name(6) / "x", 5, [9], torch.tensor([2.0]), word_sum(after([9], 2.0)))
     if half:  # it cannot tell: only a part of the bucket is its own
         changed(again, bucket, model)
@@ -410,12 +410,12 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
     model.second.data[2] = 5.5
     refused(place, "not those of version_000004 any more")
     model.second.data[2] = 10.0
-    bucket.held = None
+    bucket.loaded_version = None
     refused(place, "this engine holds None")
     model.first = torch.nn.Parameter(torch.zeros(8))
     refused(place, "copies are not recorded")
-    hold(bucket, model, place.parent)
-    assert bucket.held is None and model.second.data.tolist() == [8.0, 9.0, 10.0]
+    record_loaded(bucket, model, place.parent)
+    assert bucket.loaded_version is None and model.second.data.tolist() == [8.0, 9.0, 10.0]
 
 
 def test_a_model_whose_loader_does_more_than_copy_says_why(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each
 ) -> None:
     transport, before = device_memory(link), shared_by_torch("self")
     transport.connect(infos(engines))
-    rooms, new_room = list[int](), transport.new_room
-    monkeypatch.setattr(transport, "new_room", lambda path, size: (rooms.append(size), new_room(path, size))[1])
+    rooms, new_buffer = list[int](), transport.new_buffer
+    monkeypatch.setattr(transport, "new_buffer", lambda path, size: (rooms.append(size), new_buffer(path, size))[1])
     growing = sorted(BUCKETS, key=lambda bucket: bucket.hf_bytes)
     for version in (1, 2, 3):
         transport.begin(version, BUCKETS)
@@ -239,7 +239,7 @@ def test_too_little_shared_memory_is_an_error_before_anything_is_sent(
     transport.connect(infos(engines))
     with pytest.raises(WeightSyncError, match=r"weights\.transport = 'shm'.*4,294,967,296\.0 MiB.* free") as caught:
         transport.begin(1, [bucket])
-    assert all(way in caught.value.way_out for way in ("--shm-size", "weights.bucket_mib", "broadcast"))
+    assert all(way in caught.value.hint for way in ("--shm-size", "weights.bucket_mib", "broadcast"))
     transport.begin(1, [replace(bucket, sender=1), *BUCKETS])  # another sender's is none of its business
     transport.disconnect()
 
@@ -408,7 +408,7 @@ def test_a_server_without_the_plug_in_is_refused_when_it_is_met(
     transport = make(link)
     with pytest.raises(WeightSyncError, match=r"weights\.transport.*without mslime's plug-in") as caught:
         transport.connect(infos(engines))
-    assert engines[1].url in str(caught.value) and "weights.transport: broadcast" in caught.value.way_out
+    assert engines[1].url in str(caught.value) and "weights.transport: broadcast" in caught.value.hint
     transport.disconnect()
 
 
@@ -423,7 +423,7 @@ def test_an_engine_on_another_machine_is_refused_when_it_is_met(
     transport = Elsewhere(link)
     with pytest.raises(WeightSyncError, match=r"(?s)weights\.transport.*this server, on .*cannot read it") as caught:
         transport.connect(infos(engines))
-    assert "broadcast" in caught.value.way_out
+    assert "broadcast" in caught.value.hint
     transport.disconnect()
 
 

@@ -161,7 +161,7 @@ def test_a_server_without_the_plug_in_is_told_apart_before_anything_is_made(
     transport = RelayTransport(link)
     with pytest.raises(WeightSyncError, match="without mslime's plug-in") as caught:
         transport.connect(infos(engines))
-    assert caught.value.field == "weights.transport" and "path_entry" in caught.value.way_out
+    assert caught.value.field == "weights.transport" and "path_entry" in caught.value.hint
     transport.disconnect()
 
 

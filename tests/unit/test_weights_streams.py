@@ -226,7 +226,7 @@ def test_senders_that_gather_together_never_wait_in_a_circle(one_queue: bool) ->
         rank.gather(gathers[1])
     second.put(1, sends[1])  # whose thread is late
     for rank in ranks:
-        rank.bucket_sender.wait_for_room()
+        rank.bucket_sender.wait_for_buffer()
         rank.gather(gathers[2])
     flat = first.put(2, sends[2])
     assert until(lambda: flat.work is not None and flat.work.looked_at)
@@ -244,14 +244,14 @@ def test_a_bucket_is_sent_while_the_next_is_filled_whichever_begins_first(one_qu
     fills, sends = [FakeCollective(2) for _ in range(3)], [FakeCollective(2) for _ in range(2)]
     rank.gather(FakeCollective(1))
     rank.put(0, sends[0])
-    rank.bucket_sender.wait_for_room()
+    rank.bucket_sender.wait_for_buffer()
     rank.gather(fills[0])  # takes as long as the test likes
     rank.transport.may_go.set()
     engine.run(sends[0])
     assert until(lambda: sends[0].begun == 2), "a send waits for what is filled after it"
     FakeStream().run(fills[0])
     flat = rank.put(1, sends[1])
-    rank.bucket_sender.wait_for_room()
+    rank.bucket_sender.wait_for_buffer()
     assert until(lambda: flat.work is not None and flat.work.looked_at)
     FakeStream().run(fills[1])
     rank.gather(fills[1], FakeCollective(1))

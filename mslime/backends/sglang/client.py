@@ -280,17 +280,17 @@ class EngineClient:
     async def _unload_adapter(self, name: str) -> None:
         await self._control("/unload_lora_adapter", {"lora_name": name}, self.deadlines.weight_sync_s)
 
-    async def held_weights(self, version: int | None = None, owner: str = "") -> Sequence[Mapping[str, str]] | None:
+    async def weight_checksums(self, version: int | None = None, owner: str = "") -> Sequence[Mapping[str, str]] | None:
         """Checksums of every rank for the tensors that were sent; None if the server lacks the plug-in.
 
         Args:
             version: of the owner's loaded adapter, whose tensors they are; None: they are weights.
         """
-        request = wire.HeldWeights()
+        request = wire.WeightChecksums()
         if version is not None:
             adapter = self.adapters.of_version(version, owner)
             assert adapter is not None, f"{self.url} has no adapter of version {version}"
-            request = wire.HeldAdapter(adapter.name)
+            request = wire.AdapterChecksums(adapter.name)
         try:
             return (await self.ask(request, wire.Sums, repeat=True)).ranks
         except NoPlugIn:
@@ -386,8 +386,8 @@ class EngineClient:
         except UserError:
             raise
         except MALFORMED as error:
-            told = f"{type(error).__name__}: {error}"[:500]
-            raise self.error(what, f"an answer that does not add up: {told}") from error
+            message = f"{type(error).__name__}: {error}"[:500]
+            raise self.error(what, f"an answer that does not add up: {message}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -427,13 +427,13 @@ class EngineClient:
             connection: also retry failed connections, three attempts in total; only for repeatable calls.
         """
 
-        def again(state: tenacity.RetryCallState) -> bool:
+        def should_retry(state: tenacity.RetryCallState) -> bool:
             error = state.outcome.exception() if state.outcome is not None else None
             broke = connection and error is not None and isinstance(error.__cause__, aiohttp.ClientConnectionError)
             return isinstance(error, EngineBusy) or (broke and state.attempt_number < 3)
 
         retrying = tenacity.AsyncRetrying(
-            retry=again, stop=tenacity.stop_after_delay(timeout_s), reraise=True,
+            retry=should_retry, stop=tenacity.stop_after_delay(timeout_s), reraise=True,
             wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
         )  # fmt: skip
         return await retrying(self._call, method, path, body, timeout_s)

@@ -35,7 +35,7 @@ INTERRUPT_S = 5.0
 """Seconds for interrupted requests to return; later ones continue under their own adapter."""
 MISSED = 3
 """Missed heartbeats in a row until an engine is dead. One alone may be lost if this machine was suspended."""
-_CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
+_NO_CHECKSUMS = "weights are not compared, since it cannot say what it holds"
 _NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 
@@ -398,7 +398,7 @@ class EnginePool:
         if interrupt:
             await self.broadcast(lambda client: interrupt_older(client, INTERRUPT_S, owner))
 
-    async def begin_again(self) -> UpdateMembers:
+    async def restart_update(self) -> UpdateMembers:
         """`begin_update` after an aborted update: engines hold a mixture and receive all weights anew. The trainer must
         first leave its groups with them, because until then they may wait for a bucket. Raises like `begin_update`."""
 
@@ -438,14 +438,14 @@ class EnginePool:
         wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
-            reported = await client.held_weights(adapter, owner)
+            reported = await client.weight_checksums(adapter, owner)
             with client.reading("sums of its weights"):
                 cannot = _NO_PLUG_IN if reported is None else why_not(reported)
                 if cannot:
-                    _log.warning("%s: %s: %s", client.url, _CANNOT_SAY, cannot)
+                    _log.warning("%s: %s: %s", client.url, _NO_CHECKSUMS, cannot)
                 try:
                     if cannot and strict:
-                        raise sync_error("check", client.url, f"{_CANNOT_SAY}: {cannot}", "set weights.verify: probe")
+                        raise sync_error("check", client.url, f"{_NO_CHECKSUMS}: {cannot}", "set weights.verify: probe")
                     return compare(client.url, reported, expected) if reported is not None else 0
                 except WeightSyncError as error:  # not an engine's failure: the trainer may have sent wrong weights
                     wrong.append(error)
@@ -454,7 +454,7 @@ class EnginePool:
         compared = sum(await self.broadcast(one, spare=True))
         if wrong:
             where, first = "; and ".join(str(error.value) for error in wrong), wrong[0]
-            raise WeightSyncError(first.field, where, first.rule, first.way_out)
+            raise WeightSyncError(first.field, where, first.rule, first.hint)
         return compared
 
     async def hold_memory(self, tags: Collection[EngineTag]) -> None:
@@ -483,8 +483,8 @@ class EnginePool:
 
     async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
         """Probe results of every engine for a fixed text, by its URL. Engines are paused again afterwards. An engine
-        that kept requests continues them, but their answers wait for `resume`, or are lost in `begin_again`. An engine
-        that refuses, or sends an invalid answer, is declared dead, unless all do."""
+        that kept requests continues them, but their answers wait for `resume`, or are lost in `restart_update`. An
+        engine that refuses, or sends an invalid answer, is declared dead, unless all do."""
 
         async def one(client: EngineClient) -> tuple[str, Probed]:
             if client.adapters.of_version(request.version, request.adapter) is not None:  # it generates meanwhile
@@ -524,7 +524,7 @@ class EnginePool:
         if spare and not all(isinstance(answer, BaseException) for answer in answers):
             for slot, answer in zip(slots, answers, strict=True):
                 if isinstance(answer, EngineError):
-                    slot.kill(EngineDied(answer.field, answer.value, answer.rule, answer.way_out))
+                    slot.kill(EngineDied(answer.field, answer.value, answer.rule, answer.hint))
         lived = [answer for slot, answer in zip(slots, answers, strict=True) if slot.error is None]
         return all_or_first_failure(lived or answers)
 

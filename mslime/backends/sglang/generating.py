@@ -371,8 +371,8 @@ def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts
     outside = np.flatnonzero((sizes == 0) | ~supports.hold(ids))
     if len(outside):
         at = int(outside[0])
-        told = str(supports.row(at).tolist())[:100]
-        raise AssertionError(f"token {ids[at]} was drawn from {told}, its sampling mask")
+        drawn_from = str(supports.row(at).tolist())[:100]
+        raise AssertionError(f"token {ids[at]} was drawn from {drawn_from}, its sampling mask")
     assert not supports.repeats(), "a sampling mask names an id twice"
     return supports
 

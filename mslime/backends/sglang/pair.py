@@ -147,8 +147,8 @@ class PairClient(EngineClient):
                 result, output_ids=result.output_ids[:0], log_probs=result.log_probs[:0], versions=(), routes=None,
                 supports=None if result.supports is None else prompt.supports,
             )  # fmt: skip
-        told, had = (prompt.output_ids[0], prompt.versions[0][0]), (result.output_ids[0], result.versions[0][0])
-        assert told == had, f"the halves do not agree on the first token and its version: {told} and {had}"
+        prefilled, had = (prompt.output_ids[0], prompt.versions[0][0]), (result.output_ids[0], result.versions[0][0])
+        assert prefilled == had, f"the halves do not agree on the first token and its version: {prefilled} and {had}"
         routes = [part for part in (prompt.routes, result.routes) if part is not None]
         routes = np.concatenate(routes) if routes else None
         return replace(result, routes=routes, cached_tokens=prompt.cached_tokens)

@@ -42,14 +42,14 @@ class SGLangPort:
         deadlines: `weight_sync_s` for each call about weights, `engine_control_s` for `describe`.
 
     Attributes:
-        heard: (URL, the engine's report on loading a bucket), each once.
+        reports: (URL, the engine's report on loading a bucket), each once.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
         self._deadlines = deadlines
         self._clients: dict[str, EngineClient] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.heard: set[tuple[str, str]] = set()
+        self.reports: set[tuple[str, str]] = set()
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         """Ask a running server for the number of processes that receive weights.
@@ -122,12 +122,12 @@ class SGLangPort:
 
         return self._submit(loaded(), "send", engine.url)
 
-    def _note(self, engine: EngineInfo, said: str) -> None:
+    def _note(self, engine: EngineInfo, report: str) -> None:
         """Log an engine's loading report, once for each engine and report."""
-        if (engine.url, said) not in self.heard:
-            self.heard.add((engine.url, said))
+        if (engine.url, report) not in self.reports:
+            self.reports.add((engine.url, report))
             _log.info(
-                "%s: a bucket was %s", engine.url, said if said.startswith((RECORDED, OWN_LOADER)) else NO_PLUG_IN
+                "%s: a bucket was %s", engine.url, report if report.startswith((RECORDED, OWN_LOADER)) else NO_PLUG_IN
             )
 
     def close(self) -> None:
@@ -201,27 +201,27 @@ def compare(where: str, reported: Sequence[Sums], expected: Sums) -> int:
         WeightSyncError: a tensor differs, or is incomplete.
     """
     parts = [rank for rank in reported if CANNOT in rank]
-    told = {name: want for name, want in expected.items() if all(name in part for part in parts)}
-    wrong = {name: fault for name, want in told.items() if (fault := _fault(name, reported, want))}
+    comparable = {name: want for name, want in expected.items() if all(name in part for part in parts)}
+    wrong = {name: fault for name, want in comparable.items() if (fault := _fault(name, reported, want))}
     if wrong:
         name, fault = next(iter(wrong.items()))
         raise sync_error(
             "check", f"{where}: {name}",
-            f"{fault}; so it is with {len(wrong)} of {len(told)} tensors",
+            f"{fault}; so it is with {len(wrong)} of {len(comparable)} tensors",
             "if the run's first sync was equal and this is its second, set weights.loader: model; else send weights "
             "another way (weights.transport)",
         )  # fmt: skip
-    return len(told)
+    return len(comparable)
 
 
 def _fault(name: str, ranks: Sequence[Sums], want: str) -> str:
     """The fault of a tensor; empty if there is none."""
     by_places = dict[int, tuple[int, int]]()
     for number, rank in enumerate(ranks):
-        said = rank.get(name, "")
-        numbers = parse_sum(said)
+        report = rank.get(name, "")
+        numbers = parse_sum(report)
         if numbers is None:
-            return f"of rank {number}, {said}" if said else f"rank {number} did not load it"
+            return f"of rank {number}, {report}" if report else f"rank {number} did not load it"
         total, places = numbers
         first, before = by_places.setdefault(places, (number, total))
         if total != before:

@@ -244,14 +244,14 @@ async def interrupt_older(client: EngineClient, patience_s: float, owner: str = 
 
 async def _stopped(client: EngineClient, requests: Callable[[], list[str]], patience_s: float) -> bool:
     """Whether none of these requests runs any more within so many seconds; aborts are repeated."""
-    end = told = time.monotonic()
+    end = next_abort = time.monotonic()
     end += patience_s
     while rids := requests():
         now = time.monotonic()
         if now > end:
             return False
-        if now >= told:
+        if now >= next_abort:
             await asyncio.gather(*(client.abort(rid) for rid in rids))
-            told = time.monotonic() + ABORT_EVERY_S
+            next_abort = time.monotonic() + ABORT_EVERY_S
         await asyncio.sleep(LOOK_EVERY_S)
     return True

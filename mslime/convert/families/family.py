@@ -192,10 +192,10 @@ def _unread(family: Family, hf_config: HFConfig, ignored: Collection[str]) -> di
 
 
 def refused(
-    name: str, value: object, rule: str, way_out: str = "use the config.json of the checkpoint"
+    name: str, value: object, rule: str, hint: str = "use the config.json of the checkpoint"
 ) -> CheckpointError:
     """Error for a setting of config.json."""
-    return CheckpointError(f"config.json: {name}", value, rule, way_out)
+    return CheckpointError(f"config.json: {name}", value, rule, hint)
 
 
 def required_int(config: HFConfig, *names: str) -> int:

@@ -31,11 +31,11 @@ class Messages:
         refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
-        said = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
+        collected = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
         return asked(
             body,
             _READ,
-            messages=(*((Message("system", system),) if system else ()), *said),
+            messages=(*((Message("system", system),) if system else ()), *collected),
             **tools_of(body, _read_tool, "tools: those without input_schema"),
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop_sequences"),
@@ -59,10 +59,10 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        said: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
+        collected: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
         if field == "thread":  # the code upon which Anthropic's client resends whole conversations
-            said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        return {"type": "error", "error": said}
+            collected["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": collected}
 
     def too_long(self, tokens: int, most: int) -> str:
         return f"prompt is too long: {tokens} tokens > {most} maximum"
@@ -78,23 +78,23 @@ def _read_message(value: object, where: str) -> Iterator[Message]:
     if role == "assistant":
         yield _assistant(blocks, f"{where}.content")
         return
-    said = list[object]()
+    collected = list[object]()
     for i, block in enumerate(blocks):
         at = f"{where}.content[{i}]"
         if as_object(block, at).get("type") != "tool_result":
-            said.append(block)
+            collected.append(block)
             continue
-        if said:
-            yield Message(role, text_of(said, f"{where}.content"))
-            said = []
+        if collected:
+            yield Message(role, text_of(collected, f"{where}.content"))
+            collected = []
         answers = as_text(block.get("tool_use_id"), f"{at}.tool_use_id")
         yield Message("tool", text_of(block.get("content"), f"{at}.content"), answers=answers)
-    if said or not blocks:
-        yield Message(role, text_of(said, f"{where}.content"))
+    if collected or not blocks:
+        yield Message(role, text_of(collected, f"{where}.content"))
 
 
 def _assistant(blocks: Sequence[object], where: str) -> Message:
-    said, thoughts, calls, echo = list[object](), list[str](), list[Call](), ""
+    collected, thoughts, calls, echo = list[object](), list[str](), list[Call](), ""
     for i, value in enumerate(blocks):
         at = f"{where}[{i}]"
         block = as_object(value, at)
@@ -106,8 +106,8 @@ def _assistant(blocks: Sequence[object], where: str) -> Message:
             name = as_text(block.get("name"), f"{at}.name")
             calls.append(Call(as_text(block.get("id") or "", f"{at}.id"), name, arguments))
         elif block.get("type") != "redacted_thinking":
-            said.append(block)
-    text = text_of(said, where)
+            collected.append(block)
+    text = text_of(collected, where)
     return Message("assistant", text, tuple(calls), "".join(thoughts) if thoughts else None, echo=echo)
 
 

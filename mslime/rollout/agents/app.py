@@ -94,7 +94,7 @@ class ServedRollout:
             log.debug("a request failed: %s", attempt.exception())
         self.on_end()
 
-    async def told(self, turns: Sequence[ReplyTurn], log_probs: bool) -> list[ServedReply]:
+    async def served_replies(self, turns: Sequence[ReplyTurn], log_probs: bool) -> list[ServedReply]:
         """Replies with the data that the client receives."""
         return [
             ServedReply(turn, tuple(await self.chat.spell(ServedReply(turn).ids)) if log_probs else ())
@@ -222,9 +222,9 @@ class ModelServer:
         try:
             listening = listen(self._host, self._port)
         except OSError as error:
-            way_out = "give an address of this machine and a free port, or leave them out"
+            hint = "give an address of this machine and a free port, or leave them out"
             rule = f"cannot be listened on ({error})"
-            raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
+            raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, hint) from error
         self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
         self._address = url_of(self._host, listening.getsockname()[1])
         log.info("agents find the model at %s", self._address)
@@ -294,15 +294,15 @@ async def deliver(
         attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
         response = await _wait(http, attempt, request.stream, patience)
         try:
-            replies = await session.told(attempt.result(), request.logprobs)
+            replies = await session.served_replies(attempt.result(), request.logprobs)
         except Exception as error:  # any error goes to the client
             return await _fail(http, dialect, response, error)
-        response = await _tell(http, dialect, request, replies, response)
+        response = await _send_event(http, dialect, request, replies, response)
     except ConnectionError:  # the client has disconnected: no error here, and its turn is not trained
         log.debug("a client disconnected before its reply was sent")
         return web.Response(status=499)
-    for told in replies:
-        told.turn.delivered = True
+    for reply in replies:
+        reply.turn.delivered = True
     return response
 
 
@@ -324,9 +324,9 @@ async def _wait(
 class _Refused(Exception):
     """A request without a valid session, with its HTTP status."""
 
-    def __init__(self, status: int, field: str, rule: str, way_out: str) -> None:
+    def __init__(self, status: int, field: str, rule: str, hint: str) -> None:
         self.status, self.field = status, field
-        super().__init__(f"{field}: {rule}\n  way out: {way_out}")
+        super().__init__(f"{field}: {rule}\n  hint: {hint}")
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -421,7 +421,7 @@ async def _fail(
     return begun
 
 
-async def _tell(
+async def _send_event(
     http: web.Request,
     dialect: Dialect,
     request: Request,

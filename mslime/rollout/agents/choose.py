@@ -100,8 +100,8 @@ class PackageRenderer:
             plain = PlainTokenizer(tokenizer)
             self._inner: Any = renderers.create_renderer(plain, config)
         except MALFORMED as error:
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(SETTING, name, f"does not fit this checkpoint's tokenizer ({told})",
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(SETTING, name, f"does not fit this checkpoint's tokenizer ({message})",
                               "name the renderer of the checkpoint's own family, or template") from error  # fmt: skip
         self.name, self._tokenizer = name, plain
         self.stop_ids = frozenset(self._inner.get_stop_token_ids())
@@ -110,8 +110,8 @@ class PackageRenderer:
         try:
             return list(self._inner.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True))
         except MALFORMED as error:
-            told = f"renderer {self.name} refuses them ({type(error).__name__}: {error})"
-            raise ChatError("messages", f"{len(messages)} messages", told, "mend the messages") from error
+            message = f"renderer {self.name} refuses them ({type(error).__name__}: {error})"
+            raise ChatError("messages", f"{len(messages)} messages", message, "mend the messages") from error
 
     def extend(
         self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
@@ -196,7 +196,7 @@ def choose_renderer(named: str | None, family: Sequence[str], tokenizer: Any, th
         chosen = _named(named, tokenizer, thinking)
     else:
         chosen = _of_family(family, tokenizer, thinking) or TemplateRenderer(tokenizer, thinking)
-    log.info("messages are rendered by %s%s", chosen.name, _told(chosen))
+    log.info("messages are rendered by %s%s", chosen.name, _description(chosen))
     return chosen
 
 
@@ -248,7 +248,7 @@ def _difference(renderer: Renderer, tokenizer: Any) -> str:
     return ""
 
 
-def _told(renderer: Renderer) -> str:
+def _description(renderer: Renderer) -> str:
     """Log text of a template's renderer: how it reads calls, and which turns it can extend."""
     if not isinstance(renderer, TemplateRenderer):
         return ""

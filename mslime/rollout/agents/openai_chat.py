@@ -28,16 +28,16 @@ from mslime.rollout.agents.session import ReplyTurn
 # Parts shared by OpenAI's three APIs: log-probabilities, token counts, errors.
 
 
-def token_log_probs(told: ServedReply) -> list[dict[str, Any]]:
+def token_log_probs(served: ServedReply) -> list[dict[str, Any]]:
     """A reply's tokens with their log-probabilities; empty if not requested."""
-    pairs = zip(told.spelled, told.log_probs, strict=True) if told.spelled else ()
+    pairs = zip(served.spelled, served.log_probs, strict=True) if served.spelled else ()
     return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
 
 
 def usage(replies: Sequence[ServedReply]) -> dict[str, int]:
     """Token counts; a prompt of several replies is counted once."""
-    prompt = max(told.turn.start for told in replies)
-    completion = sum(told.turn.end - told.turn.start for told in replies)
+    prompt = max(served.turn.start for served in replies)
+    completion = sum(served.turn.end - served.turn.start for served in replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -84,21 +84,21 @@ class ChatCompletions(OpenAIErrors):
         choices = [
             {
                 "index": i,
-                "message": to_chat(told.turn.reply),
-                "finish_reason": stopped(told.turn),
-                "logprobs": _log_probs(told),
-                "token_ids": told.ids,
+                "message": to_chat(served.turn.reply),
+                "finish_reason": stopped(served.turn),
+                "logprobs": _log_probs(served),
+                "token_ids": served.ids,
             }
-            for i, told in enumerate(replies)
+            for i, served in enumerate(replies)
         ]
         return {**_base(request, replies, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         base = _base(request, replies, "chatcmpl", "chat.completion.chunk")
-        for i, told in enumerate(replies):
-            for delta in _deltas(told.turn):
+        for i, served in enumerate(replies):
+            for delta in _deltas(served.turn):
                 yield "", {**base, "choices": [{"index": i, "delta": delta, "finish_reason": None}]}
-            last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": _log_probs(told)}
+            last = {"index": i, "delta": {}, "finish_reason": stopped(served.turn), "logprobs": _log_probs(served)}
             yield "", {**base, "choices": [last]}
         yield from _ending(request, base, replies)
 
@@ -118,8 +118,8 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
     return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
 
 
-def _log_probs(told: ServedReply) -> dict[str, Any] | None:
-    return {"content": token_log_probs(told), "refusal": None} if told.spelled else None
+def _log_probs(served: ServedReply) -> dict[str, Any] | None:
+    return {"content": token_log_probs(served), "refusal": None} if served.spelled else None
 
 
 def _base(request: Request, replies: Sequence[ServedReply], prefix: str, kind: str) -> dict[str, Any]:
@@ -173,13 +173,13 @@ class Completions(OpenAIErrors):
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
         """See `Dialect`. A choice also contains the sampled `token_ids`."""
-        choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
+        choices = [{**_choice(i, served), "token_ids": served.ids} for i, served in enumerate(replies)]
         return {**_base(request, replies, "cmpl", "text_completion"), "choices": choices, "usage": usage(replies)}
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         base = _base(request, replies, "cmpl", "text_completion")
-        for i, told in enumerate(replies):
-            yield "", {**base, "choices": [_choice(i, told)]}
+        for i, served in enumerate(replies):
+            yield "", {**base, "choices": [_choice(i, served)]}
         yield from _ending(request, base, replies)
 
 
@@ -205,9 +205,9 @@ def read_ids(value: object, where: str) -> tuple[int, ...]:
     return tuple(cast("list[int]", value))
 
 
-def _choice(index: int, told: ServedReply) -> dict[str, Any]:
-    turn, found = told.turn, None
-    if told.spelled:
-        tokens = list(told.spelled)
-        found = {"tokens": tokens, "token_logprobs": told.log_probs, "top_logprobs": None, "text_offset": []}
+def _choice(index: int, served: ServedReply) -> dict[str, Any]:
+    turn, found = served.turn, None
+    if served.spelled:
+        tokens = list(served.spelled)
+        found = {"tokens": tokens, "token_logprobs": served.log_probs, "top_logprobs": None, "text_offset": []}
     return {"index": index, "text": turn.reply.text, "finish_reason": turn.finish, "logprobs": found}

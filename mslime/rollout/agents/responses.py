@@ -33,8 +33,8 @@ class Responses(OpenAIErrors):
         sent."""
         refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
                background="a reply is only sent in answer to its request")  # fmt: skip
-        said = body.get("input")
-        items = [{"role": "user", "content": said}] if isinstance(said, str) else as_list(said, "input")
+        given = body.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else as_list(given, "input")
         messages = [*_before(body.get("previous_response_id"), recorded), *_merged(items, recorded)]
         if (instructions := body.get("instructions")) is not None:
             text = as_text(instructions, "instructions")
@@ -50,17 +50,17 @@ class Responses(OpenAIErrors):
         )
 
     def answer(self, request: Request, replies: Sequence[ServedReply]) -> Mapping[str, Any]:
-        told = replies[0]
-        cut = told.turn.finish == "length"
-        return _response(request, told, "incomplete" if cut else "completed", _items(told))
+        served = replies[0]
+        cut = served.turn.finish == "length"
+        return _response(request, served, "incomplete" if cut else "completed", _items(served))
 
     def events(self, request: Request, replies: Sequence[ServedReply]) -> Iterator[Event]:
         for number, (kind, data) in enumerate(self._events(request, replies[0])):
             yield kind, {"type": kind, "sequence_number": number, **data}
 
-    def _events(self, request: Request, told: ServedReply) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "response.created", {"response": _response(request, told, "in_progress", [])}
-        for index, item in enumerate(_items(told)):
+    def _events(self, request: Request, served: ServedReply) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "response.created", {"response": _response(request, served, "in_progress", [])}
+        for index, item in enumerate(_items(served)):
             at = {"item_id": item["id"], "output_index": index}
             yield "response.output_item.added", {"output_index": index, "item": _empty(item)}
             if item["type"] == "function_call":
@@ -78,7 +78,7 @@ class Responses(OpenAIErrors):
                 yield f"response.{kind}.done", {**at, "text": part["text"], **logprobs}
                 yield "response.content_part.done", {**at, "part": part}
             yield "response.output_item.done", {"output_index": index, "item": item}
-        answer = self.answer(request, [told])
+        answer = self.answer(request, [served])
         yield f"response.{answer['status']}", {"response": answer}
 
 
@@ -93,40 +93,40 @@ def _before(name: object, recorded: Mapping[str, ReplyTurn]) -> tuple[Message, .
 
 def _merged(items: Sequence[object], recorded: Mapping[str, ReplyTurn]) -> Iterator[Message]:
     """Messages of a list of items. Consecutive items of the model (reasoning, text, calls) form one message."""
-    said: Message | None = None
+    current: Message | None = None
     for i, value in enumerate(items):
         message = _read_item(value, f"input[{i}]", recorded)
         if message is None:
             continue
         if message.role != "assistant":
-            yield from [said] if said is not None else []
-            said = None
+            yield from [current] if current is not None else []
+            current = None
             yield message
-        elif said is None or _begins_another(said, message):
-            yield from [said] if said is not None else []
-            said = message
+        elif current is None or _begins_another(current, message):
+            yield from [current] if current is not None else []
+            current = message
         else:
-            said = _joined(said, message)
-    if said is not None:
-        yield said
+            current = _joined(current, message)
+    if current is not None:
+        yield current
 
 
-def _begins_another(said: Message, more: Message) -> bool:
+def _begins_another(current: Message, more: Message) -> bool:
     """Whether the next item belongs to another reply: its turn has another name, or its order is impossible in one
     reply."""
-    if said.echo and more.echo and said.echo != more.echo:
+    if current.echo and more.echo and current.echo != more.echo:
         return True
-    return more.reasoning is not None and (bool(said.text) or bool(said.calls))
+    return more.reasoning is not None and (bool(current.text) or bool(current.calls))
 
 
-def _joined(said: Message, more: Message) -> Message:
-    reasoning = said.reasoning if more.reasoning is None else (said.reasoning or "") + more.reasoning
+def _joined(current: Message, more: Message) -> Message:
+    reasoning = current.reasoning if more.reasoning is None else (current.reasoning or "") + more.reasoning
     return replace(
-        said,
-        text=said.text + more.text,
-        calls=said.calls + more.calls,
+        current,
+        text=current.text + more.text,
+        calls=current.calls + more.calls,
         reasoning=reasoning,
-        echo=said.echo or more.echo,
+        echo=current.echo or more.echo,
     )
 
 
@@ -185,16 +185,16 @@ def _read_tool(value: object, where: str) -> dict[str, Any] | None:
     return tool(given.get("name"), given.get("description"), given.get("parameters"), where)
 
 
-def _items(told: ServedReply) -> list[dict[str, Any]]:
+def _items(served: ServedReply) -> list[dict[str, Any]]:
     """Output items of a reply. Their ids contain the turn's name, so a copy identifies the turn."""
-    reply, name, items = told.turn.reply, told.turn.reply.echo, list[dict[str, Any]]()
+    reply, name, items = served.turn.reply, served.turn.reply.echo, list[dict[str, Any]]()
     if reply.reasoning:
         thought = {"type": "reasoning_text", "text": reply.reasoning}
         items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [thought]})
     if reply.text or not reply.calls:
         part: dict[str, Any] = {"type": "output_text", "text": reply.text, "annotations": []}
-        if told.spelled:
-            part["logprobs"] = token_log_probs(told)
+        if served.spelled:
+            part["logprobs"] = token_log_probs(served)
         message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**message, "content": [part]})
     for i, call in enumerate(reply.calls):
@@ -209,11 +209,13 @@ def _empty(item: Mapping[str, Any]) -> dict[str, Any]:
     return {**item, "status": "in_progress", **begun}
 
 
-def _response(request: Request, told: ServedReply, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    turn, over = told.turn, status != "in_progress"
-    prompt, said = turn.start, turn.end - turn.start
+def _response(
+    request: Request, served: ServedReply, status: str, output: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    turn, over = served.turn, status != "in_progress"
+    prompt, sampled = turn.start, turn.end - turn.start
     usage = {
-        "input_tokens": prompt, "output_tokens": said, "total_tokens": prompt + said,
+        "input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled,
         "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
     return {

@@ -253,11 +253,11 @@ REASONS = (
     "template_rewrites_history", "prefix_broken",
 )  # fmt: skip
 """Reasons for beginning a sequence; docs/agents.md explains each."""
-TOLD_APART = ("response_format", "text", "output_config", "tool_choice", "chat_template_kwargs", "tools")
+DISTINCT = ("response_format", "text", "output_config", "tool_choice", "chat_template_kwargs", "tools")
 """Ignored fields that affect the expected replies; each is counted by its name."""
 COUNTED = (
     "malformed_calls", "unknown_tools", "undelivered_turns", "joined_retries", "ignored_fields", "limits_reached",
-    *(f"ignored_{name}" for name in TOLD_APART),
+    *(f"ignored_{name}" for name in DISTINCT),
 )  # fmt: skip
 
 
@@ -369,7 +369,7 @@ class ChatSession:
     def ignore(self, fields: Sequence[str]) -> None:
         """Count ignored fields of a request."""
         self.counts["ignored_fields"] += len(fields)
-        self.counts.update(f"ignored_{name}" for field in fields if (name := field.partition(":")[0]) in TOLD_APART)
+        self.counts.update(f"ignored_{name}" for field in fields if (name := field.partition(":")[0]) in DISTINCT)
 
     def check_replies(self, count: int) -> None:
         """Raise LimitReached if this many replies to one request exceed the rollout's remaining limit."""
@@ -472,17 +472,17 @@ class ChatSession:
         grown = await self._grow(self.forest.place(messages, key), tools)
         start = len(grown.sample)
         try:
-            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
-            ids = self._sampled(said, start)
+            generated = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(generated, start)
             parsed = await self._rendering.parse(ids, grown.sample.tokens[:start].tolist(), tools)
         except BaseException:
             self._undo(grown)
             raise
         number = next(self._numbers)
-        reply, stopped = self._message(number, parsed, tools, stop if said.finish == "stop" else ())
+        reply, stopped = self._message(number, parsed, tools, stop if generated.finish == "stop" else ())
         turn = ReplyTurn(
             number, grown.parent, grown.asked, reply, grown.sample, start, start + len(ids), key, grown.why,
-            said.finish, stopped,
+            generated.finish, stopped,
         )  # fmt: skip
         return self._recorded(self.forest, turn)
 
@@ -494,18 +494,18 @@ class ChatSession:
             grown = self._new(added, (), place)
         start = len(grown.sample)
         try:
-            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
-            ids = self._sampled(said, start)
+            generated = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(generated, start)
             spelled = await self._rendering.spell(ids)
         except BaseException:
             self._undo(grown)
             raise
         whole = prompt + spelled if isinstance(prompt, str) else ""
-        text, stopped = _before_stop(said.text, stop if said.finish == "stop" else ())
+        text, stopped = _before_stop(generated.text, stop if generated.finish == "stop" else ())
         number = next(self._numbers)
         reply = Message("assistant", text, echo=self._name(number))
         turn = ReplyTurn(
-            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish,
+            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, generated.finish,
             stopped, whole,
         )  # fmt: skip
         return self._recorded(self.completions, turn)
@@ -535,11 +535,11 @@ class ChatSession:
     def _name(self, number: int) -> str:
         return f"{self._nonce}{number}"
 
-    def _sampled(self, said: workflow.Turn, start: int) -> list[int]:
-        if not len(said.tokens):
+    def _sampled(self, generated: workflow.Turn, start: int) -> list[int]:
+        if not len(generated.tokens):
             most = min(self._engine.longest, start) - 1
             raise ContextFull.of(f"{start} tokens", "leave no room for a reply", start, most)
-        return said.tokens.tolist()
+        return generated.tokens.tolist()
 
     # ------------------------------------------------------------------------------------------------ where it is said
 
@@ -592,8 +592,8 @@ class ChatSession:
 
     def _begin(self, make: Callable[[], Sample]) -> Sample:
         if self._begun >= self._limits.sequences:
-            told = ", ".join(f"{count} {why}" for why, count in self.reasons.most_common())
-            raise self._over("sequences", f"{self._limits.sequences} (begun by: {told})",
+            causes = ", ".join(f"{count} {why}" for why, count in self.reasons.most_common())
+            raise self._over("sequences", f"{self._limits.sequences} (begun by: {causes})",
                              "find out why histories are not continued (docs/agents.md)")  # fmt: skip
         sample = make()
         self._begun += 1
@@ -619,10 +619,10 @@ class ChatSession:
         elif passed := self._clock.passed(alone=len(self._running) == 1):
             raise self._over(*passed, "let the agent and its tools answer sooner")
 
-    def _over(self, name: str, value: object, way_out: str) -> LimitReached:
+    def _over(self, name: str, value: object, hint: str) -> LimitReached:
         self.counts["limits_reached"] += 1
         rule = "this rollout has reached the limit; what it has is kept"
-        return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
+        return LimitReached(f"rollout.limits.{name}", value, rule, f"{hint}, or raise the limit")
 
 
 def _begins(prompt: str | NDArray[np.integer], turn: ReplyTurn) -> bool:

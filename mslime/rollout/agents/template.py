@@ -29,7 +29,7 @@ _HISTORIES: tuple[Messages, ...] = (
     ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}),
 )
-_SAID, _THOUGHT = "said", "pondered"
+_REPLY, _THOUGHT = "said", "pondered"
 USUAL = (("tool",), ("tool", "tool"), ("user",), ("tool", "user"))
 """Usual roles of messages after a reply."""
 
@@ -92,9 +92,9 @@ class TemplateRenderer:
         if len(answered) != len(parsed.calls):
             return None  # some templates also write the id of the call that they answer
         calls = [(called, _name_of(called, i, parsed.calls)) for i, called in enumerate(answered)]
-        said = self._calling(*calls) if calls else self._plain()
-        closed = self._closed(before, reply, prompt, said, tools)
-        suffix = None if closed is None else self._suffix(_HISTORIES[0], said, new, tools)
+        reply_message = self._calling(*calls) if calls else self._plain()
+        closed = self._closed(before, reply, prompt, reply_message, tools)
+        suffix = None if closed is None else self._suffix(_HISTORIES[0], reply_message, new, tools)
         if closed is None or suffix is None:
             return None
         whole = closed + self._encode(suffix)
@@ -112,11 +112,16 @@ class TemplateRenderer:
     # ------------------------------------------------------------------------------------------------ the difference
 
     def _closed(
-        self, before: Sequence[int], reply: Sequence[int], prompt: Sequence[int], said: Mapping[str, Any], tools: Tools
+        self,
+        before: Sequence[int],
+        reply: Sequence[int],
+        prompt: Sequence[int],
+        reply_message: Mapping[str, Any],
+        tools: Tools,
     ) -> list[int] | None:
         """The tokens up to the end of the reply, which is added if a limit or a text ended it. None if the reply ended
         differently than the template would end it. A token that opens the next message belongs to that message."""
-        end, stops = self._end(said, tools), [i for i in reply if i in self.stop_ids]
+        end, stops = self._end(reply_message, tools), [i for i in reply if i in self.stop_ids]
         ends = self._openers if end is None else {end}
         if stops:
             last = len(stops) == 1 and reply[-1] in ends
@@ -125,27 +130,27 @@ class TemplateRenderer:
             return None
         return list(before) if end is None else [*before, end]
 
-    def _suffix(self, history: Messages, said: Mapping[str, Any], new: Messages, tools: Tools) -> str | None:
+    def _suffix(self, history: Messages, reply_message: Mapping[str, Any], new: Messages, tools: Tools) -> str | None:
         """The template's text for new messages after the end of a reply; None if they would change the text before."""
-        head = self._head(history, said, tools)
-        whole = self._text_or_none([*history, said, *new], tools, True)
+        head = self._head(history, reply_message, tools)
+        whole = self._text_or_none([*history, reply_message, *new], tools, True)
         return whole[len(head) :] if head and whole is not None and whole.startswith(head) else None
 
-    def _head(self, history: Messages, said: Mapping[str, Any], tools: Tools) -> str:
+    def _head(self, history: Messages, reply_message: Mapping[str, Any], tools: Tools) -> str:
         """The text up to the token that ends the reply, or that opens the next message; empty if there is none."""
-        text = self._text_or_none([*history, said], tools, False)
+        text = self._text_or_none([*history, reply_message], tools, False)
         if text is None:
             return ""
-        end = self._end(said, tools)
+        end = self._end(reply_message, tools)
         if end is None:
             return text if self._openers else ""
         word = self.spell([end])
         return text[: text.rindex(word) + len(word)]
 
-    def _end(self, said: Mapping[str, Any], tools: Tools = ()) -> int | None:
+    def _end(self, reply_message: Mapping[str, Any], tools: Tools = ()) -> int | None:
         """The special token that ends a reply in the template; None if a reply ends only with the next message's
         opening token."""
-        written = self._written(said, tools or ([_TOOL] if "tool_calls" in said else []))
+        written = self._written(reply_message, tools or ([_TOOL] if "tool_calls" in reply_message else []))
         special, ids = self._special(), self._encode(written[1]) if written is not None else []
         return next((i for i in reversed(ids) if i in special), None)
 
@@ -156,11 +161,11 @@ class TemplateRenderer:
 
     def _find_stops(self) -> frozenset[int]:
         """Tokens that end a turn: the template's own or, if there are none, those that open the next turn."""
-        saids = ((self._plain(), ("user",)), (self._calling(("call_0",)), ("tool",)))
-        ends = [self._end(said) for said, _ in saids]
+        replies = ((self._plain(), ("user",)), (self._calling(("call_0",)), ("tool",)))
+        ends = [self._end(reply_message) for reply_message, _ in replies]
         self._openers = frozenset(
-            opener for (said, kind), end in zip(saids, ends, strict=True) if end is None
-            for opener in self._opener(said, kind)
+            opener for (reply_message, kind), end in zip(replies, ends, strict=True) if end is None
+            for opener in self._opener(reply_message, kind)
         )  # fmt: skip
         return frozenset(i for i in ends if i is not None) | self._openers
 
@@ -170,13 +175,15 @@ class TemplateRenderer:
         text = self._text_or_none(_HISTORIES[0], (), True)
         return text is not None and text.rstrip().endswith(thinking[1])
 
-    def _opener(self, said: Mapping[str, Any], kind: Sequence[str]) -> list[int]:
+    def _opener(self, reply_message: Mapping[str, Any], kind: Sequence[str]) -> list[int]:
         """The special token, if any, with which messages of these roles begin after a reply."""
         new = [_made(role, i) for i, role in enumerate(kind)]
-        tools = [_TOOL] if "tool_calls" in said else []
-        said = {key: value for key, value in said.items() if key != "reasoning_content"}  # may be dropped then
-        text = self._text_or_none([*_HISTORIES[0], said], tools, False)
-        whole = self._text_or_none([*_HISTORIES[0], said, *new], tools, False)
+        tools = [_TOOL] if "tool_calls" in reply_message else []
+        reply_message = {
+            key: value for key, value in reply_message.items() if key != "reasoning_content"
+        }  # may be dropped then
+        text = self._text_or_none([*_HISTORIES[0], reply_message], tools, False)
+        whole = self._text_or_none([*_HISTORIES[0], reply_message, *new], tools, False)
         if text is None or whole is None or not whole.startswith(text):
             return []
         ids = self._encode(whole[len(text) :])
@@ -190,21 +197,23 @@ class TemplateRenderer:
             return "an assistant's message is among them"
         answers = list(itertools.takewhile(lambda role: role == "tool", kind))
         new = [_made(role, i) for i, role in enumerate(kind)]
-        said = self._calling(*((f"call_{i}", "lookup") for i in range(len(answers)))) if answers else self._plain()
+        reply_message = (
+            self._calling(*((f"call_{i}", "lookup") for i in range(len(answers)))) if answers else self._plain()
+        )
         tools = [_TOOL] if answers else []
         if answers and not self.calls_read:
             return "calls in this template's form are not read"
-        if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], said, tools):
+        if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], reply_message, tools):
             return "the template drops the reasoning of a reply"
         # some templates refuse system messages
-        histories = [history for history in _HISTORIES if self._head(history, said, tools)]
-        suffixes = [self._suffix(history, said, new, tools) for history in histories]
+        histories = [history for history in _HISTORIES if self._head(history, reply_message, tools)]
+        suffixes = [self._suffix(history, reply_message, new, tools) for history in histories]
         if None in suffixes:
             return "the template rewrites what comes before them"
         if len(set(suffixes)) > 1:
             return "what the template writes depends on the conversation before"
-        parts = [self._encode(self._head(_HISTORIES[0], said, tools)), self._encode(str(suffixes[0]))]
-        whole = self._encode(self._text([*_HISTORIES[0], said, *new], tools, True))
+        parts = [self._encode(self._head(_HISTORIES[0], reply_message, tools)), self._encode(str(suffixes[0]))]
+        whole = self._encode(self._text([*_HISTORIES[0], reply_message, *new], tools, True))
         return "" if whole == parts[0] + parts[1] else "tokens reach across the end of the reply"
 
     def _tagged(self, thinking: tuple[str, str] | None) -> TaggedParser:
@@ -227,9 +236,9 @@ class TemplateRenderer:
         read = self.parse(self._encode(written[1].rstrip()), self._encode(written[0]), [_TOOL])
         return [(c.name, c.arguments, c.status) for c in read.calls] == [("lookup", '{"key":"b"}', "ok")]
 
-    def _written(self, said: Mapping[str, Any], tools: Tools) -> tuple[str, str] | None:
+    def _written(self, reply_message: Mapping[str, Any], tools: Tools) -> tuple[str, str] | None:
         """(the text before a reply, the reply's text); None if the template refuses the conversation."""
-        whole = self._text_or_none([*_HISTORIES[0], said], tools, False)
+        whole = self._text_or_none([*_HISTORIES[0], reply_message], tools, False)
         befores = [self._text_or_none(_HISTORIES[0], tools, prompt) for prompt in (True, False)]
         if whole is None:
             return None
@@ -239,7 +248,7 @@ class TemplateRenderer:
         )
 
     def _plain(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": _SAID, **self._reasoned()}
+        return {"role": "assistant", "content": _REPLY, **self._reasoned()}
 
     def _calling(self, *calls: Sequence[str]) -> dict[str, Any]:
         """A reply with calls given as (id, name)."""
@@ -300,5 +309,5 @@ def _made(role: str, i: int) -> dict[str, Any]:
 
 def _refused_messages(messages: Messages, error: Exception) -> ChatError:
     roles = ", ".join(str(m["role"]) for m in messages[-5:])
-    told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return ChatError("messages", roles, f"the chat template refuses them ({told})", "mend the messages")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return ChatError("messages", roles, f"the chat template refuses them ({reason})", "mend the messages")

@@ -25,8 +25,8 @@ class EnvironmentLostError(Exception):
         suspect: it was in a call when its process ended.
     """
 
-    def __init__(self, told: str, suspect: bool = True) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, suspect: bool = True) -> None:
+        super().__init__(message)
         self.suspect = suspect
 
 
@@ -38,8 +38,8 @@ class _Home(WorkerProcess):
         retired: one of them hangs, so it accepts no more.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
-        super().__init__(process, told)
+    def __init__(self, process: asyncio.subprocess.Process, message: Any) -> None:
+        super().__init__(process, message)
         self.residents, self.retired = 0, False
 
 
@@ -96,8 +96,10 @@ class OpenEnvironment:
             failure, answer = await self._home.ask((method, self._number, argument), self._job.limit_of(method))
         except TimeoutError:
             await self._home.kill()
-            held = f"{method} took longer than {self._job.limit_of(method):g} s and let nothing else run in its process"
-            raise self._lost(held) from None
+            cause = (
+                f"{method} took longer than {self._job.limit_of(method):g} s and let nothing else run in its process"
+            )
+            raise self._lost(cause) from None
         except WorkerLostError as error:
             raise self._lost(f"{method} was not answered: {error}", suspect) from error
         finally:

@@ -18,12 +18,12 @@ from mslime.rollout.environments.environment_pool import EnvironmentFailedError,
 from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Messages, Observation, Step
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
-_SAID = "\ue000said\ue001"
+_REPLY = "\ue000said\ue001"
 """Placeholder of a reply in the template; no template writes it."""
 
 
 @dataclass(frozen=True)
-class Said:
+class SampledTurn:
     """The model's turn: its text, and the position of its last token in a sequence of the rollout."""
 
     text: str
@@ -41,13 +41,13 @@ class OneSequence:
     def __init__(self, engine: Engine, sample: Sample, turns: PlainTurns | ChatTurns) -> None:
         self._engine, self._turns, self.samples = engine, turns, [sample]
 
-    async def said(self) -> Said | None:
+    async def turn(self) -> SampledTurn | None:
         """Generate the model's next turn; None if there is no room for one."""
         (sample,) = self.samples
         turn = await self._engine.generate(sample)
-        return Said(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
+        return SampledTurn(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
 
-    def hear(self, observation: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Add the model's next input. Raises NoRoomError if it does not fit."""
         self._turns.add(self._engine, self.samples[0], observation)
 
@@ -103,8 +103,8 @@ class ChatTurns:
         Raises:
             ConfigError: the template does not write replies unchanged.
         """
-        whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *messages])
-        _, found, after = whole.rpartition(_SAID)
+        whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}, *messages])
+        _, found, after = whole.rpartition(_REPLY)
         if not found:
             raise ConfigError("data.apply_chat_template", True, "the chat template does not write a reply as it is, so "
                               "nothing can follow one", "use a rollout function of yours")  # fmt: skip
@@ -128,16 +128,16 @@ class ChatTalk:
         self._engine, self._messages = engine, opening(task, first)
         self.samples: list[Sample] = []
 
-    async def said(self) -> Said | None:
+    async def turn(self) -> SampledTurn | None:
         try:
             reply = await self._engine.chat(self._messages)
         except NoRoomError:
             return None
         self._messages.append(reply.message)
         self.samples = [*(s for s in self.samples if s is not reply.sample), reply.sample]
-        return Said(reply.text, reply.sample, reply.end - 1)
+        return SampledTurn(reply.text, reply.sample, reply.end - 1)
 
-    def hear(self, observation: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """See `OneSequence`. The next turn checks whether it fits. A chat continues with a message, even an
         empty one."""
         self._messages += _messages(observation)
@@ -193,26 +193,26 @@ class EnvironmentRollout:
                 task.messages,
             )  # fmt: skip
             talk = self._begin(task, engine, await environment.reset(asked))
-            samples, steps = talk.samples, list[tuple[Said, Step]]()
+            samples, steps = talk.samples, list[tuple[SampledTurn, Step]]()
             for _ in range(self._limits.turns):
-                said = await talk.said()
-                if said is None:
+                turn = await talk.turn()
+                if turn is None:
                     break
                 samples = talk.samples
-                step = await environment.step(said.text)
-                steps.append((said, step))
+                step = await environment.step(turn.text)
+                steps.append((turn, step))
                 late = self._limits.episode_s is not None and environment.seconds >= self._limits.episode_s
                 if step.done or late:
                     break
                 try:
-                    talk.hear(step.observation)
+                    talk.observe(step.observation)
                 except NoRoomError:
                     break
         finally:
             await environment.close()
         if self._turns is None and not steps:
             raise self._pool.failed("reset returned what leaves no room for a turn")
-        return self._told(samples, steps)
+        return self._episode(samples, steps)
 
     def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatTalk:
         if self._turns is None:
@@ -222,14 +222,14 @@ class EnvironmentRollout:
         except NoRoomError as error:
             raise self._pool.failed(f"reset returned what does not fit: {error}") from error
 
-    def _told(self, samples: list[Sample], steps: Sequence[tuple[Said, Step]]) -> Episode:
+    def _episode(self, samples: list[Sample], steps: Sequence[tuple[SampledTurn, Step]]) -> Episode:
         """Result of an episode: the final reward of its last step, else the sum over its steps, if any has one.
 
         Args:
             steps: (the model's turn, result of the step).
         """
         last = steps[-1][1] if steps else Step()
-        rewards = [(said, step.reward) for said, step in steps if step.reward is not None]
+        rewards = [(turn, step.reward) for turn, step in steps if step.reward is not None]
         reward = last.final_reward
         if reward is None and rewards:
             reward = sum(each for _, each in rewards)
@@ -240,9 +240,9 @@ class EnvironmentRollout:
             rewards = []
         elif self._credit == "moved" and rewards:
             rewards.append((steps[-1][0], -sum(each for _, each in rewards)))  # where the episode's reward is added
-            turns = [(said, sum(each for other, each in rewards if other is said)) for said, _ in steps]
-            rewards = [(said, each) for said, each in turns if each]
-        return Episode(samples, reward, [(said.sample, said.last, each) for said, each in rewards], metrics)
+            turns = [(turn, sum(each for other, each in rewards if other is turn)) for turn, _ in steps]
+            rewards = [(turn, each) for turn, each in turns if each]
+        return Episode(samples, reward, [(turn.sample, turn.last, each) for turn, each in rewards], metrics)
 
 
 def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:

@@ -31,9 +31,9 @@ class Worker(WorkerProcess):
         reserved: it works on one sample and accepts no other.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
-        super().__init__(process, told)
-        self.concurrent: bool = told
+    def __init__(self, process: asyncio.subprocess.Process, details: Any) -> None:
+        super().__init__(process, details)
+        self.concurrent: bool = details
         self.claims, self.reserved = 0, False
 
 
@@ -121,7 +121,7 @@ class WorkerPool:
             while True:
                 self._refill()
                 worker = min(self._workers, key=lambda w: (w.reserved, w.claims), default=None)
-                if worker is not None and not worker.reserved and worker.claims < self._room(worker, alone):
+                if worker is not None and not worker.reserved and worker.claims < self._capacity(worker, alone):
                     worker.claims += 1  # nothing was awaited since `_refill`, so it is alive
                     worker.reserved = alone
                     return worker
@@ -130,7 +130,7 @@ class WorkerPool:
         finally:
             self._want_alone -= alone
 
-    def _room(self, worker: Worker, alone: bool) -> int:
+    def _capacity(self, worker: Worker, alone: bool) -> int:
         return ASYNC_SLOTS if worker.concurrent and not alone and not self._want_alone else 1
 
     def _refill(self) -> None:

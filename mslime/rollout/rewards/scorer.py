@@ -194,9 +194,9 @@ class RewardScorer:
         if len(self._metrics) > MOST_METRICS:
             rule = f"a run has {MOST_METRICS} at most; names are not for values"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
-        told = [(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
-        dropped = [self._is_dropped(*one) for one in told]  # raises before any change: it is scored again then
-        return [None if gone else self._add_up(*one) for one, gone in zip(told, dropped, strict=True)]
+        pairs = [(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
+        dropped = [self._is_dropped(*one) for one in pairs]  # raises before any change: it is scored again then
+        return [None if gone else self._add_up(*one) for one, gone in zip(pairs, dropped, strict=True)]
 
     def _is_dropped(self, sample: Sample, results: list[RewardResult]) -> bool:
         """Whether errors of the parts drop the sample. Raises RewardError if they end the run."""
@@ -339,17 +339,17 @@ def shaped(samples: Sequence[Sample], reward: float, config: RewardConfig, limit
     Args:
         limit: `rollout.max_response_tokens`.
     """
-    overlong, repetition, unshaped, told = config.overlong, config.repetition, reward, samples[-1].scores
+    overlong, repetition, unshaped, pairs = config.overlong, config.repetition, reward, samples[-1].scores
     if overlong.buffer_tokens:
         longest = max(s.sampled_tokens for s in samples)
-        told["reward/overlong/mean"] = overlong.factor * overlong_penalty(longest, limit, overlong.buffer_tokens)
-        reward += told["reward/overlong/mean"]
+        pairs["reward/overlong/mean"] = overlong.factor * overlong_penalty(longest, limit, overlong.buffer_tokens)
+        reward += pairs["reward/overlong/mean"]
     if repetition.ngram:
         share = max(repeated_share(_sampled(s), repetition.ngram) for s in samples)
-        told["reward/repetition/mean"] = -repetition.factor * share
-        reward += told["reward/repetition/mean"]
+        pairs["reward/repetition/mean"] = -repetition.factor * share
+        reward += pairs["reward/repetition/mean"]
     if overlong.buffer_tokens or repetition.ngram:
-        told[UNSHAPED] = unshaped
+        pairs[UNSHAPED] = unshaped
     return reward
 
 

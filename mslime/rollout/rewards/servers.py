@@ -25,11 +25,11 @@ from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.rewards.reward_kinds import RewardResult, checked
 
 MOST_BYTES = 64 * 2**20  # limit of a response
-AGAIN = (408, 425, 429)  # and every 5xx
+RETRY_STATUSES = (408, 425, 429)  # and every 5xx
 T = TypeVar("T")
 
 
-class AgainError(Exception):
+class RetryableError(Exception):
     """A request failed temporarily; a retry may succeed."""
 
 
@@ -65,10 +65,10 @@ class RewardServers:
 
         Args:
             body: any JSON value.
-            read: raises RewardRefusedError for an invalid response, AgainError if a retry may help.
+            read: raises RewardRefusedError for an invalid response, RetryableError if a retry may help.
 
         Raises:
-            AgainError: the last attempt failed.
+            RetryableError: the last attempt failed.
             RewardRefusedError: a retry would not help, or the body cannot be written as JSON.
         """
         if self._session is None:
@@ -76,7 +76,7 @@ class RewardServers:
         data = as_json(body)
         attempts = AsyncRetrying(
             stop=stop_after_attempt(self._servers.retries + 1), wait=wait_random_exponential(0.2, max=10), reraise=True,
-            retry=retry_if_exception_type(AgainError),
+            retry=retry_if_exception_type(RetryableError),
         )  # fmt: skip
         failed = Counter[str]()
         async with self._slots:
@@ -100,7 +100,7 @@ class RewardServers:
         self._under_way[url] += 1
         try:
             return read(await self._post(url, data))
-        except (AgainError, RewardRefusedError) as error:
+        except (RetryableError, RewardRefusedError) as error:
             failed[url] += 1
             raise type(error)(f"{url} {error}") from error
         finally:
@@ -112,13 +112,13 @@ class RewardServers:
             async with self._session.post(url, data=data, allow_redirects=False, proxy=proxy_of(url)) as answer:
                 text = await _read(answer)
         except TimeoutError as error:
-            raise AgainError(f"did not answer within {self._limit_s:g} s") from error
+            raise RetryableError(f"did not answer within {self._limit_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise AgainError(f"cannot be reached ({type(error).__name__}: {error})") from error
+            raise RetryableError(f"cannot be reached ({type(error).__name__}: {error})") from error
         if answer.status != 200:
-            passing = answer.status in AGAIN or answer.status >= 500
-            said = text[:200].decode(errors="replace")
-            raise (AgainError if passing else RewardRefusedError)(f"answered HTTP {answer.status}: {said!r}")
+            passing = answer.status in RETRY_STATUSES or answer.status >= 500
+            excerpt = text[:200].decode(errors="replace")
+            raise (RetryableError if passing else RewardRefusedError)(f"answered HTTP {answer.status}: {excerpt!r}")
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
@@ -126,7 +126,7 @@ class RewardServers:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, AgainError | RewardRefusedError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RetryableError | RewardRefusedError) else f"{type(error).__name__}: {error}"
 
 
 def as_json(value: object) -> bytes:
@@ -247,7 +247,7 @@ class HttpGrader(RewardServers):
                 future.set_result(result)
 
     async def _results(self, samples: list[Sample]) -> list[RewardResult]:
-        """Post samples. Raises AgainError if the last attempt failed, RewardRefusedError for an invalid response."""
+        """Post samples. Raises RetryableError if the last attempt failed, RewardRefusedError for a bad response."""
 
         def read(answer: Any) -> list[RewardResult]:
             rewards = answer.get("rewards") if isinstance(answer, dict) else answer
@@ -295,25 +295,25 @@ class JudgeGrader(RewardServers):
 
     def _question(self, sample: Sample) -> str:
         """The filled template. It is filled in one pass, so braces in a response stay unchanged."""
-        said = {"prompt": self.prompt_of(sample) or "", "response": sample.response, "label": _text(sample.label)}
+        values = {"prompt": self.prompt_of(sample) or "", "response": sample.response, "label": _text(sample.label)}
         assert self._config.template is not None, "check_reward"
-        return _PLACES.sub(lambda place: said[place[1]], self._config.template)
+        return _PLACES.sub(lambda place: values[place[1]], self._config.template)
 
     def _read(self, answer: Any) -> RewardResult:
         """The number in a response.
 
         Raises:
-            RewardRefusedError: it contains no number. AgainError: likewise, and another reply may contain one.
+            RewardRefusedError: it contains no number. RetryableError: likewise, and another reply may contain one.
         """
         reply = _reply(answer)
-        said = number_in(reply, self._config.pattern, self._config.field)
-        if isinstance(said, float) and self._config.range is not None:
+        number = number_in(reply, self._config.pattern, self._config.field)
+        if isinstance(number, float) and self._config.range is not None:
             low, high = self._config.range
-            said = said if low <= said <= high else f"answered {said:g}, outside of {low:g} to {high:g}"
-        if isinstance(said, str):
+            number = number if low <= number <= high else f"answered {number:g}, outside of {low:g} to {high:g}"
+        if isinstance(number, str):
             sampled = self._config.options.get("temperature", 1.0) != 0
-            raise (AgainError if sampled else RewardRefusedError)(f"{said}: {reply[-200:]!r}")
-        return checked(said, 0)
+            raise (RetryableError if sampled else RewardRefusedError)(f"{number}: {reply[-200:]!r}")
+        return checked(number, 0)
 
 
 def _text(label: object) -> str:
@@ -337,8 +337,8 @@ def number_in(reply: str, pattern: str | None, field: str | None) -> float | str
     objects = list(_objects(reply))
     if not objects:
         return "answered what is no JSON object"
-    said = [o[field] for o in objects if field in o]
-    return _number(said[-1]) if said else f"answered without the key {field!r}"
+    found = [o[field] for o in objects if field in o]
+    return _number(found[-1]) if found else f"answered without the key {field!r}"
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
@@ -352,11 +352,11 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             at += 1
 
 
-def _number(said: object) -> float | str:
+def _number(value: object) -> float | str:
     try:
-        return float(said)  # pyright: ignore[reportArgumentType]  what is no number raises
+        return float(value)  # pyright: ignore[reportArgumentType]  what is no number raises
     except (TypeError, ValueError, OverflowError):
-        return f"answered {said!r:.80}, which is no number"
+        return f"answered {value!r:.80}, which is no number"
 
 
 def _reply(answer: Any) -> str:

@@ -80,7 +80,7 @@ def refuse_real_extension(site: Path) -> None:
     if real := sorted(site.glob("transformer_engine_torch*")):
         sys.exit(
             f"error: {real[0]} is Transformer Engine's own extension\n"
-            "  way out: rehearse in an environment of its own: scripts/rehearse_gpu.sh --venv DIR"
+            "  hint: rehearse in an environment of its own: scripts/rehearse_gpu.sh --venv DIR"
         )
 
 

@@ -27,7 +27,7 @@ from mslime.network import free_port
 from mslime.rollout.function_contract import _Characters, _Plain
 from mslime.rollout.generation import EngineLimits
 from mslime.run.assemble import grouped_rewards, sample_advantages
-from mslime_plugins.atropos.leases import HandedIn, Leases
+from mslime_plugins.atropos.leases import Leases, SubmittedGroup
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment
 from tests.fixtures.least import refused
 from tests.fixtures.service_of_one import ServiceOfOne
@@ -173,7 +173,7 @@ async def test_a_reply_that_crosses_a_weight_update_has_both_versions(tmp_path: 
 async def not_trained(env: WireEnvironment, group: dict[str, Any], reason: str, said: str) -> None:
     """A group is refused by this reason; a good one follows, so that the step has an end."""
     status, told = await env.send("/scored_data", group)
-    assert status == 422 and said in told["detail"] and "way out: " in told["detail"], told
+    assert status == 422 and said in told["detail"] and "hint: " in told["detail"], told
     await env.hand_in(await env.generate([*PROMPT, 7], n=2), [1.0, 0.0])
 
 
@@ -604,7 +604,7 @@ def test_a_run_with_prompts_is_not_resumed_without_them() -> None:
 
 
 async def test_a_group_is_given_when_all_its_rollouts_have_asked_and_to_nobody_before() -> None:
-    leases, group = Leases(1), HandedIn("wire_0")
+    leases, group = Leases(1), SubmittedGroup("wire_0")
     first = asyncio.create_task(leases.ask(0, 0, 2, whole=True))
     await asyncio.sleep(0)
     leases.hand_in(group)

@@ -121,7 +121,7 @@ def link_of(ranks: int = 2, rank: int = 0) -> Link:
 
 
 @pytest.mark.parametrize(
-    ("engine", "ranks", "said", "way_out"),
+    ("engine", "ranks", "said", "hint"),
     [
         (EngineInfo("http://127.0.0.1:1", 2, drafts=True), 2, "draft model", "without one"),
         (EngineInfo("http://127.0.0.1:1", 2), 4, "4 trainer ranks", "resume the run"),
@@ -129,7 +129,7 @@ def link_of(ranks: int = 2, rank: int = 0) -> Link:
     ],
 )
 def test_engines_that_cannot_be_handed_weights_are_refused(
-    engine: EngineInfo, ranks: int, said: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+    engine: EngineInfo, ranks: int, said: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_engine, "_package", lambda: None)
     transport = find_transport("checkpoint_engine")(link_of(ranks))
@@ -137,7 +137,7 @@ def test_engines_that_cannot_be_handed_weights_are_refused(
     transport.connect([engine])
     with pytest.raises(WeightSyncError, match=said) as caught:
         transport.offer()
-    assert caught.value.field == "weights.transport" and way_out in caught.value.way_out
+    assert caught.value.field == "weights.transport" and hint in caught.value.hint
 
 
 def test_servers_from_elsewhere_find_the_address_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,13 +262,13 @@ def test_an_engine_says_whether_the_package_is_there(end: type[Worker], monkeypa
 def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
     engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for mode, said, way_out in (
+    for mode, said, hint in (
         ("obey", bucket_files.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "path_entry"),
     ):  # fmt: skip
         engines[0].set_mode(mode)
         with pytest.raises(WeightSyncError, match=said) as caught:
             link.engine_port.ask(EngineInfo(engines[0].url), wire.CheckIpc(), checkpoint_engine._FOR_ENGINES).result()
-        assert caught.value.value == engines[0].url and way_out in caught.value.way_out
+        assert caught.value.value == engines[0].url and hint in caught.value.hint
 
 
 def test_an_engine_is_given_all_addresses_and_what_it_replies_is_noted(
@@ -284,7 +284,7 @@ def test_an_engine_is_given_all_addresses_and_what_it_replies_is_noted(
     monkeypatch.setattr(engine_port, "_client", lambda engine: SimpleNamespace(ask=ask))
     engine_port.ask(EngineInfo("http://e"), wire.TakeIpc({"GPU-a": "ipc://@a"})).result()
     assert asked == [wire.TakeIpc({"GPU-a": "ipc://@a"})]
-    assert engine_port.heard == {("http://e", "loaded by recorded copies")}
+    assert engine_port.reports == {("http://e", "loaded by recorded copies")}
 
 
 def test_a_link_knows_how_many_ranks_the_trainer_has() -> None:

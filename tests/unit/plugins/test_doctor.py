@@ -495,7 +495,7 @@ def test_checks_are_chosen_by_name() -> None:
 def test_options_that_contradict_are_refused(options: Options, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         doctor_command.check_options(options)
-    assert caught.value.field == field and caught.value.way_out
+    assert caught.value.field == field and caught.value.hint
 
 
 def test_it_tells_a_person_and_a_program_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

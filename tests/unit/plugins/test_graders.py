@@ -96,7 +96,7 @@ def test_labels_that_a_grader_cannot_use_are_errors_of_the_row(kind: str, label:
     found = reward_kind(kind, "reward")
     assert found is not None and found.label_problem(label)
     (error,) = scored({"kind": kind}, sample("5", label))
-    assert isinstance(error, RewardError) and "label" in error.rule and "mslime check" in error.way_out
+    assert isinstance(error, RewardError) and "label" in error.rule and "mslime check" in error.hint
     assert scored({"kind": kind, "on_error": "zero"}, sample("5", label)) == [0.0]
 
 

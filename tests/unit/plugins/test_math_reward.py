@@ -182,7 +182,7 @@ def test_an_answer_that_takes_too_much_memory_or_time_is_worth_nothing_and_count
 
 def test_a_bad_label_is_not_the_answers_fault():
     (error,), _ = scored([sample("\\boxed{1}", {"ground_truth": "1"})])
-    assert isinstance(error, RewardError) and "label" in str(error) and "mslime check" in error.way_out
+    assert isinstance(error, RewardError) and "label" in str(error) and "mslime check" in error.hint
 
 
 @pytest.mark.parametrize("others", [0.0, 100.0])

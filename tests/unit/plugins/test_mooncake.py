@@ -227,7 +227,7 @@ def test_memory_has_one_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "rule", "way_out"),
+    ("broken", "rule", "hint"),
     [
         (ModuleNotFoundError("No module named 'mooncake'"), "No module named", r"mslime\[mooncake\]"),
         (ImportError("libibverbs.so.1: cannot open"), "libibverbs.so.1", "libibverbs1 of the operating system"),
@@ -235,7 +235,7 @@ def test_memory_has_one_name() -> None:
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named_with_a_way_out(
-    broken: Exception, rule: str, way_out: str, link: Link, engines: list[StandInEngine],
+    broken: Exception, rule: str, hint: str, link: Link, engines: list[StandInEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def fails(host: str, over: str) -> End:
@@ -245,7 +245,7 @@ def test_what_is_missing_is_named_with_a_way_out(
     with pytest.raises(WeightSyncError, match=rule) as caught:
         over_tcp(link).connect([EngineInfo(engines[0].url)])
     assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
-    assert re.search(way_out, caught.value.way_out)
+    assert re.search(hint, caught.value.hint)
     why_not = RdmaReader().reach(ReadMemory(Path("rdma/127.0.0.1:1/1"), b"1".hex())).why_not
     assert "cannot read the sender's memory" in why_not
 

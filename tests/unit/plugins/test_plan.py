@@ -171,7 +171,7 @@ def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.Capture
     status, out, _ = command(capsys, *small, "--cluster.host-memory-gb", "256", "--json")
     [problem] = json.loads(out)["problems"]
     assert status == 1 and problem["where"] == "trainer machine, host memory"
-    assert problem["component"] == "optimizer" and "optimizer_offload_fraction" in problem["way_out"]
+    assert problem["component"] == "optimizer" and "optimizer_offload_fraction" in problem["hint"]
     assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
 
 
@@ -243,7 +243,7 @@ def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixtu
     assert status == 0 and "for the weight sync" in out
     status, out, _ = command(capsys, *small, "--cluster.host-memory-gb", "64", "--json")
     [problem] = json.loads(out)["problems"]
-    assert status == 1 and problem["component"] == "sync" and "other than delta" in problem["way_out"]
+    assert status == 1 and problem["component"] == "sync" and "other than delta" in problem["hint"]
 
 
 def test_a_tight_plan_says_so_by_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,11 +380,11 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
     status, out, _ = command(capsys, *fits, "--gpus", "3")
     assert status == 0 and "fits:" in out and "Weight sync" in out and "0.49 B parameters" in out
     status, out, _ = command(capsys, *fits, "--gpus", "3", "--gpu-memory-gb", "12")
-    assert status == 1 and "does not fit" in out and "way out" in out
+    assert status == 1 and "does not fit" in out and "hint" in out
 
 
 @pytest.mark.parametrize(
-    ("flags", "component", "way_out"),
+    ("flags", "component", "hint"),
     [
         (["--model.path", "llama3.1-8B"], "optimizer", "cluster.trainer_ranks"),
         (["--model.path", "kimi-k2", "--gpus", "1025", "--megatron.expert-model-parallel-size", "8"], "gradients",
@@ -403,13 +403,13 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
 )  # fmt: skip
 @pytest.mark.slow
 def test_what_does_not_fit_is_named_with_the_setting_to_change(
-    capsys: pytest.CaptureFixture[str], flags: list[str], component: str, way_out: str
+    capsys: pytest.CaptureFixture[str], flags: list[str], component: str, hint: str
 ) -> None:
     flags = [str(CONFIGS / flag) if flag in PUBLISHED_BILLIONS else flag for flag in flags]
     status, out, _ = command(capsys, *flags, "--train.replay", "off", "--json")
     problems = json.loads(out)["problems"]
     assert status == 1
-    assert any(p["component"] == component and way_out in p["way_out"] for p in problems), problems
+    assert any(p["component"] == component and hint in p["hint"] for p in problems), problems
 
 
 def test_logits_above_their_limit_take_the_limit_and_hidden_states() -> None:
@@ -452,7 +452,7 @@ def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_mistakes_end_with_status_2(capsys: pytest.CaptureFixture[str], flags: list[str], named: str) -> None:
     status, _, err = command(capsys, "--model.path", str(CONFIGS / "olmoe-1B-7B"), *flags)
-    assert status == 2 and named in err and "way out" in err
+    assert status == 2 and named in err and "hint" in err
 
 
 def test_supervised_runs_have_no_engines() -> None:
@@ -486,7 +486,7 @@ def test_a_teacher_on_the_trainers_gpus_has_the_dtype_that_its_server_is_started
             "cluster": {"device": "cuda", "trainer_ranks": 8, "placement": "colocated"},
         }  # fmt: skip
         config = plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, **sections})
-        return make_plan(config, hf_config, teacher={**hf_config, "torch_dtype": dtype}).host.taught
+        return make_plan(config, hf_config, teacher={**hf_config, "torch_dtype": dtype}).host.teacher
 
     in_bfloat16 = held("bfloat16")
     assert in_bfloat16 == held("float16") > 0, "a teacher keeps its checkpoint's dtype"

@@ -20,7 +20,7 @@ from mslime_plugins.planner.plan import RunPlan, make_plan, served_adapters, tog
 from mslime_plugins.planner.plan_command import plan_config
 from mslime_plugins.planner.plan_command import plan_of as plan_of_values
 from mslime_plugins.planner.problems import GIB
-from mslime_plugins.planner.stages import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
+from mslime_plugins.planner.stages import ENGINE_OFFLOADED_BYTES, TRAINER_OFFLOADED_BYTES
 from mslime_plugins.planner.trainer_memory import micro_batch_tokens
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.least import least
@@ -136,13 +136,13 @@ def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None
     train, send, save, generate = (phases[name] for name in ("train", "send", "save", "generate"))
     at_work = memory.activations + max(memory.working, memory.logits)
     assert train.trainer == memory.weights + memory.gradients + memory.optimizer + at_work + memory.reserve
-    assert train.engine == ENGINE_ASLEEP_BYTES
+    assert train.engine == ENGINE_OFFLOADED_BYTES
     assert send.total == memory.weights + memory.sync + memory.reserve + (
-        shared.engine.weights + shared.engine.bucket + ENGINE_ASLEEP_BYTES
+        shared.engine.weights + shared.engine.bucket + ENGINE_OFFLOADED_BYTES
     )
     assert save.trainer == memory.weights + memory.optimizer + memory.reserve
-    assert save.engine == shared.engine.weights + ENGINE_ASLEEP_BYTES
-    assert generate.trainer == TRAINER_ASLEEP_BYTES and generate.total == pytest.approx(shared.gpu_bytes, abs=1e6)
+    assert save.engine == shared.engine.weights + ENGINE_OFFLOADED_BYTES
+    assert generate.trainer == TRAINER_OFFLOADED_BYTES and generate.total == pytest.approx(shared.gpu_bytes, abs=1e6)
     assert shared.engine.weights == apart.engine.weights and shared.engine.tokens < apart.engine.tokens
     assert shared.fullest == train.total > apart.fullest
     assert shared.fullest < apart.fullest + shared.engine.weights + shared.engine.cache
@@ -152,17 +152,19 @@ def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None
 def test_state_that_sleeps_in_memory_is_counted_there_and_on_a_disk_is_not() -> None:
     shared = plan_of("colocated")
     memory = shared.stages[0].memory
-    assert shared.host.asleep == pytest.approx(8 * (memory.weights + memory.optimizer), rel=1e-3)
-    assert plan_of("colocated", cluster={"asleep_in": "disk"}).host.asleep == 0 == plan_of("separate").host.asleep
+    assert shared.host.offloaded == pytest.approx(8 * (memory.weights + memory.optimizer), rel=1e-3)
+    assert (
+        plan_of("colocated", cluster={"offload_to": "disk"}).host.offloaded == 0 == plan_of("separate").host.offloaded
+    )
     [problem] = plan_of("colocated", cluster={"host_memory_gb": 256}).problems
-    assert problem.component == "asleep" and "asleep_in: disk" in problem.way_out
+    assert problem.component == "offloaded" and "offload_to: disk" in problem.hint
 
 
 def test_a_phase_that_does_not_fit_is_named() -> None:
     tight = {"num_engines": 8, "tp_size": 1}
     problems = plan_of("colocated", 90, sglang=tight).problems
     named = [problem for problem in problems if problem.where == "shared GPU of stage 0, phase save"]
-    assert len(named) == 1 and named[0].needs > named[0].has > 0 and "sglang.tp_size (1)" in named[0].way_out
+    assert len(named) == 1 and named[0].needs > named[0].has > 0 and "sglang.tp_size (1)" in named[0].hint
     assert named[0].needs / GIB == pytest.approx(57.8 + 56.9 + 3 + 90 * 0.99 * 0.05 - 79.2 * 0.05, abs=1.5)
 
 
@@ -182,13 +184,11 @@ def test_a_teacher_that_shares_is_planned_on_gpus_without_an_engine_and_in_the_m
     assert (plan.trainer_gpus, plan.nodes, plan.remarks) == (8, 1, ()) and plan.fits
     served, taught = (next(p for p in plan.phases if p.server == who) for who in ("engine", "teacher"))
     assert taught.phase == "generate" and taught.total == pytest.approx(served.total, abs=1e6)
-    assert plan.engine is not None and plan.host.taught == 4 * plan.engine.weights
+    assert plan.engine is not None and plan.host.teacher == 4 * plan.engine.weights
     values["cluster"]["gpus_per_node"] = 16
     without = plan_of_values({**values, "teacher": {**values["teacher"], "placement": "separate"}}, gpus=12)
-    assert without.trainer_gpus == 8 and without.host.taught == 0 and len(without.phases) == len(plan.phases) - 1
-    assert without.host.total == plan.host.total - plan.host.taught
+    assert without.trainer_gpus == 8 and without.host.teacher == 0 and len(without.phases) == len(plan.phases) - 1
+    assert without.host.total == plan.host.total - plan.host.teacher
     values["teacher"] |= {"tp_size": 1, "mem_fraction_static": 0.3}
     small = plan_of_values(values, gpus=8)
-    assert [problem.where for problem in small.problems] == ["teacher"] and "teacher.tp_size" in small.problems[
-        0
-    ].way_out
+    assert [problem.where for problem in small.problems] == ["teacher"] and "teacher.tp_size" in small.problems[0].hint

@@ -115,9 +115,9 @@ def test_a_run_whose_supports_do_not_fit_into_host_memory_is_refused_with_a_way_
     plan = planned(large, cluster={"host_memory_gb": 1024})
     assert plan.verdict == "does not fit"
     problem = next(p for p in plan.problems if p.where.startswith("machine of the rollout managers"))
-    assert problem.component == "supports" and "rollout.top_p (1)" in problem.way_out
+    assert problem.component == "supports" and "rollout.top_p (1)" in problem.hint
     trainer = next(p for p in plan.problems if p.where.startswith("trainer machine"))
-    assert trainer.component == "shards" and "rollout.groups_per_step (512)" in trainer.way_out
+    assert trainer.component == "shards" and "rollout.groups_per_step (512)" in trainer.hint
     fewer = planned(large | {"top_p": 0.9}, cluster={"host_memory_gb": 1024})
     assert not any("host memory" in p.where for p in fewer.problems)
 

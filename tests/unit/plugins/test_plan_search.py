@@ -183,7 +183,7 @@ def test_host_memory_is_counted_by_machine_and_bounds_what_is_found() -> None:
     for each in found_by(small, 8, 80, 5)[0]:
         assert each.plan.host.total <= 0.9 * 280 * GIB
         assert each.plan.host_share == pytest.approx(each.plan.host.total / (0.9 * 280 * GIB))
-    on_disk = merge(small, {"cluster": {"asleep_in": "disk", "host_memory_gb": 120}})
+    on_disk = merge(small, {"cluster": {"offload_to": "disk", "host_memory_gb": 120}})
     assert found_by(on_disk, 8, 80, 1)[0][0].seconds["sleep"] > 10
 
 
@@ -214,7 +214,7 @@ def test_nothing_that_fits_is_said_with_the_nearest_miss(capsys: pytest.CaptureF
     words = ["plan", "--search", "--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--gpu-memory-gb", "40"]
     assert main([*words, "--gpus", "4"]) == 1
     told = capsys.readouterr().err
-    assert "no layout fits; the nearest, " in told and "of a GPU for the trainer" in told and "way out" in told
+    assert "no layout fits; the nearest, " in told and "of a GPU for the trainer" in told and "hint" in told
 
 
 @pytest.mark.parametrize(

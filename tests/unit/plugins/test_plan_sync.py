@@ -150,4 +150,4 @@ def test_an_engine_holds_two_buckets_and_more_where_ranks_hand_on_shares() -> No
     tight = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.88}
     assert planned(weights={"bucket_mib": 4096, **BROADCAST}, sglang=tight).fits
     problem = planned(weights={"bucket_mib": 4096, "transport": "relay"}, sglang=tight).problems[0]
-    assert problem.component == "bucket" and "weights.bucket_mib" in problem.way_out
+    assert problem.component == "bucket" and "weights.bucket_mib" in problem.hint

@@ -218,7 +218,7 @@ def test_steps_without_a_row_or_with_two_are_told(own_run: Path) -> None:
 
 
 def test_a_run_without_steps_or_directory_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"(?s)metrics.jsonl is missing.*way out"):
+    with pytest.raises(UserError, match=r"(?s)metrics.jsonl is missing.*hint"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match=r"metrics\.jsonl is empty"):
@@ -512,7 +512,7 @@ def test_a_damaged_file_of_a_run_is_a_users_error(
     damage(own_run)
     assert main(["report", str(own_run)]) == 2
     told = capsys.readouterr().err
-    assert "way out" in told and "Traceback" not in told
+    assert "hint" in told and "Traceback" not in told
 
 
 def test_idle_by_step_sees_spans_of_other_steps_and_means_over_lanes() -> None:

@@ -88,8 +88,8 @@ class FileStore:
                     view = view[written:]
             except OSError as error:
                 raise TrainerError(
-                    "cluster.asleep_directory", str(self._directory), f"the trainer cannot sleep there: {error}",
-                    "make room, name another directory, or set cluster.asleep_in: memory",
+                    "cluster.offload_directory", str(self._directory), f"the trainer cannot sleep there: {error}",
+                    "make room, name another directory, or set cluster.offload_to: memory",
                 ) from error  # fmt: skip
 
     def read(self, at: int, flat: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:  # a stub has no parameters
-            _number_as_held(part)
+            _number_as_stored(part)
             keep_own_state(part)
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
@@ -193,7 +193,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _number_as_held(optimizer: DistributedOptimizer) -> None:
+def _number_as_stored(optimizer: DistributedOptimizer) -> None:
     """Correct the optimizer's index of each parameter in its group.
 
     megatron-core 0.16.1 counts in the order of the gradient buffers, and then puts the float32 parameters of a group

@@ -35,10 +35,10 @@ def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None =
     if statistics.reports_user_metrics:  # on every rank, or on none
         names: list[tuple[str, ...] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(names, statistics.user_names, group=group)
-        told = sorted({found for found in names if found})
-        if len(told) > 1:
-            raise other_metrics(told[0], told[1])
-        (statistics.user_names,) = told
+        reported = sorted({found for found in names if found})
+        if len(reported) > 1:
+            raise other_metrics(reported[0], reported[1])
+        (statistics.user_names,) = reported
     return statistics
 
 

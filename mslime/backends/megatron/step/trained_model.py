@@ -68,7 +68,7 @@ class TrainedModel:
         self._has_gradients = False
         self._gathered = False  # whether parameters of all ranks are gathered since the last step
         self._compared = False  # whether the ranks have compared their shares of a checkpoint
-        self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
+        self._state = DeviceState(self.wrapped, self.optimizer, device, spec.offload_directory)
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
         """Keep exactly these parts of the state on the device, which engines share. A collective.
