@@ -123,7 +123,7 @@ class Sample:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold only the tokens in use."""
-        return {**self.__dict__, "_room": None, "_counted": None}
+        return {**self.__dict__, "_buffer": None, "_counted": None}
 
     @classmethod
     def from_prompt(

@@ -247,7 +247,7 @@ def _sync(plan: RunPlan) -> Table:
         [
             ("goes by", plan.transport),
             ("gathered by senders", f"{_gib(gathered)} GiB{from_others}"),
-            (f"sent by {count} ranks", f"at most {_gib(max(s.held for s in plan.syncs))} GiB each"),
+            (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             *(

@@ -115,7 +115,7 @@ def drops_all(group: Group) -> bool:
 def test_losses_that_are_known_to_be_right_keep_the_contract(loss: str) -> None:
     said = check_loss(loss) if ":" in loss else check_algorithm(AlgorithmConfig(loss=loss), "algorithm.loss", loss)
     assert "25 tokens of 4 sequences" in said[0] and "two context-parallel ranks" in said[1]
-    assert ("told: user/spo_pull" in said[-1]) == loss.endswith(":spo")
+    assert ("metrics: user/spo_pull" in said[-1]) == loss.endswith(":spo")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -158,7 +158,7 @@ def test_the_examples_keep_their_contracts() -> None:
     assert check_filter(f"{EXAMPLES}.filter:some_right") == ["mixed rewards: kept", "all 1: dropped", "all 0: dropped"]
     told = check_sample_hook(f"{EXAMPLES}.sample_hook:spread", Prompt([1], None, {}, "p:1"))
     assert told == ["returned for one of two responses: user/versions 1, user/least_log_prob -1"]
-    assert check_hook(f"{EXAMPLES}.hook:tell") == ["told: user/tokens_per_response 1", "wrote progress.jsonl"]
+    assert check_hook(f"{EXAMPLES}.hook:tell") == ["metrics: user/tokens_per_response 1", "wrote progress.jsonl"]
 
 
 def test_a_source_must_go_on_where_it_was() -> None:

@@ -114,7 +114,7 @@ def test_the_models_loader_takes_buckets_if_nothing_is_recorded(monkeypatch: pyt
     loaded, how = dispatch.load(loaded_by_model, None, Received(bucket))
     assert loaded and how.startswith(wire.OWN_LOADER)
     assert dispatch.load(lambda *_: (False, "no"), None, []) == (False, "no")
-    assert wire.CANNOT in dispatch._held_weights(None)
+    assert wire.CANNOT in dispatch._weight_checksums(None)
 
 
 def test_a_sync_that_was_relayed_is_answered_by_the_updater_that_loaded_it() -> None:

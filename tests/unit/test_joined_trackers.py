@@ -96,7 +96,7 @@ class Pair:
         prompt = Prompt([1, 2], "x", {}, f"p:{self.prompts}")
         self.one.next_group_id = self.prompts
         self.one.begin(prompt)
-        part.hand(new_group(self.prompts, prompt, SIZE))
+        part.add(new_group(self.prompts, prompt, SIZE))
         resumed = part.resume()
         assert resumed is not None and resumed.group_id == self.prompts
         self.prompts += 1
@@ -166,7 +166,7 @@ class Pair:
         self.joined.continue_from(whole)
         for groups, accepted in ((whole.accepted, True), (whole.resting, False)):
             for group in groups:
-                self.parts[group.group_id % len(self.parts)].hand(copy.deepcopy(group), accepted)
+                self.parts[group.group_id % len(self.parts)].add(copy.deepcopy(group), accepted)
         for part in self.parts:
             part.version = self.joined.version
         self._open()

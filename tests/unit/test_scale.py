@@ -94,7 +94,7 @@ def test_an_order_waits_for_the_run_and_its_answer_is_told(run_dir: Path, orders
     assert asyncio.run(ask(run_dir))["waiting"] == [1], "until it is told what came of it"
     assert (order.attach, order.keys.api, order.keys.admin) == ("http://x", "secret", "secret")
     assert "secret" not in repr(order) + order.describe()
-    orders.tell(number, "it is engine2")
+    orders.record(number, "it is engine2")
     found = asyncio.run(ask(run_dir))
     assert found["waiting"] == [] and found["told"] == {"1": "it is engine2"}
     assert [engine["name"] for engine in found["engines"]] == ["engine0", "engine1"]
@@ -129,7 +129,7 @@ def obey(orders: Orders, told: str, states: list[list[EngineState]]) -> None:
         time.sleep(0.02)
     for engines in states:
         orders.show(engines)
-        orders.tell(taken[0][0], told)
+        orders.record(taken[0][0], told)
         time.sleep(0.3)
 
 

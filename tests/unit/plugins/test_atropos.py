@@ -607,7 +607,7 @@ async def test_a_group_is_given_when_all_its_rollouts_have_asked_and_to_nobody_b
     leases, group = Leases(1), SubmittedGroup("wire_0")
     first = asyncio.create_task(leases.ask(0, 0, 2, whole=True))
     await asyncio.sleep(0)
-    leases.hand_in(group)
+    leases.submit(group)
     assert (leases.wanted, leases.waiting, leases.full) == (0, 1, True)
     await asyncio.sleep(0)
     assert not first.done()
