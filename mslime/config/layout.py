@@ -160,7 +160,7 @@ def stage_layers(
     if rest < 0 or (others == 0 and rest) or (others and (rest % others or rest < others)):
         raise ConfigError(
             "megatron.pipeline_model_parallel_size", pp, _uneven_rule(num_layers, pp, given),
-            _uneven_way_out(num_layers, pp, vpp),
+            _uneven_hint(num_layers, pp, vpp),
         )  # fmt: skip
     if vpp > 1 and not others:
         raise ConfigError(
@@ -174,7 +174,7 @@ def stage_layers(
     if uncut is not None:
         raise ConfigError(
             "megatron.virtual_pipeline_model_parallel_size", vpp,
-            f"must divide the layers of every stage, and one holds {uncut}", _uneven_way_out(num_layers, pp, vpp),
+            f"must divide the layers of every stage, and one holds {uncut}", _uneven_hint(num_layers, pp, vpp),
         )  # fmt: skip
     chunks: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
     at = 0
@@ -192,7 +192,7 @@ def _uneven_rule(num_layers: int, pp: int, given: dict[str, int]) -> str:
     return f"{num_layers} layers with {asked} leave no equal share for the other {pp - len(given)} stages"
 
 
-def _uneven_way_out(num_layers: int, pp: int, vpp: int) -> str:
+def _uneven_hint(num_layers: int, pp: int, vpp: int) -> str:
     """A valid size of the last stage, smaller than the others because it also holds the output layer."""
     if pp > 1:
         for share in range(-(-num_layers // pp), num_layers):

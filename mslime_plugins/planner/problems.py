@@ -113,10 +113,10 @@ def trainer_problems(spec: PolicySpec, who: str, stages: tuple[StagePlan, ...], 
         del sizes["sync"]
     component = max(sizes, key=lambda name: sizes[name])
     where = f"{who}, stage {worst.held.stage}"
-    return [Problem(where, memory.peak, gpu_bytes, component, _way_out(spec, component))]
+    return [Problem(where, memory.peak, gpu_bytes, component, _hint(spec, component))]
 
 
-def _way_out(spec: PolicySpec, component: str) -> str:
+def _hint(spec: PolicySpec, component: str) -> str:
     m, layout = spec.megatron, spec.layout
     grid = (
         f"raise the expert-parallel size ({layout.ep}), pipeline stages ({layout.pp}) or "
