@@ -155,7 +155,7 @@ def _samples(args: argparse.Namespace) -> int:
     orders = {order: count for order in ("best", "worst", "longest") if (count := getattr(args, order)) is not None}
     order, count = next(iter(orders.items()), ("", 0))
     if orders and count < 1:
-        raise UserError(f"--{order}", count, "must be at least 1", "say how many responses to show")
+        raise UserError(f"--{order}", count, "must be at least 1", "set how many responses to show")
     kind = "truncated" if args.truncated else "continued" if args.continued else ""
     wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
     with reading_run(args.run_dir):

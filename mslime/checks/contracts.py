@@ -437,6 +437,6 @@ def failed(tried: list[Tried]) -> ConfigError | None:
         return None
     names = ", ".join(one.function for one in broken)
     return ConfigError(
-        broken[0].setting, names, f"{len(broken)} of {len(tried)} functions do not keep what a run asks of them",
+        broken[0].setting, names, f"{len(broken)} of {len(tried)} functions break their contract",
         "see the table above, and docs/extending.md",
     )  # fmt: skip

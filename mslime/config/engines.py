@@ -28,17 +28,17 @@ SGLANG_RESERVED: dict[str, str] = {
     "device": "use cluster.device",
     "enable_return_routed_experts": "it follows train.replay",
     "skip_server_warmup": "the capability handshake is the warm-up",
-    "served_model_name": "by this name mslime knows its own servers from others",
+    "served_model_name": "mslime identifies its own servers by this name",
     "api_key": "use api_key of this section itself, which is kept out of command lines and logs",
     "admin_api_key": "use admin_api_key of this section itself, which is kept out of command lines and logs",
     "weight_version": "mslime counts and stamps the versions",
     "delete_ckpt_after_loading": "trainer ranks read the same checkpoint",
     "checkpoint_engine_wait_weights_before_ready": "weights are sent to engines that are ready",
-    "tokenizer_worker_num": "with several tokenizer processes the server asks nobody for a key",
+    "tokenizer_worker_num": "with several tokenizer processes the server accepts requests without a key",
     "node_rank": "mslime numbers the machines of an engine (nnodes)",
-    "dist_init_addr": "mslime tells the machines of an engine (nnodes) where they meet",
+    "dist_init_addr": "mslime sets the meeting address of an engine's machines (nnodes)",
     "custom_sigquit_handler": "mslime ends its servers itself, and leaves none behind",
-    "load_publish_endpoint": "mslime asks engines for their load itself, and no port of theirs is open to others",
+    "load_publish_endpoint": "mslime queries the load of engines itself, and their ports are not open to others",
     "use_ray": "mslime places its servers itself",
     "grpc_mode": "engines are spoken to over HTTP",
     "smg_grpc_mode": "engines are spoken to over HTTP",
@@ -324,7 +324,7 @@ def _pairs(
     )  # fmt: skip
     for field, value, needed, why in (
         ("sglang.nnodes", engine.nnodes, 1, "each half of a pair lies on one machine"),
-        ("cluster.placement", cluster.placement, "separate", "a pair was never put to sleep"),
+        ("cluster.placement", cluster.placement, "separate", "offloading was never tested with a pair"),
         ("rollout.pause_mode", pause_mode, "abort",
          "a request that waits in a pair while its weights change would be prefilled by one version, and decoded by "
          "another"),
@@ -392,16 +392,16 @@ def _colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers:
     """Whatever keeps the teacher's servers from being the last ones on the trainer's GPUs."""
     more, shares = teacher.extra, ("placement", "colocated")
     yield (
-        not cluster.colocated, *shares, "the trainer's GPUs are shared with nobody (cluster.placement: separate)",
+        not cluster.colocated, *shares, "the trainer's GPUs are not shared (cluster.placement: separate)",
         "set cluster.placement: colocated, or remove it",
     )  # fmt: skip
     yield (
-        not teacher.launched, *shares, "mslime launches no teacher, so it cannot let one sleep",
+        not teacher.launched, *shares, "mslime launches no teacher, so it cannot offload one",
         "set teacher.path, or remove it",
     )  # fmt: skip
     yield (
-        managers > 1, *shares, f"each of {managers} rollout managers asks the teacher by itself, and all would have to "
-        "stop before it sleeps", "set rollout.managers: 1, or remove it",
+        managers > 1, *shares, f"each of {managers} managers calls the teacher by itself, and all would have to "
+        "stop before it is offloaded", "set rollout.managers: 1, or remove it",
     )  # fmt: skip
     yield (
         teacher.gpus >= ranks or ranks % teacher.tp_size, "tp_size", teacher.tp_size,

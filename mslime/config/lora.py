@@ -133,7 +133,7 @@ def check_lora(
         ])  # fmt: skip
         return
     if colocated:
-        raise not_colocated("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
+        raise not_colocated("offloading was never tested with adapters (lora.rank)", "set separate, or remove lora")
     if syncs_adapters:
         refuse_first("", _adapter_sync(engine, pause_mode, transport))
     refuse_first("megatron", (

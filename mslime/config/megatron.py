@@ -164,7 +164,7 @@ class MegatronConfig(EngineSection):
         default=None, ge=1, description="full: layers at a time, see recompute_method."
     )
     recompute_modules: list[str] | None = Field(
-        default=None, description="selective: what is computed again, for example [core_attn, moe_act]."
+        default=None, description="selective: modules to recompute, for example [core_attn, moe_act]."
     )
     params_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None, description="Default: bfloat16 on cuda, float32 on cpu."

@@ -445,7 +445,7 @@ class RunConfig(Section):
              "set lora.sync: adapter"),
             (bool(self.lora.together) and self.megatron.counts_over_a_step, "lora.together", True,
              "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it"),
-            (self.colocated, "cluster.placement", "colocated", "a trainer of adapters was never put to sleep",
+            (self.colocated, "cluster.placement", "colocated", "offloading was never tested with adapters",
              "set separate"),
             (self.rollout.managers > 1, "rollout.managers", self.rollout.managers,
              "one rollout service has the engines for all adapters", "remove it"),

@@ -131,7 +131,7 @@ def check_weights(
          f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
          "machines share no memory", f"set {others} with a weights.directory that all machines share"),
         (weights.verify in ("first", "always") and rl and not compares, "verify", weights.verify,
-         "engines say what they hold by what they recorded, and weights.loader is model",
+         "engines compute checksums from recorded copies, and weights.loader is model",
          "set weights.verify: probe, or leave weights.loader alone"),
     ])  # fmt: skip
 
@@ -153,7 +153,7 @@ def _on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfi
     )  # fmt: skip
     yield (
         engine.drafts, *here,
-        "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
+        "an engine with a draft model (sglang.speculative_algorithm) opens the handle on its GPU twice",
         f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
     )  # fmt: skip
     yield (

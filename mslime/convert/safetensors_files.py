@@ -204,9 +204,7 @@ def verify(directory: Path, written: Written, advance: Advance) -> None:
                 raise _different(path, "file", f"{size} bytes", f"{written.size} bytes were written")
             for name, span in sorted(written.spans.items(), key=lambda item: item[1].start):
                 if _crc_of(file.fileno(), span, advance) != span.crc:
-                    raise _different(
-                        path, name, "another checksum", "the bytes on disk must be those that were written"
-                    )
+                    raise _different(path, name, "another checksum", "the bytes on disk must equal the written ones")
     except OSError as error:
         raise _different(path, "file", error.strerror, "must be readable") from error
 

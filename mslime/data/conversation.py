@@ -149,7 +149,7 @@ def _turn(
 ) -> Span:
     """Character span of one assistant turn, after the generation prompt, including its end-of-turn token."""
     if i == 0:
-        raise DataError(where, "assistant", "the first message is the assistant's, and nothing asks for it",
+        raise DataError(where, "assistant", "the first message is the assistant's, with no message before it",
                         "begin with another's message, or give the turn `train: false`")  # fmt: skip
     before = tokenizer.render(messages[:i], {**options, "add_generation_prompt": True})
     through = tokenizer.render(messages[: i + 1], {**options, "add_generation_prompt": False})

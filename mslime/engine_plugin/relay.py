@@ -344,7 +344,7 @@ class Relay:
             self._route, self._cuts, self._reported, self._known, self._shares = None, None, None, [], []
             self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
-            raise RuntimeError("this engine does not know the plan of the buckets")
+            raise RuntimeError("this engine has no plan of the buckets")
         return self._plans[order.plan]
 
     def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: EngineRankGroup) -> str:

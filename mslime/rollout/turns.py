@@ -300,7 +300,7 @@ class Rollout:
             if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
                 if expired := self._chats.expired:
                     hint = "return when the agent has died, let its tools answer sooner, or raise the limit"
-                    raise self._error(f"waited for an agent that asks nothing any more ({expired})", hint) from error
+                    raise self._error(f"waited for an agent that sends no more requests ({expired})", hint) from error
                 hint = "give its tools a time limit, or raise deadlines.rollout_function_s"
                 raise self._error(f"did something else than to generate for {self._limit_s:g} s", hint) from error
             if self._chats.full:  # its agent received this error and raised its own because of it

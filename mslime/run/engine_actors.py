@@ -378,7 +378,7 @@ class EngineGroup:
             return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
         self._restarts[name] += 1
         self._begin(name)
-        return "it is started again" if self._may_start else "it is started again when the trainer sleeps"
+        return "it is started again" if self._may_start else "it is restarted when the trainer is offloaded"
 
     def reset_failures(self, name: str) -> None:
         """Reset the restart count of an engine that has served well since its start."""

@@ -80,7 +80,7 @@ class EngineSide:
         try:
             async with asyncio.timeout(limit_s := limits.engine_start_s):
                 if not await client.answers():
-                    raise client.error("/ready", "nobody answers", EngineDied)
+                    raise client.error("/ready", "does not respond", EngineDied)
                 # A hanging engine must not delay the sync for long
                 client.deadlines = limits.controls_within(ADMIT_S)
                 await make_clean(client)

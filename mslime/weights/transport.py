@@ -331,7 +331,7 @@ def find_transport(spec: str) -> MakeTransport:
     Raises:
         ConfigError: the function cannot be imported, or takes other arguments.
     """
-    assert spec != AUTO, "transport_for says which one it is"
+    assert spec != AUTO, "transport_for returns it"
     make = load_function(traits_of(spec).made_by or spec, "weights.transport")
     check_parameters(make, spec, "weights.transport", "link")
     return make

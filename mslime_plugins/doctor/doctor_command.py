@@ -99,7 +99,7 @@ def run_doctor(
 def check_options(options: Options) -> None:
     """Check the options. Raises ConfigError."""
     if options.nodes < 1:
-        raise ConfigError("--nodes", options.nodes, "must be at least 1", "say how many machines take part")
+        raise ConfigError("--nodes", options.nodes, "must be at least 1", "set how many machines take part")
     if not 0 <= options.node_rank < options.nodes:
         raise ConfigError("--node-rank", options.node_rank, f"must be from 0 to {options.nodes - 1}",
                           "number the machines from 0, each once")  # fmt: skip

@@ -41,7 +41,7 @@ def check_driver(node: Node) -> Iterator[Finding]:
 def _cuda(node: Node) -> Iterator[Finding]:
     newest, built = cuda_of_driver(), _torch_build()
     if newest is None or built is None:
-        what = "torch is a build for CPU" if built is None else "the driver does not say which CUDA it runs"
+        what = "torch is a build for CPU" if built is None else "the driver does not report its CUDA version"
         yield fail(what, "bash scripts/install.sh --gpu")
         return
     runs = f"{newest // 1000}.{newest % 1000 // 10}"
@@ -53,7 +53,7 @@ def _cuda(node: Node) -> Iterator[Finding]:
         visible = node.environ.get("CUDA_VISIBLE_DEVICES")
         told = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
         yield fail(f"torch (CUDA {built}) cannot use a GPU: {broken}{told}",
-                   "see nvidia-smi; where dmesg says Xid a GPU has failed: restart the machine")  # fmt: skip
+                   "see nvidia-smi; if dmesg shows Xid, a GPU has failed: restart the machine")  # fmt: skip
         return
     yield ok(f"torch is built for CUDA {built}, the driver runs up to {runs}", cuda_of_torch=built, cuda_of_driver=runs)
 
@@ -99,7 +99,7 @@ def check_gpus(node: Node) -> Iterator[Finding]:
 
 def _memory_errors(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     if all(gpu.ecc is None for gpu in gpus):
-        yield unseen("the driver does not tell of ECC")
+        yield unseen("the driver does not report ECC")
         return
     off = [gpu for gpu in gpus if gpu.ecc is False]
     bad = [gpu for gpu in gpus if gpu.uncorrected or gpu.remap_failed]
@@ -124,7 +124,7 @@ def _others(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
         yield warn(f"memory is taken on {_ids(busy)}, up to {most:.1f} GiB, by {who}",
                    "wait for them or end them: speeds below are measured beside them")  # fmt: skip
     else:
-        yield ok("nobody else is on the GPUs")
+        yield ok("no other process is on the GPUs")
 
 
 def check_clocks(node: Node) -> Iterator[Finding]:
@@ -169,7 +169,7 @@ def check_links(node: Node) -> Iterator[Finding]:
         yield _nvlink(name, [gpu for gpu in node.gpus if gpu.name == name])
     if narrow := [gpu for gpu in node.gpus if (gpu.pcie_width or 0) < (gpu.pcie_width_most or 0)]:
         yield warn(f"PCIe has {narrow[0].pcie_width} of {narrow[0].pcie_width_most} lanes on {_ids(narrow)}",
-                   "reseat the GPU or its riser: copies to the host (sleep, saves) take longer")  # fmt: skip
+                   "reseat the GPU or its riser: copies to the host (offloading, saves) take longer")  # fmt: skip
     elif node.gpus[0].pcie_width:
         yield ok(f"PCIe with {node.gpus[0].pcie_width} lanes")
 

@@ -44,7 +44,7 @@ def check_host(node: Node) -> Iterator[Finding]:
         yield fail(text, f"less than {LITTLE_MEMORY_GIB} GiB are free: not even a small run starts", **values)
     elif gpus and total < GIB_A_GPU * gpus:
         yield warn(text, f"less than {GIB_A_GPU} GiB for a GPU: set cluster.host_memory_gb and let mslime plan "
-                   "count; a trainer can sleep on disk (cluster.offload_to)", **values)  # fmt: skip
+                   "count; a trainer can be offloaded to disk (cluster.offload_to)", **values)  # fmt: skip
     elif gpus and cores < CORES_A_GPU * gpus:
         yield warn(
             text, f"fewer than {CORES_A_GPU} cores for a GPU: engines' schedulers and rewards share them", **values
@@ -118,7 +118,7 @@ def check_disk(node: Node) -> Iterator[Finding]:
         yield fail(text, "free some, or give another --directory", free_gib=round(free / GIB, 1))
         return
     if free < wanted * GIB and node.gpus:
-        yield warn(text, "a checkpoint takes 14 bytes a parameter, an export two: mslime plan tells how many there are",
+        yield warn(text, "a checkpoint takes 14 bytes a parameter, an export two: mslime plan counts them",
                    free_gib=round(free / GIB, 1))  # fmt: skip
     else:
         yield ok(text, free_gib=round(free / GIB, 1))
@@ -164,7 +164,7 @@ def check_clock(node: Node) -> Iterator[Finding]:
     """Whether the kernel's clock is synchronised; `collectives` measures differences between hosts."""
     found = _Timex()
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found)) < 0:
-        yield unseen(f"the kernel does not tell of its clock ({os.strerror(ctypes.get_errno())})")
+        yield unseen(f"the kernel does not report its clock ({os.strerror(ctypes.get_errno())})")
         return
     yield clock_finding(bool(found.status & _UNSYNCHRONISED), found.maxerror)
 

@@ -82,7 +82,7 @@ def speed_findings(
     spread = f"{middle:,.0f} {unit}" + (f", the slowest GPU {least:,.0f}" if len(found) > 1 else "")
     values = {"median": round(middle, 1), "least": round(least, 1)}
     if expected is None:
-        yield ok(f"{what}: {spread}; nobody knows what it should be", **values)
+        yield ok(f"{what}: {spread}; no reference value for this card", **values)
     else:
         text = f"{what}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
         yield judged(middle / expected, share, text, _SLOW, values)
@@ -151,12 +151,12 @@ def collective_findings(
         values = {"gb_per_s": round(rate, 2)}
         text = f"{told} {where}: {rate:,.0f} GB/s"
         if not limit:
-            yield ok(f"{text}; nobody knows what it should be", **values)
+            yield ok(f"{text}; no reference value for this card", **values)
         else:
             yield judged(rate / limit, share, f"{text}, {rate / limit:.0%} of {limit:,.0f}", _TALK, values)
 
 
-_TALK = "see the lines of links, infiniband and nccl; NCCL_DEBUG=INFO says which way NCCL takes"
+_TALK = "see the lines of links, infiniband and nccl; NCCL_DEBUG=INFO logs NCCL's transport"
 
 
 def expected_bandwidth(known: Nominal | None, ranks: int, here: int, network: float) -> dict[str, float]:

@@ -78,7 +78,7 @@ def step_findings(rows: list[Mapping[str, Any]], device: str, seconds: float) ->
     if all(norm is not None and math.isfinite(norm) and norm > 0 for norm in norms):
         yield ok(text, seconds=round(seconds, 1))
     else:
-        yield fail(text, "a gradient that is zero or no number: python -m pytest tests/gpu says which layer")
+        yield fail(text, "a gradient that is zero or no number: python -m pytest tests/gpu names the layer")
     if all("weights/bytes" in row for row in steps):
         sync = ", ".join(f"{row['weights/seconds']:.2f} s" for row in steps)
         yield ok(f"the engine's tensors equal the trainer's, bit for bit, after each of {STEPS} syncs ({sync})")

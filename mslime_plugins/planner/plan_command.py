@@ -97,9 +97,9 @@ def found_by(
 ) -> tuple[list[FittingLayout], str]:
     """Results of a search, and the name of its GPU. Raises NothingFits, UserError."""
     if gpus is None or gpus < 1:
-        raise ConfigError("--gpus", gpus, "a search needs the size of the run", "say how many GPUs it may have")
+        raise ConfigError("--gpus", gpus, "a search needs the size of the run", "set how many GPUs it may have")
     if top < 1:
-        raise ConfigError("--top", top, "must be at least 1", "say how many layouts to show")
+        raise ConfigError("--top", top, "must be at least 1", "set how many layouts to show")
     if "path" not in values.get("model", {}):
         raise ConfigError("model.path", None, "is required", "give a directory with a config.json")
     cluster = {} if gpu_memory_gb is None else {"gpu_memory_gb": gpu_memory_gb}

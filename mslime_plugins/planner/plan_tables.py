@@ -161,8 +161,8 @@ def _balance(plan: RunPlan) -> Table:
             ("reference and teacher", plan.host.copies),
             ("the weight sync", plan.host.sync),
             ("the shards of a step", plan.host.shards),
-            ("a trainer that sleeps", plan.host.offloaded),
-            ("a teacher that sleeps", plan.host.teacher),
+            ("an offloaded trainer", plan.host.offloaded),
+            ("an offloaded teacher", plan.host.teacher),
             ("a checkpoint on its way", plan.host.checkpoint),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
@@ -182,7 +182,7 @@ def _engine(plan: RunPlan) -> Table:
         ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {sent} of the weight update"),
     ]
     if engine.adapters:
-        rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB of those that are served at once"))
+        rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB of adapters served at once"))
     if engine.state:
         per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
         rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))

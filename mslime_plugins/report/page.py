@@ -176,7 +176,7 @@ def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: 
     for finding in findings:
         target = finding.rule.chart if finding.rule.chart in drawn.ids else "not-drawn-section"
         advice = f" <span>{html.escape(finding.advice)}</span>" if finding.advice else ""
-        limit = f" <small>said when: {html.escape(finding.rule.threshold)}</small>" if finding.advice else ""
+        limit = f" <small>shown if: {html.escape(finding.rule.threshold)}</small>" if finding.advice else ""
         link = f'<a href="#{target}">{html.escape(finding.rule.topic)}</a>'
         lines.append(f'<li class="{finding.tone}"><b>{html.escape(finding.text)}</b>{advice} {link}{limit}</li>')
     if quiet:
@@ -288,15 +288,15 @@ def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tupl
     who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     done = f"{last} of {planned} steps are done, {row_age}"
     if not owner:
-        return "note", f"{done}; no lock in its directory says which process runs it.", ""
+        return "note", f"{done}; no lock in its directory names its process.", ""
     if owner.get("host") != socket.gethostname():
         return "note", f"{done}; whether {who} still runs cannot be seen from this machine.", ""
     if not lives_here(owner):
-        how_to_resume = "The same command continues it from its newest checkpoint; logs/driver.log says how it ended."
+        how_to_resume = "The same command continues it from its newest checkpoint; logs/driver.log shows how it ended."
         return "bad", f"The run is not running: {done}, {who} is gone.", how_to_resume
     paces = [b - a for a, b in pairwise([t for t in times if t >= owner["process_started"]])][-PACE_STEPS:]
     if age is not None and paces and age > SLOW * max(median(paces), 1.0):
-        hangs = "logs/ says what each process began last (docs/report.md)."
+        hangs = "logs/ shows the last operation of each process (docs/report.md)."
         return "note", f"{who} runs, but {done}: a step took {format_seconds(median(paces))}.", hangs
     eta = (
         f" It will be done in {format_seconds(max((planned - last) * fmean(paces) - (age or 0.0), 0.0))}."

@@ -56,7 +56,7 @@ _LEARNING = (
         ),
     ),
     Chart(
-        "loss", "Loss", "What was minimised. In reinforcement learning its level says little.", "loss",
+        "loss", "Loss", "What was minimised. In reinforcement learning its level means little.", "loss",
         series=(
             Series("loss/total", "total", BLUE, smooth=True),
             Series("loss/nll", "negative log-likelihood", RED),

@@ -144,7 +144,7 @@ def _percent(share: float) -> str:
 def _reward(rows: Sequence[Row]) -> Verdict:
     values = values_of(rows, "reward/mean")
     if len(values) < FEWEST:
-        return "note", f"{len(values)} steps are too few to say whether the reward rises; {FEWEST} are needed."
+        return "note", f"{len(values)} steps are too few to judge whether the reward rises; {FEWEST} are needed."
     (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g}"
     if abs(change) <= REWARD_ERRORS * error or change == 0:
         return "bad", f"The reward did not move: {numbers}, {change:+.2g}, with a standard error of {error:.2g}."
@@ -369,7 +369,7 @@ RULES = (
     ),
     ReportRule(
         "gradient norm", "grad-norm", f"not finite, or more than {SPIKE:g} times its median",
-        "docs/report.md says where single spikes come from. Several: lower train.lr.", ("grad_norm",), _spikes,
+        "docs/report.md explains single spikes. Several: lower train.lr.", ("grad_norm",), _spikes,
     ),
     ReportRule(
         "reward errors", "reward", "any", "The messages are in logs/rollouts.log; see reward.on_error.",

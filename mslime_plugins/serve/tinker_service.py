@@ -305,7 +305,7 @@ class Service:
 
         async def made() -> FutureResult:
             if model.trainer is None:
-                raise ServeError("model_id", model.model_id, "it was never made", "look at what create_model said")
+                raise ServeError("model_id", model.model_id, "it was never made", "look at the reply of create_model")
             return await work(model.trainer)
 
         return self.futures.take(f"{model.model_id}:{number}", model.model_id, made, (model.turns, number))

@@ -173,7 +173,7 @@ class CheckpointEngineTransport(CollectiveTransport):
         """Check whether this rank can take part; on rank 0, returns the rendezvous address and number."""
         engines, link = self._engines, self.link
         if any(engine.drafts for engine in engines):
-            raise _unusable("an engine with a draft model asks for the handle twice, and there is one",
+            raise _unusable("an engine with a draft model opens the handle twice, and there is one",
                             "start engines without one")  # fmt: skip
         if (ranks := sum(engine.ranks for engine in engines)) != link.ranks:
             raise _unusable(

@@ -114,7 +114,7 @@ def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_who
     kill_while_it_trains(run, tmp_path, "engine1")
     more_steps(run)
     assert "1 of 2 engines take the weights" in run.text()
-    assert re.search(r"engine1 is gone \(.*\): it is started again when the trainer sleeps", run.text())
+    assert re.search(r"engine1 is gone \(.*\): it is restarted when the trainer is offloaded", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     assert min(engines_of(run)) == 1 and "engine1 is back at http" in run.text()
     assert scale(run, "--drain", "engine1") == {"engine0": "serving"}

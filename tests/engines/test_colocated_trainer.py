@@ -184,7 +184,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(TrainerError, match=r"cluster\.offload_directory.*cannot sleep there") as caught:
+        with pytest.raises(TrainerError, match=r"cluster\.offload_directory.*cannot be offloaded there") as caught:
             store.write(0, torch.zeros(10000, dtype=torch.uint8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -123,7 +123,7 @@ async def test_a_function_that_waits_for_a_dead_agent_ends_by_the_limits_name(
     """One rollout of three waits for ever: it fails the run, or is dropped, and the others count."""
     settings = {"function": "tests.unit.user_agents:waits_for_a_dead_agent", "group_size": 3,
                 "renderer": "tests.unit.user_agents:plain", "limits": {limit: 0.5}}  # fmt: skip
-    told = rf"waited for an agent that asks nothing any more \(rollout.limits.{limit} = 0.5\)"
+    told = rf"waited for an agent that sends no more requests \(rollout.limits.{limit} = 0.5\)"
     service = make_service(run_config(tmp_path, **settings), FakeSlowEngine(lambda group, index: 9))
     with pytest.raises(RolloutError, match=f"'group 1, response 0': {told}"):
         await service.take(0)

@@ -194,4 +194,4 @@ def test_the_command_tries_what_the_settings_name(tmp_path: Path, capsys: pytest
     assert all(part in said for part in ("context-parallel", "user/tokens_per_response", "interruptedit"))
     assert main([*base, *own, "--algorithm.advantage", f"{HERE}:in_place"]) == 2
     streams = capsys.readouterr()
-    assert "FAILED" in streams.out and "1 of 4 functions do not keep" in streams.err
+    assert "FAILED" in streams.out and "1 of 4 functions break" in streams.err

@@ -1,4 +1,4 @@
-"""Weights that leave the model come back bit for bit: for the reference policy's, and of a trainer that sleeps."""
+"""Weights that leave the model come back bit for bit: for the reference policy's, and of an offloaded trainer."""
 
 from __future__ import annotations
 

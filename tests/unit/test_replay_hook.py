@@ -154,7 +154,7 @@ def test_routes_that_no_router_asked_for_and_passes_that_were_not_recomputed_are
     hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
     with pytest.raises(AssertionError, match="bypassed"):
         hook.check_used_up()
-    with pytest.raises(AssertionError, match="did not ask"):
+    with pytest.raises(AssertionError, match="did not request"):
         hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
     with torch.no_grad():
         route(hook, logits)

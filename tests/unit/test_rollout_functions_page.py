@@ -125,7 +125,7 @@ MISTAKES = {
 """What the error says, and a function that gets it."""
 ELSEWHERE = {
     "did something else than to generate for 3600 s": "test_rollout_sequences.py, with a shorter deadline",
-    "waited for an agent that asks nothing any more (rollout.limits.idle_s = 3600)": "test_agent_clock.py",
+    "waited for an agent that sends no more requests (rollout.limits.idle_s = 3600)": "test_agent_clock.py",
 }
 
 

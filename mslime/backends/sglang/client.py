@@ -161,7 +161,7 @@ class EngineClient:
 
         Raises EngineDied and EngineError as `generate` does, within the deadline of a weight sync.
         """
-        assert self.model is not None, "a probe is of a client that knows the model"
+        assert self.model is not None, "a probe needs a client with the model"
         self._check_ids(request.generation)
         adapter = self.adapters.of_version(request.version, request.adapter)
         body = request.payload() | _with(adapter)

@@ -35,7 +35,7 @@ INTERRUPT_S = 5.0
 """Seconds for interrupted requests to return; later ones continue under their own adapter."""
 MISSED = 3
 """Missed heartbeats in a row until an engine is dead. One alone may be lost if this machine was suspended."""
-_NO_CHECKSUMS = "weights are not compared, since it cannot say what it holds"
+_NO_CHECKSUMS = "weights are not compared: it cannot return checksums"
 _NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 

@@ -294,7 +294,7 @@ def parse_generation(
     routes = None
     if request.want_routes:
         assert encoded is not None, "the engine returned no routed experts"
-        assert model is not None, "routes were asked of a client that does not know the model"
+        assert model is not None, "routes need a client with the model"
         routes = decode_routes(encoded, len(request.input_ids) + n - 1 - request.routes_start, model)
     scores = None
     if (start := request.scored_from) is not None:

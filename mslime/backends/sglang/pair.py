@@ -95,7 +95,7 @@ class PairClient(EngineClient):
         raise self.error("score", "a pair of servers generates")
 
     async def probe(self, request: ProbeRequest) -> Probed:
-        assert self.model is not None, "a probe is of a client that knows the model"
+        assert self.model is not None, "a probe needs a client with the model"
         self._check_ids(request.generation)
         limit_s = self.deadlines.weight_sync_s
         first, rest = await self._both_halves(request.generation, limit_s, {"logprob_start_len": 0})

@@ -172,7 +172,7 @@ def test_the_report_says_first_whether_a_run_lives_by_its_lock_and_the_age_of_it
         == f"note: {done}; whether process {os.getpid()} on node7 still runs cannot be seen from this machine."
     )
     unknown = run_in(tmp_path / "unknown", SECONDS_AGO)
-    assert unknown == f"note: {done}; no lock in its directory says which process runs it."
+    assert unknown == f"note: {done}; no lock in its directory names its process."
     (tmp_path / "several").mkdir()
     shutil.copy(tmp_path / "elsewhere" / ".lock", tmp_path / "several" / ".lock")
     assert run_in(tmp_path / "several" / "adapters" / "one", SECONDS_AGO) == elsewhere

@@ -131,7 +131,7 @@ class LayerReplay(RouterReplay):
 
     def lay_out(self, experts: Tensor, mask: Tensor) -> None:
         """Set the experts [rows, top-k] of the next forward pass, used where mask [rows] is set."""
-        assert self.experts_and_mask is None, f"layer {self.layer_id}: its router did not ask for the last routes"
+        assert self.experts_and_mask is None, f"layer {self.layer_id}: its router did not request the last routes"
         self.experts_and_mask = (experts, mask)
 
     def check_used_up(self) -> None:
@@ -308,7 +308,7 @@ def refuse_bypass(config: TransformerConfig) -> None:
         ("moe_enable_routing_replay", config.moe_enable_routing_replay, not config.moe_enable_routing_replay,
          "routers have a replay slot only when it is on"),
         ("moe_router_fusion", config.moe_router_fusion, bool(config.moe_router_fusion),
-         "the fused router kernel computes its own top-k and never asks the replay"),
+         "the fused router kernel computes its own top-k and ignores the replay"),
         ("moe_router_load_balancing_type", config.moe_router_load_balancing_type,
          "sinkhorn" in config.moe_router_load_balancing_type, "sinkhorn assigns experts without asking the replay"),
         ("moe_expert_capacity_factor", config.moe_expert_capacity_factor, config.moe_expert_capacity_factor is not None,

@@ -88,7 +88,7 @@ class FileStore:
                     view = view[written:]
             except OSError as error:
                 raise TrainerError(
-                    "cluster.offload_directory", str(self._directory), f"the trainer cannot sleep there: {error}",
+                    "cluster.offload_directory", str(self._directory), f"state cannot be offloaded there: {error}",
                     "make room, name another directory, or set cluster.offload_to: memory",
                 ) from error  # fmt: skip
 

@@ -79,7 +79,7 @@ class TrainedModel:
         if self._has_gradients and "gradients" not in parts:
             raise TrainerError(
                 "memory", f"after step {self.step}", "gradients would be lost that no optimizer step has taken",
-                "take the step first, or forget them",
+                "take the step first, or discard them",
             )  # fmt: skip
         if "weights" in self._state.here and "weights" not in parts:
             self.sync_params()
