@@ -157,8 +157,8 @@ def test_engines_outlive_a_manager_that_is_killed_and_its_groups_begin_again_in_
     assert lanes == {"engine0", "engine1"}
     rows = by_step(run.rows())
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)] and saved_step(run) == len(rows)
-    # A sync that the death broke off has no numbers.
-    assert {row["weights/engines"] for row in rows if row["step"] != done} == {2}
+    # A sync that the death or the stop broke off has no numbers.
+    assert {row["weights/engines"] for row in rows[:-1] if row["step"] != done} == {2}
     assert_books_hold(run)
     assert_each_prompt_once(run)
     assert run.left_over() == []

@@ -93,11 +93,14 @@ def batch(step: int) -> list[Any]:
 
 
 def trained(training: Any, steps: range) -> list[float]:
-    futures = []
+    futures, updates = [], []
     for step in steps:
         futures.append(training.forward_backward(batch(step), "cross_entropy"))
-        training.optim_step(types.AdamParams(**ADAM))
-    return [future.result().metrics["loss:sum"] for future in futures]
+        updates.append(training.optim_step(types.AdamParams(**ADAM)))
+    losses = [future.result().metrics["loss:sum"] for future in futures]
+    for update in updates:
+        update.result()
+    return losses
 
 
 def adapter_at(server: Server, path: str) -> Path:
