@@ -336,9 +336,9 @@ def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> lis
     """Try a hook after a step, in a directory that is removed afterwards. Its side effects are real."""
     made_up = dict.fromkeys((name for name in METRICS if "{" not in name), 1.0) if metrics is None else metrics
     with tempfile.TemporaryDirectory() as directory:
-        listed = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
+        returned = call_step_hook(function, StepRecord(1, TrainConfig().num_steps, Path(directory), made_up))
         written = sorted(path.name for path in Path(directory).iterdir())
-    names = ", ".join(f"{name} {value:.4g}" for name, value in listed.items()) or "nothing"
+    names = ", ".join(f"{name} {value:.4g}" for name, value in returned.items()) or "nothing"
     return [f"metrics: {names}", *([f"wrote {', '.join(written)}"] if written else [])]
 
 

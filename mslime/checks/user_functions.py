@@ -145,9 +145,9 @@ async def _try_all(
                 raise ConfigError(f"{place}.function", part.function, rule, "mend it, or set on_error to zero or drop")
         (_, group, rewards), *rest = outcomes
         of = f" of a group of {len(group)}" if scorer.per_group else ""
-        shown = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
+        others_scored = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
         first = f"with {tried} as the response{of}: {_outcome(group, rewards)}"
-        lines.append("; ".join([f"{part.function} was tried on the first row {first}", *shown]))
+        lines.append("; ".join([f"{part.function} was tried on the first row {first}", *others_scored]))
     return lines
 
 
@@ -224,8 +224,8 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
     try:
         (first, steps), (repeated, _) = await _played(pool, task), await _played(pool, task)
     except EnvironmentFailedError as error:
-        shown = str(error).removeprefix(f"{job.function}: ")
-        raise ConfigError(SETTING, job.function, shown,
+        message = str(error).removeprefix(f"{job.function}: ")
+        raise ConfigError(SETTING, job.function, message,
                           "correct that method; step must answer any text of a model") from error  # fmt: skip
     finally:
         await pool.close()

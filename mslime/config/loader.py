@@ -262,8 +262,8 @@ def parse_yaml(text: str, source: str) -> Any:
             where, error.problem, "is not valid YAML", error.note or "check indentation, colons and quotes there"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # control characters, numbers, depth
-        help_text = " ".join(str(error).split())[:200]
-        raise ConfigError(source, help_text, "is not valid YAML", "write plain text, numbers and lists there") from None
+        message = " ".join(str(error).split())[:200]
+        raise ConfigError(source, message, "is not valid YAML", "write plain text, numbers and lists there") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

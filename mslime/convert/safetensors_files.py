@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _File = TypeVar("_File")
+_T = TypeVar("_T")
 Advance = Callable[[int], None]
 """Called with the number of bytes just processed."""
 _READ_BYTES = 8 << 20
@@ -112,11 +113,11 @@ class OutputFile:
         self._gathered.append(data)
         self._gathered_bytes += len(data)
         if self._gathered_bytes >= _GATHERED_BYTES or len(self._gathered) == _GATHERED_PIECES:
-            self._submit_shard()
+            self._submit_gathered()
         self.at += len(data)
         return len(data)
 
-    def _submit_shard(self) -> None:
+    def _submit_gathered(self) -> None:
         """Pass gathered bytes to the thread; wait if it lags behind."""
         self._writing.append((self._thread.submit(self._flush, self._gathered), self._gathered_bytes))
         self._gathered, self._gathered_bytes = [], 0
@@ -152,7 +153,7 @@ class OutputFile:
 
     def complete(self) -> Written:
         """Sync the finished file to the disk and rename it to its final name. Raises like `write`."""
-        self._submit_shard()
+        self._submit_gathered()
         while self._writing:
             self._wait_for_one()
         try:
@@ -258,6 +259,19 @@ class TensorPlan:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * _HEADER_BITS[self.dtype] // 8
+
+
+def batches(sized: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
+    """Divide items with their sizes in order, into lists of at most `limit` bytes; a larger item has its own list."""
+    batch, total = list[_T](), 0
+    for item, nbytes in sized:
+        if batch and total + nbytes > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
 
 
 def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:

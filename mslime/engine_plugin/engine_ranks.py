@@ -66,10 +66,10 @@ class EngineRankGroup:
 
     def gather(self, value: T) -> list[T]:
         """Each rank's value, by rank."""
-        gather_or_raise = [value] * self.count
+        everyone = [value] * self.count
         if self.words is not None:
-            dist.all_gather_object(gather_or_raise, value, group=self.words)  # pyright: ignore[reportUnknownMemberType]
-        return gather_or_raise
+            dist.all_gather_object(everyone, value, group=self.words)  # pyright: ignore[reportUnknownMemberType]
+        return everyone
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, torch_dtype
+from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, batches, torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, is_torch_dist
 from mslime.data.checkpoints import NAME, read_manifest
-from mslime.offline.jobs import ConversionProgress, Reopened, Silent, Workers, batches
+from mslime.offline.jobs import ConversionProgress, Reopened, Silent, Workers
 from mslime.offline.to_hf import MegatronSource
 from mslime.offline.to_megatron import HF_FILES
 

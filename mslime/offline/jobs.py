@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -217,19 +217,6 @@ class ConversionJob(Reopened, ABC):
     @abstractmethod
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
         """Write the small files: index or metadata, config.json, tokenizer."""
-
-
-def batches(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Divide items with their sizes in order, into lists of at most `limit` bytes; a larger item has its own list."""
-    batch, total = list[T](), 0
-    for item, nbytes in sized:
-        if batch and total + nbytes > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += nbytes
-    if batch:
-        yield batch
 
 
 class ConversionProgress(Protocol):

@@ -19,13 +19,14 @@ from mslime.convert.safetensors_files import (
     Advance,
     TensorPlan,
     Written,
+    batches,
     torch_dtype,
     write_safetensors,
 )
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape, Vocabulary
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement
-from mslime.offline.jobs import ConversionJob, FileTask, batches, source_identity
+from mslime.offline.jobs import ConversionJob, FileTask, source_identity
 from mslime.offline.to_megatron import DESCRIPTION, HF_FILES
 
 if TYPE_CHECKING:
@@ -241,13 +242,13 @@ class ToHf(HFJob):
         for key, unit in megatron.units.items():
             dtype = unit.rules[0].dtype or self._dtype or megatron.dtype(unit)
             plans = [TensorPlan(name, SAFETENSORS_DTYPES[dtype], shape) for name, shape in unit.shapes.items()]
-            options = [
+            aliases = [
                 TensorPlan(alias, SAFETENSORS_DTYPES[dtype], unit.shapes[original])
                 for alias, original in self._aliases.items()
                 if original in unit.shapes
             ]
             stored.update(unit.shapes)
-            yield Output(key, (*plans, *options))
+            yield Output(key, (*plans, *aliases))
         own = {name: rule.dtype for rule in table.all_bound.values() if rule.dtype for name in rule.hf_names}
         for name in table.untrained_names if untrained is not None else ():
             assert untrained is not None

@@ -15,10 +15,18 @@ from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family
 from mslime.convert.families.family import refuse_unread
 from mslime.convert.hf import HFCheckpoint, copy_side_files
-from mslime.convert.safetensors_files import TORCH_DTYPES, Advance, OutputFile, Written, torch_dtype, write_record
+from mslime.convert.safetensors_files import (
+    TORCH_DTYPES,
+    Advance,
+    OutputFile,
+    Written,
+    batches,
+    torch_dtype,
+    write_record,
+)
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import CONFIG, METADATA, ModelPlacement, ParameterBox
-from mslime.offline.jobs import ConversionJob, FileTask, batches, source_identity
+from mslime.offline.jobs import ConversionJob, FileTask, source_identity
 
 if TYPE_CHECKING:
     pass

@@ -20,7 +20,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.encoding import Encoded
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
+from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan, batches
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape
 
@@ -339,7 +339,7 @@ class _Load:
         alone = [unit for unit in self.units if self._goes_alone(unit, limit)]
         others = [unit for unit in self.units if not self._goes_alone(unit, limit)]
         places = {id(unit): place for place, unit in enumerate(self.units)}
-        for run in (*([unit] for unit in alone), *_fill(others, limit)):
+        for run in (*([unit] for unit in alone), *batches(((unit, _hf_numel(unit)) for unit in others), limit)):
             follow = places[id(run[-1])] - places[id(run[0])] == len(run) - 1
             yield _bucket(self, run, unmoved=follow and all(len(unit) == 1 for unit in run))
 
@@ -422,21 +422,6 @@ def _expert_units(rules: Sequence[BoundRule], ep: int) -> Iterator[Unit]:
 
 def _hf_numel(unit: Unit) -> int:
     return sum(math.prod(shape) for slot in unit for rule in slot for shape in rule.kind.hf_shapes)
-
-
-def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
-    """Consecutive units of at most `limit` elements in total; a larger unit is alone."""
-    run: list[Unit] = []
-    size = 0
-    for unit in units:
-        numel = _hf_numel(unit)
-        if run and size + numel > limit:
-            yield run
-            run, size = [], 0
-        run.append(unit)
-        size += numel
-    if run:
-        yield run
 
 
 def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:

@@ -17,8 +17,9 @@ import torch
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
+from mslime.convert.safetensors_files import batches
 from mslime.weights.buckets import convert, pack
-from mslime.weights.weight_plan import Bucket, Senders, WeightPlan, _fill, _hf_numel, build_plan
+from mslime.weights.weight_plan import Bucket, Senders, WeightPlan, _hf_numel, build_plan
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.marks import MODELS, nightly_except
 from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors
@@ -59,7 +60,7 @@ def test_buckets_respect_the_limit_unless_one_group_is_larger() -> None:
     smallest = plan_of(LAYOUTS["one rank"], 1)
     assert len(smallest.buckets) == len([rule for rule in table.bound.values() if rule.exported])
     units: Any = [((SimpleNamespace(kind=SimpleNamespace(hf_shapes=((n,),))),),) for n in (4, 3, 2, 2, 5, 1)]
-    runs = [[_hf_numel(unit) for unit in run] for run in _fill(units, limit=4)]
+    runs = [[_hf_numel(unit) for unit in run] for run in batches(((unit, _hf_numel(unit)) for unit in units), limit=4)]
     assert runs == [[4], [3], [2, 2], [5], [1]], "each bucket is as full as may be, and no fuller"
 
 

@@ -31,11 +31,11 @@ class Messages:
         refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
-        collected = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
+        messages = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
         return asked(
             body,
             _READ,
-            messages=(*((Message("system", system),) if system else ()), *collected),
+            messages=(*((Message("system", system),) if system else ()), *messages),
             **tools_of(body, _read_tool, "tools: those without input_schema"),
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop_sequences"),
@@ -59,10 +59,10 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        collected: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
+        details: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
         if field == "thread":  # the code upon which Anthropic's client resends whole conversations
-            collected["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        return {"type": "error", "error": collected}
+            details["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": details}
 
     def too_long(self, tokens: int, most: int) -> str:
         return f"prompt is too long: {tokens} tokens > {most} maximum"

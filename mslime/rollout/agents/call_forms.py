@@ -76,16 +76,16 @@ def _allowed(schema: object) -> set[str]:
     """The types of values that a schema allows; empty: unspecified."""
     if not isinstance(schema, dict):
         return set()
-    content = cast("dict[str, Any]", schema)
-    kinds = content.get("type")
+    keywords = cast("dict[str, Any]", schema)
+    kinds = keywords.get("type")
     if isinstance(kinds, str):
         found = {kinds}
     elif isinstance(kinds, list):
         found = {str(kind) for kind in cast("list[Any]", kinds)}
-    elif isinstance(values := content.get("enum"), list):
+    elif isinstance(values := keywords.get("enum"), list):
         found = {_kind(value) for value in cast("list[Any]", values)}
     else:
-        branches = [_allowed(branch) for branch in _listed(content.get("anyOf")) + _listed(content.get("oneOf"))]
+        branches = [_allowed(branch) for branch in _listed(keywords.get("anyOf")) + _listed(keywords.get("oneOf"))]
         found = set[str]().union(*branches) if all(branches) else set[str]()
     return found | {"integer"} if "number" in found else found
 
@@ -178,11 +178,9 @@ def broken(raw: str, status: str) -> ParsedCall:
 def _of_object(found: Any, raw: str) -> ParsedCall:
     if not isinstance(found, dict):
         return broken(raw, "malformed_structure")
-    content = cast("dict[str, Any]", found)
-    written_id = content.get("id")
-    return _made(
-        content.get("name"), content.get("arguments", {}), raw, written_id if isinstance(written_id, str) else ""
-    )
+    call = cast("dict[str, Any]", found)
+    written_id = call.get("id")
+    return _made(call.get("name"), call.get("arguments", {}), raw, written_id if isinstance(written_id, str) else "")
 
 
 def _made(name: object, arguments: object, raw: str, written_id: str = "") -> ParsedCall:

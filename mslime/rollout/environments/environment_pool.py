@@ -38,8 +38,8 @@ class _Home(WorkerProcess):
         retired: one of them hangs, so it accepts no more.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, message: Any) -> None:
-        super().__init__(process, message)
+    def __init__(self, process: asyncio.subprocess.Process, details: Any) -> None:
+        super().__init__(process, details)
         self.residents, self.retired = 0, False
 
 

@@ -108,7 +108,7 @@ class _Episodes:
     async def _reset(self, number: int, task: object) -> object:
         """Create the environment and begin the episode."""
         episode = self._open[number] = _Episode(self._kind)
-        self._close_oldest()
+        self._set_limits()
 
         async def begin() -> object:
             await episode.make(self._job.options)
@@ -131,7 +131,7 @@ class _Episodes:
             await episode.call("close")
         finally:
             episode.end()
-            self._close_oldest()
+            self._set_limits()
 
     async def _run(self, episode: _Episode, call: Awaitable[Any]) -> Any:
         episode.running = asyncio.ensure_future(call)
@@ -147,7 +147,7 @@ class _Episodes:
             return Failure.MEMORY, f"{method} needed more memory than the {self._job.memory_mib:g} MiB of its process"
         return Failure.RAISED, f"{method} {raised(error)}"
 
-    def _close_oldest(self) -> None:
+    def _set_limits(self) -> None:
         """Set the process's memory limit, and the stack size for the thread of each environment."""
         if self._job.memory_mib is not None:
             stacks = len(self._open) * (threading.stack_size() or STACK_BYTES)
