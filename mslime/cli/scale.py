@@ -44,7 +44,7 @@ def run_scale(args: argparse.Namespace) -> int:
     number = found.get("number")
     if number is not None and not args.no_wait:
         found = _wait(args.run_dir, number, found, console)
-    result = found["told"].get(str(number), "")
+    result = found["results"].get(str(number), "")
     if args.json:
         console.print_json(data=found)
     else:
@@ -74,7 +74,7 @@ def _wait(run_dir: Path, number: int, found: Mapping[str, Any], console: Any) ->
         while number in found["waiting"] or any(engine["state"] in CHANGING for engine in found["engines"]):
             if number not in found["waiting"]:
                 names = ", ".join(f"{e['name']} {e['state']}" for e in found["engines"] if e["state"] in CHANGING)
-                status.update(f"{found['told'].get(str(number), '')}; {names}")
+                status.update(f"{found['results'].get(str(number), '')}; {names}")
             time.sleep(LOOK_EVERY_S)
             found = asyncio.run(_ask(run_dir, None))
     return dict(found)

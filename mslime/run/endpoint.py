@@ -139,7 +139,7 @@ class Orders:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
                 "waiting": [number for number in range(1, self._count + 1) if number not in self._results],
-                "told": {str(number): what for number, what in self._results.items()},
+                "results": {str(number): what for number, what in self._results.items()},
             }
 
 

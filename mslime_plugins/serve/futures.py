@@ -38,8 +38,8 @@ class FutureResult:
     @classmethod
     def failed(cls, error: Exception) -> FutureResult:
         """A failure, which the SDK raises as RequestFailedError."""
-        told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        return cls.of(error=told, category=category_of(error))
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return cls.of(error=text, category=category_of(error))
 
 
 Work = Callable[[], Awaitable[FutureResult]]

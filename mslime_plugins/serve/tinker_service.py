@@ -163,7 +163,7 @@ class Service:
         async def made() -> FutureResult:
             try:
                 return await work()
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 if model.trainer is not None:
                     model.trainer = None
                     await _in_turn(self._ranks.free, model.model_id)
@@ -176,7 +176,12 @@ class Service:
     async def _make(self, model: Model) -> AdapterTrainer:
         own = policy_spec(adapter_config(self._config, model.ask))
         # Clients may take its files to other engines, which do not read stacked experts.
-        model.trainer = trainer = await _in_turn(self._ranks.create, model.model_id, own, stacked=False)
+        made = in_thread(self._ranks.create, model.model_id, own, stacked=False)
+        try:
+            model.trainer = trainer = await asyncio.shield(asyncio.wrap_future(made))
+        except asyncio.CancelledError:  # its client is gone, and the ranks go on making it
+            made.add_done_callback(lambda made: made.exception() or in_thread(self._ranks.free, model.model_id))
+            raise
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
         self._note(f"client {model.session_id[:8]} trains an adapter of rank {model.ask.rank} on {layers}")
         return trainer
@@ -393,5 +398,5 @@ def _breaking(model: Model, what: str) -> Iterator[None]:
     try:
         yield
     except (TrainerError, CheckpointError) as error:
-        model.broken = f"{what} failed, {error.brief}"
+        model.broken = f"{what} failed, {error.brief} ({error.hint})"
         raise

@@ -480,7 +480,7 @@ def test_engines_are_added_and_let_go_as_asked() -> None:
     publish(fakes)
     fleet, orders = fakes.fleet, fakes.fleet.orders
     number = orders.give(Order(engines=4))
-    assert not fleet.update_engines() and orders.standing()["told"] == {str(number): "starting n1"}
+    assert not fleet.update_engines() and orders.standing()["results"] == {str(number): "starting n1"}
     fakes.back = {"n1": EngineAddress("n1", "http://n1")}
     assert fleet.update_engines() and state_of(fakes, "n1") == "joining"
     fleet.settled()
@@ -531,7 +531,7 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: Order, said: 
     fleet = fleet_of(fakes)
     number = fleet.orders.give(order)
     fleet.update_engines()
-    told = fleet.orders.standing()["told"][str(number)]
+    told = fleet.orders.standing()["results"][str(number)]
     assert told.startswith("refused") and said in told
     assert "serving" in {e["state"] for e in fleet.orders.standing()["engines"]}
 
@@ -542,7 +542,7 @@ def test_engines_that_others_run_are_not_started_by_number() -> None:
     fleet = fleet_of(fakes)
     fleet.orders.give(Order(engines=3))
     fleet.update_engines()
-    assert "use --attach and --drain" in fleet.orders.standing()["told"]["1"]
+    assert "use --attach and --drain" in fleet.orders.standing()["results"]["1"]
 
 
 def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
@@ -551,5 +551,5 @@ def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
     for name in "abc":
         fleet.orders.give(Order(drain=name))
     fleet.update_engines()
-    told = list(fleet.orders.standing()["told"].values())
+    told = list(fleet.orders.standing()["results"].values())
     assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]

@@ -87,16 +87,16 @@ def test_what_is_no_order_is_refused_by_name(run_dir: Path, orders: Orders, body
     assert answer.status_code == 400 and said in answer.json()["error"] and orders.take() == []
 
 
-def test_an_order_waits_for_the_run_and_its_answer_is_told(run_dir: Path, orders: Orders) -> None:
+def test_an_order_waits_for_the_run_and_its_result_is_shown(run_dir: Path, orders: Orders) -> None:
     found = asyncio.run(ask(run_dir, {"attach": "http://x/", "api_key": "secret"}))
     assert found["number"] == 1 and found["waiting"] == [1] and "secret" not in json.dumps(found)
     ((number, order),) = orders.take()
-    assert asyncio.run(ask(run_dir))["waiting"] == [1], "until it is told what came of it"
+    assert asyncio.run(ask(run_dir))["waiting"] == [1], "until its result is recorded"
     assert (order.attach, order.keys.api, order.keys.admin) == ("http://x", "secret", "secret")
     assert "secret" not in repr(order) + order.describe()
     orders.record(number, "it is engine2")
     found = asyncio.run(ask(run_dir))
-    assert found["waiting"] == [] and found["told"] == {"1": "it is engine2"}
+    assert found["waiting"] == [] and found["results"] == {"1": "it is engine2"}
     assert [engine["name"] for engine in found["engines"]] == ["engine0", "engine1"]
 
 

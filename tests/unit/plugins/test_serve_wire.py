@@ -19,6 +19,7 @@ from tinker import types  # noqa: E402
 from tinker.types.future_retrieve_request import FutureRetrieveRequest  # noqa: E402
 
 from mslime.config.serve import AdamParams, LossChoice  # noqa: E402
+from mslime_plugins.serve import bodies  # noqa: E402
 from tests.fixtures.fake_serve import BASE, KEY, FakeServer, fake_server  # noqa: E402
 
 
@@ -288,20 +289,24 @@ def test_paths_that_lead_elsewhere_are_refused(server: FakeServer, path: str) ->
         server.service.states.find(path)
 
 
-def test_a_silent_client_frees_its_adapters_and_samplers(tmp_path: Path) -> None:
-    with (
-        fake_server(tmp_path, silence_s=1.0) as server,
-        tinker.ServiceClient(base_url=server.url, api_key=KEY) as service,  # it beats every 10 s: silent after one
-    ):
-        training = service.create_lora_training_client(BASE, 4).result()
-        training.save_weights_and_get_sampling_client()
-        kept = training.save_weights_for_sampler("kept").result().path
-        wait_for(lambda: not server.trainer.levels)
-        assert server.trainer.calls[-1] == ("free", training.model_id)
-        assert len(server.engines.forgotten) == 1 and not server.engines.forgotten[0].exists()
-        assert server.service.states.find(kept).path == kept
-        with pytest.raises(tinker.APIStatusError, match="no sign of life"):
-            training.forward_backward([weighted([1, 2])], "cross_entropy").result()
+def test_a_silent_client_frees_its_adapters_and_samplers(server: FakeServer, client: Any) -> None:
+    training = client.create_lora_training_client(BASE, 4).result()
+    training.save_weights_and_get_sampling_client()
+    kept = training.save_weights_for_sampler("kept").result().path
+
+    async def silent_for(seconds: float) -> None:
+        for session in server.service.sessions.all:
+            session.seen -= seconds
+        await server.service.tidy()
+
+    asyncio.run_coroutine_threadsafe(silent_for(30.0), server.loop).result(10)
+    assert list(server.trainer.levels) == [training.model_id]
+    asyncio.run_coroutine_threadsafe(silent_for(61.0), server.loop).result(10)
+    assert not server.trainer.levels and server.trainer.calls[-1] == ("free", training.model_id)
+    assert len(server.engines.forgotten) == 1 and not server.engines.forgotten[0].exists()
+    assert server.service.states.find(kept).path == kept
+    with pytest.raises(tinker.APIStatusError, match="no sign of life"):
+        training.forward_backward([weighted([1, 2])], "cross_entropy").result()
 
 
 def test_what_was_saved_for_a_time_goes_after_it(server: FakeServer, client: Any, monkeypatch: Any) -> None:
@@ -380,7 +385,7 @@ def test_a_failed_trainer_is_the_servers_fault_and_its_model_is_not_trained_on(s
     with pytest.raises(tinker.RequestFailedError, match="broke in the test") as failed:
         training.optim_step(types.AdamParams()).result()
     assert failed.value.category == types.RequestErrorCategory.Server
-    with pytest.raises(tinker.RequestFailedError, match="can no longer be trained"):
+    with pytest.raises(tinker.RequestFailedError, match=r"can no longer be trained: optim_step failed, .*\(mend it\)"):
         training.forward_backward([weighted([1, 2])], "cross_entropy").result()
     training.load_state_with_optimizer(state).result()
     training.forward_backward([weighted([1, 2])], "cross_entropy").result()
@@ -426,6 +431,33 @@ def test_a_sample_that_nobody_waits_for_is_stopped(
     polled.wait()  # the SDK can name its request to the server now
     future.future().cancel()
     wait_for(lambda: server.engines.cancelled == 1)
+
+
+@pytest.mark.parametrize("how", ["session ends", "request is cancelled"])
+def test_an_adapter_whose_client_goes_while_it_is_created_is_freed(server: FakeServer, how: str) -> None:
+    service = server.service
+
+    async def created() -> tuple[str, str]:
+        session = service.open_session(bodies.CreateSession())
+        body = bodies.CreateModel(
+            session_id=session.session_id, model_seq_id=0, base_model=BASE, lora_config=bodies.Lora(rank=4)
+        )
+        request_id, _ = service.create_model(body)
+        await asyncio.sleep(0.1)  # the thread of the creation has started, or will
+        return session.session_id, request_id
+
+    async def gone(session_id: str, request_id: str) -> None:
+        if how == "session ends":
+            await service.end_session(session_id, "in the test")
+        else:
+            service.futures.cancel(request_id)
+            await service.futures.fetch(request_id, 10.0)
+
+    with server.trainer.turn.held():  # the ranks are busy, so the creation waits
+        ids = asyncio.run_coroutine_threadsafe(created(), server.loop).result(10)
+        asyncio.run_coroutine_threadsafe(gone(*ids), server.loop).result(10)
+        assert not service.sessions.models
+    wait_for(lambda: [what for what, _ in server.trainer.calls] == ["create", "free"])
 
 
 def test_too_many_requests_are_told_to_come_again(tmp_path: Path) -> None:
