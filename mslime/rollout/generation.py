@@ -36,7 +36,7 @@ from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer, begins_with_blank, encode_after
 from mslime.rollout.agents.messages import whole_text
-from mslime.rollout.shared_room import SharedRoom
+from mslime.rollout.request_slots import RequestSlots
 
 
 class Engines(Protocol):
@@ -170,7 +170,7 @@ class Generator:
         on_request: called with (engine, start, end) of every answered request, seconds since the epoch.
         adapter: adapter of its requests if there are several; otherwise empty. Each adapter has its own engine
             sessions.
-        places: makes the context in which a request is sent. None: limit to the number that the current engines run at
+        slots: makes the context in which a request is sent. None: limit to the number that the current engines run at
             once.
 
     Attributes:
@@ -188,7 +188,7 @@ class Generator:
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
         adapter: str = "",
-        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+        slots: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request, self._adapter = version, on_request, adapter
@@ -196,8 +196,8 @@ class Generator:
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._blank = begins_with_blank(tokenizer)
-        room = SharedRoom(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0})
-        self._places = places or partial(room.of, "")
+        own = RequestSlots(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0})
+        self._slots = slots or partial(own.of, "")
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0
@@ -230,7 +230,7 @@ class Generator:
         Raises:
             EngineError: no engine is left, or the last one tried refused; the sample keeps its tokens.
         """
-        async with self._places():
+        async with self._slots():
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
                 return 0, "length"

@@ -118,7 +118,7 @@ class Manager:
         scorer: the reward.
         teacher: scores finished responses, if a teacher is served (`teacher`).
         eval_scorers: by held-out set, for sets that are not scored as in training.
-        adapter, places: see `Generator`.
+        adapter, slots: see `Generator`.
         report_every_s: minimum time between two answers of `moved`.
 
     Attributes:
@@ -137,7 +137,7 @@ class Manager:
         teacher: ServedTeacher | None = None,
         eval_scorers: Mapping[str, RewardScorer] | None = None,
         adapter: str = "",
-        places: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+        slots: Callable[[], AbstractAsyncContextManager[None]] | None = None,
         report_every_s: float = 0.0,
     ) -> None:
         self._config, self._engines, self._adapter, self._tokenizer = config, engines, adapter, tokenizer
@@ -148,7 +148,7 @@ class Manager:
         self.tracker = GroupTracker(config.rollout, config.on_stale, hosted.counted if hosted is not None else ())
         self._generator = Generator(
             config, engines, tokenizer, model, limits, lambda: self.tracker.version,
-            lambda engine, start, end: self._note_span(engine, "generate", start, end), adapter, places,
+            lambda engine, start, end: self._note_span(engine, "generate", start, end), adapter, slots,
         )  # fmt: skip
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(
@@ -431,10 +431,10 @@ async def answer(
         roll: runs a rollout of a group to its end.
         at_once: limit of concurrent rollouts.
     """
-    places = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
     async def run(group: Group, number: int) -> None:
-        async with places:
+        async with slots:
             await roll(group, number)
         last = group.parts(number)[-1]
         if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:

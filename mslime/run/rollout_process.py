@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from mslime.config.schema import DeadlineConfig, RunConfig
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
+    from mslime.rollout.request_slots import RequestSlots
     from mslime.rollout.rewards.scorer import RewardScorer, ServedTeacher
     from mslime.rollout.service import Asked
-    from mslime.rollout.shared_room import SharedRoom
 
 
 _log = logging.getLogger(__name__)
@@ -109,22 +109,22 @@ class RolloutActor(Host):
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
         """A manager in this process, or one for each adapter."""
+        from mslime.rollout.request_slots import RequestSlots
         from mslime.rollout.service import Local
-        from mslime.rollout.shared_room import SharedRoom
 
         config, side = self._config, EngineSide(self._run)
         refused_input = await side.meet_engines(addresses)
         self._close_engines = side.close
-        room: SharedRoom | None = None
+        slots: RequestSlots | None = None
         if self._weights:
-            room = SharedRoom(lambda: config.rollout.concurrency * max(len(side.pool), 1), self._weights)
+            slots = RequestSlots(lambda: config.rollout.concurrency * max(len(side.pool), 1), self._weights)
         for name, of in self._of.items():
             scoring = ScoringSide(self._runs[name], of.config)
             self._scoring.append(scoring)
-            of.pool, of.room = side.pool, room
+            of.pool, of.slots = side.pool, slots
             manager = await open_manager(
                 of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
-                None if room is None else partial(room.of, name),
+                None if slots is None else partial(slots.of, name),
             )  # fmt: skip
             of.serve([Local(manager)], refused_input, has_teacher=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
@@ -233,13 +233,13 @@ class RolloutProcess:
 async def open_manager(
     config: RunConfig, run: ResolvedRun, engines: EnginePool, scoring: ScoringSide, refused_input: int,
     teachers: Sequence[EngineAddress], tokenizer: Tokenizer, adapter: str = "",
-    places: Callable[[], AbstractAsyncContextManager[None]] | None = None, report_every_s: float = 0.0,
+    slots: Callable[[], AbstractAsyncContextManager[None]] | None = None, report_every_s: float = 0.0,
 ) -> Manager:  # fmt: skip
     """A manager in this process, with its reward workers.
 
     Args:
         config: of the manager or of its adapter. refused_input: number of tokens that engines refuse to continue.
-        adapter, places: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
+        adapter, slots: if several adapters share the engines, see `Generator`. report_every_s: see `Manager`.
     """
     from mslime.backends.sglang.generating import end_ids
     from mslime.rollout.generation import EngineLimits
@@ -249,7 +249,7 @@ async def open_manager(
     limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
     return Manager(
         config, engines, tokenizer, scoring.scorer, run.model, limits, teacher=scoring.teacher,
-        eval_scorers=scoring.eval_scorers, adapter=adapter, places=places, report_every_s=report_every_s,
+        eval_scorers=scoring.eval_scorers, adapter=adapter, slots=slots, report_every_s=report_every_s,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mslime.data.sample import Group, Sample
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
+    from mslime.rollout.request_slots import RequestSlots
     from mslime.rollout.service import Asked, RolloutService, StepBatch
-    from mslime.rollout.shared_room import SharedRoom
     from mslime.rollout.step_metrics import EvalResult
     from mslime.run.run_engines import RunEngines
 
@@ -105,13 +105,13 @@ class RunRollouts:
 
     Attributes:
         service: set by `serve`.
-        pool, room: with several adapters, the engines of all, and their shared capacity.
+        pool, slots: with several adapters, the engines of all, and their shared capacity.
         counts: groups needed, accepted, running.
     """
 
     service: RolloutService
     pool: EnginePool
-    room: SharedRoom | None = None
+    slots: RequestSlots | None = None
 
     def __init__(
         self, run: ResolvedRun, tokenizer: Tokenizer, layers: Sequence[tuple[int, ...]], adapter: str = ""
@@ -226,10 +226,10 @@ class RunRollouts:
     @verb("adapter leaves")
     async def leave(self) -> None:
         """End generation for a trained adapter, and leave its share of the engines to the others."""
-        assert self.room is not None, "the only service leaves with the run"
+        assert self.slots is not None, "the only service leaves with the run"
         await self.close()
         await self.pool.abort(self._adapter)
-        self.room.leave(self._adapter)
+        self.slots.leave(self._adapter)
 
     @verb("rollout of step {0}", "rollout_step_s", more_s=60)
     async def collect(self, step: int, directory: Path) -> dict[str, float]:

@@ -25,7 +25,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.source import open_prompts
 from mslime.rollout.generation import EngineLimits
-from mslime.rollout.shared_room import SharedRoom
+from mslime.rollout.request_slots import RequestSlots
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.fake_engine import FakeEngine
@@ -101,12 +101,12 @@ def config_of(directory: Path, name: str, **rollout: Any) -> RunConfig:
 class Adapter:
     """One adapter's service and what the loop does with it."""
 
-    def __init__(self, config: RunConfig, pool: EnginePool, room: SharedRoom, scorer: FakeScorer) -> None:
+    def __init__(self, config: RunConfig, pool: EnginePool, slots: RequestSlots, scorer: FakeScorer) -> None:
         self.name, self.config, self.pool = config.name, config, pool
         tokenizer: Any = FakeTokenizer()
         self.service = ServiceOfOne(
             config, pool, open_prompts(config.data, config.seed, tokenizer), tokenizer,
-            scorer, MODEL, EngineLimits(), adapter=config.name, places=partial(room.of, config.name),
+            scorer, MODEL, EngineLimits(), adapter=config.name, slots=partial(slots.of, config.name),
         )  # fmt: skip
         self.steps, self.samples = 0, list[Sample]()
 
@@ -141,9 +141,9 @@ async def together(
         fakes = [await stack.enter_async_context(InterruptibleEngine()) for _ in range(engines)]
         pool = EnginePool([EngineClient(f.url, f"e{i}", model=MODEL) for i, f in enumerate(fakes)], 6)
         stack.push_async_callback(pool.close)
-        room = SharedRoom(lambda: 6 * len(pool), dict.fromkeys(rollouts, 1.0))
+        slots = RequestSlots(lambda: 6 * len(pool), dict.fromkeys(rollouts, 1.0))
         adapters = {
-            name: Adapter(config_of(directory, name, **rollout), pool, room, scorers.get(name, FakeScorer()))
+            name: Adapter(config_of(directory, name, **rollout), pool, slots, scorers.get(name, FakeScorer()))
             for name, rollout in rollouts.items()
         }
         try:

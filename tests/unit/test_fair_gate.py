@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.rollout.shared_room import FairGate, InLine
+from mslime.rollout.request_slots import AdapterQueue, FairGate
 
 
-def fill(gate: FairGate, running: dict[str, int], room: dict[str, int]) -> list[str]:
+def fill(gate: FairGate, running: dict[str, int], waiting: dict[str, int]) -> list[str]:
     """Begin groups until the gate says no; returns who began, in order."""
     begun: list[str] = []
-    while (name := gate.next_in_line({n: InLine(running[n], room[n]) for n in running})) is not None:
-        running[name], room[name] = running[name] + 1, room[name] - 1
+    while (name := gate.next_adapter({n: AdapterQueue(running[n], waiting[n]) for n in running})) is not None:
+        running[name], waiting[name] = running[name] + 1, waiting[name] - 1
         begun.append(name)
     return begun
 
@@ -38,7 +38,7 @@ def test_groups_that_never_end_leave_every_other_adapter_its_share(
     fill(gate, running, {n: 10**3 if n == late else 0 for n in names})
     assert running[late] >= gate.share(late) >= 1
     assert sum(running.values()) <= gate.capacity
-    assert gate.next_in_line({n: InLine(running[n], 10**3 * (n == late)) for n in names}) is None
+    assert gate.next_adapter({n: AdapterQueue(running[n], 10**3 * (n == late)) for n in names}) is None
 
 
 def test_all_that_is_free_is_used_while_one_adapter_alone_has_work() -> None:
@@ -79,8 +79,8 @@ def test_every_adapter_is_kept_one_group_and_its_part_of_the_rest(
 
 def test_an_adapter_that_its_own_gate_stops_begins_nothing() -> None:
     gate = FairGate(8, {"a": 1, "b": 1})
-    assert gate.next_in_line({"a": InLine(0, 0), "b": InLine(1, 0)}) is None
-    assert gate.next_in_line({"a": InLine(0, 0), "b": InLine(1, 1)}) == "b"
+    assert gate.next_adapter({"a": AdapterQueue(0, 0), "b": AdapterQueue(1, 0)}) is None
+    assert gate.next_adapter({"a": AdapterQueue(0, 0), "b": AdapterQueue(1, 1)}) == "b"
 
 
 def test_fewer_places_than_adapters_are_refused() -> None:

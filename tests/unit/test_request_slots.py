@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mslime.rollout.shared_room import FairGate, SharedRoom
+from mslime.rollout.request_slots import FairGate, RequestSlots
 
 
 async def settled() -> None:
@@ -20,8 +20,8 @@ async def settled() -> None:
 class Requests:
     """Requests of adapters, each of which ends when it is told to."""
 
-    def __init__(self, room: SharedRoom) -> None:
-        self.room, self.inside = room, list[str]()
+    def __init__(self, slots: RequestSlots) -> None:
+        self.slots, self.inside = slots, list[str]()
         self._ends: list[tuple[str, asyncio.Event, asyncio.Task[None]]] = []
 
     def begin(self, name: str, count: int = 1) -> None:
@@ -30,7 +30,7 @@ class Requests:
             self._ends.append((name, end, asyncio.create_task(self._run(name, end))))
 
     async def _run(self, name: str, end: asyncio.Event) -> None:
-        async with self.room.of(name):
+        async with self.slots.of(name):
             self.inside.append(name)
             try:
                 await end.wait()
@@ -48,18 +48,18 @@ class Requests:
 
 
 @asynccontextmanager
-async def requests_in(room: SharedRoom) -> AsyncIterator[Requests]:
-    """Requests to a room, of which none is left at the end."""
-    requests = Requests(room)
+async def requests_in(slots: RequestSlots) -> AsyncIterator[Requests]:
+    """Requests to a slots, of which none is left at the end."""
+    requests = Requests(slots)
     try:
         yield requests
     finally:
         await requests.close()
-    assert requests.inside == [] and set(room._running.values()) == {0}
+    assert requests.inside == [] and set(slots._running.values()) == {0}
 
 
 async def test_requests_that_never_end_leave_another_adapter_its_share() -> None:
-    async with requests_in(SharedRoom(lambda: 12, {"slow": 1, "fast": 1})) as requests:
+    async with requests_in(RequestSlots(lambda: 12, {"slow": 1, "fast": 1})) as requests:
         requests.begin("slow", 99)
         await settled()
         share = FairGate(12, {"slow": 1, "fast": 1}).share("fast")
@@ -73,17 +73,17 @@ async def test_requests_that_never_end_leave_another_adapter_its_share() -> None
 
 
 async def test_an_adapter_that_is_trained_gives_its_share_to_the_others() -> None:
-    async with requests_in(SharedRoom(lambda: 12, {"a": 1, "b": 1})) as requests:
+    async with requests_in(RequestSlots(lambda: 12, {"a": 1, "b": 1})) as requests:
         requests.begin("a", 99)
         await settled()
         assert requests.inside.count("a") == 12 - 3
-        requests.room.leave("b")
+        requests.slots.leave("b")
         await settled()
         assert requests.inside.count("a") == 12
         requests.begin("b")  # its last evaluation
         await settled()
         assert requests.inside.count("b") == 1
-        requests.room.leave("a")
+        requests.slots.leave("a")
         await settled()
         assert requests.inside.count("a") == 12, "the last one keeps all"
 
@@ -91,7 +91,7 @@ async def test_an_adapter_that_is_trained_gives_its_share_to_the_others() -> Non
 async def test_room_follows_the_engines_that_live() -> None:
     alive = [1]
 
-    async with requests_in(SharedRoom(lambda: 4 * alive[0], {"a": 1, "b": 1})) as requests:
+    async with requests_in(RequestSlots(lambda: 4 * alive[0], {"a": 1, "b": 1})) as requests:
         requests.begin("a", 99)
         await settled()
         assert len(requests.inside) == 4 - 1
@@ -106,7 +106,7 @@ async def test_places_are_given_back_whatever_ends_a_request(seed: int) -> None:
     """At random: begun, ended, cancelled while waiting, cancelled inside, cancelled just when admitted."""
     chance, weights = random.Random(seed), {"a": 1.0, "b": 2.0, "c": 5.0}
 
-    async with requests_in(SharedRoom(lambda: 9, weights)) as requests:
+    async with requests_in(RequestSlots(lambda: 9, weights)) as requests:
         for _ in range(200):
             name = chance.choice(list(weights))
             match chance.randrange(4):
@@ -122,5 +122,5 @@ async def test_places_are_given_back_whatever_ends_a_request(seed: int) -> None:
                 await settled()
             assert len(requests.inside) <= 9
         await settled()
-        waiting = {n: len(w) for n, w in requests.room._waiting.items()}
+        waiting = {n: len(w) for n, w in requests.slots._waiting.items()}
         assert all(requests.inside.count(n) >= 1 for n, count in waiting.items() if count), "one always has a place"

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class InLine:
+class AdapterQueue:
     """Requests of one adapter.
 
     Attributes:
-        running: requests at the engines; responses that are only being scored take no room there.
+        running: requests at the engines; responses that are only being scored take no slot there.
         waiting: requests that are ready to be sent.
     """
 
@@ -53,7 +53,7 @@ class FairGate:
         part = self.guaranteed * self.weights[name] / sum(self.weights.values())
         return 1 + int((self.capacity - len(self.weights)) * part)
 
-    def next_in_line(self, adapters: Mapping[str, InLine]) -> str | None:
+    def next_adapter(self, adapters: Mapping[str, AdapterQueue]) -> str | None:
         """The adapter that sends a request now; None if all must wait.
 
         Args:
@@ -69,7 +69,7 @@ class FairGate:
         return min(may, key=lambda name: adapters[name].running / self.weights[name], default=None)
 
 
-class SharedRoom:
+class RequestSlots:
     """All engine slots of a run. Belongs to one event loop.
 
     Args:
@@ -116,7 +116,7 @@ class SharedRoom:
 
     def _exit(self, name: str) -> None:
         self._running[name] -= 1
-        assert self._running[name] >= 0, f"{name} left more places than it had"
+        assert self._running[name] >= 0, f"{name} left more slots than it had"
         if any(self._waiting.values()):
             self._admit()
 
@@ -131,4 +131,6 @@ class SharedRoom:
     def _next(self, gate: FairGate) -> str | None:
         """Adapter of the next request. Those of a trained adapter, from an evaluation, have priority."""
         trained = next((n for n, turns in self._waiting.items() if turns and n not in self._weights), None)
-        return trained or gate.next_in_line({n: InLine(self._running[n], len(self._waiting[n])) for n in self._weights})
+        return trained or gate.next_adapter(
+            {n: AdapterQueue(self._running[n], len(self._waiting[n])) for n in self._weights}
+        )
