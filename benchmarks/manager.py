@@ -56,9 +56,9 @@ from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.generation import EngineLimits
 from mslime.rollout.manager import Manager
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.service import Local, RolloutService
+from mslime.rollout.service import LocalHandle, RolloutService
 from mslime.run.assemble import assemble
-from mslime.run.ray_calls import Remote
+from mslime.run.ray_calls import RemoteHandle
 from mslime.run.ray_cluster import remote_class
 from mslime.run.rollout_process import ManagerActor
 from mslime.run.started import search_seldom
@@ -208,7 +208,7 @@ async def one_manager(
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
     manager = Manager(config, pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
     service = RolloutService(
-        config.rollout, config.deadlines.rollout_step_s, [Local(manager)], source, load.case.facts.max_positions
+        config.rollout, config.deadlines.rollout_step_s, [LocalHandle(manager)], source, load.case.facts.max_positions
     )
     if not gc.get_freeze_count():
         search_seldom()  # as in a run
@@ -258,7 +258,7 @@ async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Seque
     ]
     await asyncio.gather(*begun)
     ports = [
-        Remote[Manager](actor, "rollout", f"manager {index}", "?", config.deadlines)
+        RemoteHandle[Manager](actor, "rollout", f"manager {index}", "?", config.deadlines)
         for index, actor in enumerate(actors)
     ]
     source = PromptSource(config.data.prompts, config.data, load_tokenizer(directory), config.seed)

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from mslime.engine_plugin.copy_plan import Buckets, Received
-from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
+from mslime.engine_plugin.copy_plan import ReceivedBucket, SyncBuckets
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, EngineRanks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 
@@ -106,12 +106,12 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
     mine = pairs[rank % lanes]
     raw, syncs = list[float](), list[float]()
 
-    def load(received: Received) -> tuple[bool, str]:
+    def load(received: ReceivedBucket) -> tuple[bool, str]:
         ((name, tensor),) = received
         return float(tensor[1]) == 1 + int(name), "loaded"
 
     # Without recorded copies, whole buckets are passed on.
-    relay = Relay(Buckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
+    relay = Relay(SyncBuckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
     told = EngineRankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else EngineRankGroup()
     for number in range(rounds + 1):
         dist.barrier()
@@ -130,7 +130,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
             order = RelaySync(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
                           tuple((i % lanes,) for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
             names = [str(i) for i in range(BUCKETS)]
-            relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, Ranks(told, told))
+            relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, EngineRanks(told, told))
         dist.barrier()
         syncs.append(time.monotonic() - begin)
     if rank == lanes:

@@ -20,7 +20,7 @@ from mslime.run.stop import Stopped as Stopped
 
 if TYPE_CHECKING:
     from mslime.checks.resolve import ResolvedRun
-    from mslime.run.debug import Scores
+    from mslime.run.debug import EvalScores
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 """A run: a configuration, the path of a YAML file, or a mapping with the content of such a file."""
@@ -98,7 +98,7 @@ def train(source: Source, *, stop: Event | None = None) -> TrainResult:
     return _result(config.run_dir)
 
 
-def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None = None) -> Scores:
+def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None = None) -> EvalScores:
     """Score a model on the held-out sets of `data.eval_sets`, as `mslime eval`: engines only, no trainer.
 
     Args:

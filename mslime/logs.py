@@ -25,7 +25,7 @@ def hide(*secrets: str) -> None:
     _HIDDEN.update(secret for secret in secrets if secret)
 
 
-class Lines(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """`2026-11-22 12:03:04.123+0000 trainer 3 INFO text`, in local time; lines of libraries also name their logger."""
 
     def __init__(self, process: str) -> None:
@@ -51,7 +51,7 @@ def log_process(process: str, level: str) -> None:
         level: lowest level of mslime's own lines (`observe.log_level`); warning for libraries.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines(process))
+    handler.setFormatter(LineFormatter(process))
     logging.getLogger().addHandler(handler)
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
@@ -62,7 +62,7 @@ def log_file(path: Path, process: str, level: str) -> Iterator[None]:
     """Append mslime's lines to a file inside the block; an exception that ends the block is the last of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler, loggers = logging.FileHandler(path, encoding="utf-8"), [logging.getLogger(name) for name in OURS]
-    handler.setFormatter(Lines(process))
+    handler.setFormatter(LineFormatter(process))
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

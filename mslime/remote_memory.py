@@ -46,7 +46,7 @@ class RemoteMemory:
                 raise ValueError(f"{path} names no memory of another process")
 
 
-class End:
+class MemoryEndpoint:
     """An endpoint of Mooncake's transfers in this process: a port through which others read its registered memory.
 
     Args:

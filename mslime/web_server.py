@@ -25,7 +25,7 @@ _LOOK_S = 1.0
 _MOST_FILES = 1 << 20
 
 
-class Listening:
+class ListeningServer:
     """A listening server. Belongs to one event loop; close it there."""
 
     def __init__(self, runner: web.AppRunner, most: int, patience_s: float) -> None:
@@ -86,13 +86,13 @@ class Listening:
             late = [handler for handler, since in self._strangers.items() if since < before]
 
 
-_LISTENING = web.AppKey("listening", Listening)
+_LISTENING = web.AppKey("listening", ListeningServer)
 
 
 async def serve(
     app: web.Application, listening: socket.socket, *, most: int | None = None, patience_s: float = STRANGER_S,
     **runner: Any,
-) -> Listening:  # fmt: skip
+) -> ListeningServer:  # fmt: skip
     """Serve an application on a socket. Handlers call `admitted` once a request carries the key.
 
     Args:
@@ -101,7 +101,7 @@ async def serve(
     """
     files = raise_file_limit()
     set_up = web.AppRunner(app, access_log=None, **runner)
-    served = Listening(set_up, most or max(16, min(MOST_STRANGERS, files // 4)), patience_s)
+    served = ListeningServer(set_up, most or max(16, min(MOST_STRANGERS, files // 4)), patience_s)
     app[_LISTENING] = served
     await set_up.setup()
     await served.start(listening)

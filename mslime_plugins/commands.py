@@ -87,13 +87,13 @@ def _add_doctor(parser: Any) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     from mslime_plugins.doctor.doctor_command import CHECKS, run_doctor
-    from mslime_plugins.doctor.findings import Options
+    from mslime_plugins.doctor.findings import DoctorOptions
 
     if args.list:
         for check in CHECKS:
             print(f"{check.name:15s}{check.about}{' (--full)' if check.full else ''}")
         return 0
-    options = Options(args.directory, args.model, args.full, args.nodes, args.node_rank, args.head)
+    options = DoctorOptions(args.directory, args.model, args.full, args.nodes, args.node_rank, args.head)
     return run_doctor(options, args.only, args.skip, as_json=args.json, strict=args.strict)
 
 
@@ -150,14 +150,14 @@ def _add_samples(parser: Any) -> None:
 def _samples(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime_plugins.report.samples_command import Wanted, show_samples
+    from mslime_plugins.report.samples_command import SampleSelection, show_samples
 
     orders = {order: count for order in ("best", "worst", "longest") if (count := getattr(args, order)) is not None}
     order, count = next(iter(orders.items()), ("", 0))
     if orders and count < 1:
         raise UserError(f"--{order}", count, "must be at least 1", "set how many responses to show")
     kind = "truncated" if args.truncated else "continued" if args.continued else ""
-    wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
+    wanted = SampleSelection(args.step, args.eval is not None, args.eval or "", order, count, kind)
     with reading_run(args.run_dir):
         show_samples(args.run_dir, wanted, Console(), args.json)
     return 0
@@ -183,9 +183,9 @@ def _add_inspect(parser: Any) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime_plugins.report.inspect_command import Inspected, inspect_run
+    from mslime_plugins.report.inspect_command import InspectSelection, inspect_run
 
-    wanted = Inspected(
+    wanted = InspectSelection(
         args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens
     )
     with reading_run(args.run_dir):

@@ -39,7 +39,7 @@ from mslime.algorithms.advantages import (
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.algorithms.token_batch import Reduce
-from mslime.checks.user_functions import check_environment, seams_of, try_reward_functions
+from mslime.checks.user_functions import check_environment, run_functions, try_reward_functions
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
@@ -64,7 +64,7 @@ CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """Result of trying one function.
 
     Attributes:
@@ -353,7 +353,7 @@ def check_sample_hook(function: str, prompt: Prompt) -> list[str]:
 # All functions of a run
 
 
-def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[Tried]:
+def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[TrialResult]:
     """Call every function that the settings name.
 
     Args:
@@ -373,7 +373,7 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
         "hooks.step": check_hook,
         "hooks.sample": lambda f: check_sample_hook(f, prompt),
     }
-    tried = [_tried(seam.setting, seam.function, contracts.get(seam.setting)) for seam in seams_of(config)]
+    tried = [_tried(each.setting, each.function, contracts.get(each.setting)) for each in run_functions(config)]
     rewards = config.reward.graders if config.train.task == "rl" else []
     return tried + [
         _tried(
@@ -395,13 +395,13 @@ def _try_reward(
     return try_reward_functions(alone, "reward", [prompt], tokenizer, size)
 
 
-def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | None) -> Tried:
+def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | None) -> TrialResult:
     if contract is None:
-        return Tried(setting, function, ("not tried here: see docs/extending.md for a test of yours",))
+        return TrialResult(setting, function, ("not tried here: see docs/extending.md for a test of yours",))
     try:
-        return Tried(setting, function, tuple(contract(function)))
+        return TrialResult(setting, function, tuple(contract(function)))
     except Exception as error:  # an arbitrary error must not stop the other functions
-        return Tried(setting, function, (), error)
+        return TrialResult(setting, function, (), error)
 
 
 def _try_rollout(function: str, prompt: Prompt) -> list[str]:
@@ -411,7 +411,7 @@ def _try_rollout(function: str, prompt: Prompt) -> list[str]:
     return [f"one response of {tokens}, by an engine that interrupted it once"]
 
 
-def try_run(config: RunConfig) -> list[Tried]:
+def try_run(config: RunConfig) -> list[TrialResult]:
     """`try_functions` with the first prompt of a run. Raises UserError if there is none."""
     tokenizer = load_tokenizer(config.model.tokenizer)
     if config.train.task == "sft":
@@ -419,7 +419,7 @@ def try_run(config: RunConfig) -> list[Tried]:
     return try_functions(config, open_prompts(config.data, config.seed, tokenizer).next(), tokenizer)
 
 
-def as_table(tried: list[Tried]) -> Table:
+def as_table(tried: list[TrialResult]) -> Table:
     """Results as a table for a terminal."""
     table = Table(title="Functions of yours, called on made-up input", title_justify="left", title_style="bold")
     for head in ("setting", "function", "found"):
@@ -430,7 +430,7 @@ def as_table(tried: list[Tried]) -> Table:
     return table
 
 
-def failed(tried: list[Tried]) -> ConfigError | None:
+def failed(tried: list[TrialResult]) -> ConfigError | None:
     """One error for all functions that broke a rule; None if none did."""
     broken = [one for one in tried if one.error is not None]
     if not broken:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mslime.checks.datasets import check_data, check_supervised_data, glance_at_files
-from mslime.checks.user_functions import check_seams, seams_of
+from mslime.checks.user_functions import check_functions, run_functions
 from mslime.config.base import Task
-from mslime.config.cluster import WHOLE, Parts, check_machines
+from mslime.config.cluster import WHOLE, RunParts, check_machines
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.megatron import check_model
@@ -146,7 +146,7 @@ class ResolvedRun:
         return EXACT_TOLERANCE if exact else ROUNDED_TOLERANCE
 
 
-def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> ResolvedRun:
+def resolve(config: RunConfig, parts: RunParts = WHOLE, *, data: bool = True) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake.
 
     Args:
@@ -159,10 +159,10 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
     return run
 
 
-def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
+def _resolve_one(config: RunConfig, parts: RunParts, data: bool) -> ResolvedRun:
     """Check a run of one model or adapter, without the checks of plug-ins."""
     check_machines(config.cluster, config.claims(parts))
-    check_seams(seams_of(config))
+    check_functions(run_functions(config))
     _check_paths(config.run_dir, config.checkpoint.load, config.model)
     if data:
         read_hf_config(config.model.path)  # checked first, because a run needs it first
@@ -209,7 +209,7 @@ def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
     return ResolvedRun(config, hf_config, family, model, tuple(notes))
 
 
-def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
+def _resolve_adapters(config: RunConfig, parts: RunParts) -> ResolvedRun:
     """Check the run of each of several adapters."""
     found: dict[str, ResolvedRun] = {}
     for name, own in config.adapter_runs.items():

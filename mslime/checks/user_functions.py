@@ -268,7 +268,7 @@ def _shown(observation: Observation) -> str:
 
 
 @dataclass(frozen=True)
-class Seam:
+class UserFunction:
     """A user's function that the run will call.
 
     Attributes:
@@ -284,52 +284,54 @@ class Seam:
     options: Mapping[str, Any] | None = None
 
 
-def seams_of(config: RunConfig) -> list[Seam]:
+def run_functions(config: RunConfig) -> list[UserFunction]:
     """The functions that a run's settings name, in the order of their calls in a step."""
-    hook = _seam("hooks.step", config.hooks.step, "record")
+    hook = _user_function("hooks.step", config.hooks.step, "record")
     if config.train.task == "sft":
         return hook
-    of_rollouts = rollout_seams(config.data, config.rollout, config.hooks, config.algorithm)
-    return [*of_rollouts, *trainer_seams(config.algorithm, config.weights), *hook]
+    of_rollouts = rollout_functions(config.data, config.rollout, config.hooks, config.algorithm)
+    return [*of_rollouts, *trainer_functions(config.algorithm, config.weights), *hook]
 
 
-def rollout_seams(
+def rollout_functions(
     data: DataConfig, rollout: RolloutConfig, hooks: HooksConfig, algorithm: AlgorithmConfig
-) -> list[Seam]:
+) -> list[UserFunction]:
     """Functions that the rollout service calls."""
     return [
-        *_seam("data.source", data.source, "data", "seed"),
-        *_seam("rollout.function", rollout.function, "task", "engine"),
-        *_seam(SETTING, rollout.environment, options=rollout.environment_options),
-        *_seam("rollout.dynamic_filter", rollout.dynamic_filter, "group"),
-        *_seam("hooks.sample", hooks.sample, "sample"),
-        *_seam("algorithm.advantage", algorithm.advantage, "rewards"),
+        *_user_function("data.source", data.source, "data", "seed"),
+        *_user_function("rollout.function", rollout.function, "task", "engine"),
+        *_user_function(SETTING, rollout.environment, options=rollout.environment_options),
+        *_user_function("rollout.dynamic_filter", rollout.dynamic_filter, "group"),
+        *_user_function("hooks.sample", hooks.sample, "sample"),
+        *_user_function("algorithm.advantage", algorithm.advantage, "rewards"),
     ]
 
 
-def trainer_seams(algorithm: AlgorithmConfig, weights: WeightsConfig) -> list[Seam]:
+def trainer_functions(algorithm: AlgorithmConfig, weights: WeightsConfig) -> list[UserFunction]:
     """Functions that trainer ranks call in reinforcement learning."""
     return [
-        *_seam("algorithm.loss", algorithm.loss, "batch", "algorithm"),
-        *_seam("algorithm.correction.function", algorithm.correction.function, "log_ratio", "batch"),
-        *_seam("weights.transport", weights.transport, "link"),
+        *_user_function("algorithm.loss", algorithm.loss, "batch", "algorithm"),
+        *_user_function("algorithm.correction.function", algorithm.correction.function, "log_ratio", "batch"),
+        *_user_function("weights.transport", weights.transport, "link"),
     ]
 
 
-def _seam(setting: str, named: str | None, *parameters: str, options: Mapping[str, Any] | None = None) -> list[Seam]:
+def _user_function(
+    setting: str, named: str | None, *parameters: str, options: Mapping[str, Any] | None = None
+) -> list[UserFunction]:
     """The function that a setting names; none if it names one of mslime's choices, or nothing."""
-    return [] if named is None or not is_function(named) else [Seam(setting, named, parameters, options)]
+    return [] if named is None or not is_function(named) else [UserFunction(setting, named, parameters, options)]
 
 
-def check_seams(seams: Iterable[Seam]) -> None:
+def check_functions(functions: Iterable[UserFunction]) -> None:
     """Import every function, and check that it accepts its arguments.
 
     Raises:
         ConfigError: the first function that cannot be imported or called with them.
     """
-    for seam in seams:
-        if seam.options is not None:
-            load_environment(seam.function, seam.options)
+    for each in functions:
+        if each.options is not None:
+            load_environment(each.function, each.options)
         else:
-            function = load_function(seam.function, seam.setting)
-            check_parameters(function, seam.function, seam.setting, *seam.parameters)
+            function = load_function(each.function, each.setting)
+            check_parameters(function, each.function, each.setting, *each.parameters)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import KLType, Known, Rule, Section, check_choice, is_function, refuse_first
+from mslime.config.base import KLType, KnownValues, Rule, Section, check_choice, is_function, refuse_first
 from mslime.config.errors import ConfigError
 from mslime.config.train import TrainConfig
 
@@ -380,7 +380,7 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(AdvantageConfig):
     """Advantage, loss and off-policy correction."""
 
-    loss: Annotated[str, Known(tuple(POLICY_LOSSES))] = Field(
+    loss: Annotated[str, KnownValues(tuple(POLICY_LOSSES))] = Field(
         default="ppo",
         description="The policy loss; each is one formula in docs/algorithms.md. Or "
         "`module:function`(TokenBatch, algorithm) -> TokenLoss (docs/extending.md).",

@@ -31,7 +31,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownValues:
     """Known values of a text setting beside `module:function`: the only list of them, for messages, docs, editors.
 
     Attributes:

@@ -184,7 +184,7 @@ def engine_nccl(extra: dict[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Claim:
+class PlacementClaim:
     """Processes of one kind that a run places, and the GPUs that each of them needs on its machine."""
 
     what: str
@@ -192,28 +192,28 @@ class Claim:
     gpus: int
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """Parts of a run to start; without one of them the run serves to inspect the other."""
 
     trainers: bool = True
     engines: bool = True
 
 
-WHOLE = Parts()
+WHOLE = RunParts()
 
 
-def count_gpus(wanted: Sequence[Claim]) -> int:
+def count_gpus(wanted: Sequence[PlacementClaim]) -> int:
     """GPUs of all claims."""
     return sum(claim.count * claim.gpus for claim in wanted)
 
 
-def describe_gpus(wanted: Sequence[Claim]) -> str:
+def describe_gpus(wanted: Sequence[PlacementClaim]) -> str:
     """`24 GPUs (16 trainer, 8 engines)`."""
     parts = ", ".join(f"{claim.count * claim.gpus} {claim.what}" for claim in wanted)
     return f"{count_gpus(wanted)} GPUs ({parts})"
 
 
-def check_machines(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
+def check_machines(cluster: ClusterConfig, wanted: Sequence[PlacementClaim]) -> None:
     """Reject a run without a Ray cluster whose GPUs do not fit one machine. Raises ConfigError."""
     if cluster.device != "cuda" or cluster.ray_address is not None or count_gpus(wanted) <= cluster.gpus_per_node:
         return
@@ -231,7 +231,7 @@ def check_machines(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
 
 
 @dataclass(frozen=True)
-class Nominal:
+class GpuSpec:
     """Specification of one GPU.
 
     Attributes:
@@ -250,26 +250,26 @@ class Nominal:
 
 
 GPUS = {
-    "NVIDIA B300": Nominal(2250, 8000, 900, 18, 288),
-    "NVIDIA B200": Nominal(2250, 8000, 900, 18, 180),
-    "NVIDIA GH200": Nominal(989.4, 4000, 450, 18, 96),
-    "NVIDIA H200 NVL": Nominal(835.5, 4800, 450, 18, 141),
-    "NVIDIA H200": Nominal(989.4, 4800, 450, 18, 141),
-    "NVIDIA H100 NVL": Nominal(835.5, 3938, 300, 12, 94),
-    "NVIDIA H100 PCIe": Nominal(756.5, 2039, 300, 12, 80),
-    "NVIDIA H100": Nominal(989.4, 3352, 450, 18, 80),
-    "NVIDIA H800": Nominal(989.4, 3352, 200, 8, 80),
-    "NVIDIA H20": Nominal(148, 4000, 450, 18, 96),
-    "NVIDIA A100-SXM4-80GB": Nominal(312, 2039, 300, 12, 80),
-    "NVIDIA A100-SXM4-40GB": Nominal(312, 1555, 300, 12, 40),
-    "NVIDIA A100 80GB PCIe": Nominal(312, 1935, 300, 12, 80),
-    "NVIDIA A100-PCIE-40GB": Nominal(312, 1555, 300, 12, 40),
-    "NVIDIA L40S": Nominal(362, 864, 0, 0, 48),
+    "NVIDIA B300": GpuSpec(2250, 8000, 900, 18, 288),
+    "NVIDIA B200": GpuSpec(2250, 8000, 900, 18, 180),
+    "NVIDIA GH200": GpuSpec(989.4, 4000, 450, 18, 96),
+    "NVIDIA H200 NVL": GpuSpec(835.5, 4800, 450, 18, 141),
+    "NVIDIA H200": GpuSpec(989.4, 4800, 450, 18, 141),
+    "NVIDIA H100 NVL": GpuSpec(835.5, 3938, 300, 12, 94),
+    "NVIDIA H100 PCIe": GpuSpec(756.5, 2039, 300, 12, 80),
+    "NVIDIA H100": GpuSpec(989.4, 3352, 450, 18, 80),
+    "NVIDIA H800": GpuSpec(989.4, 3352, 200, 8, 80),
+    "NVIDIA H20": GpuSpec(148, 4000, 450, 18, 96),
+    "NVIDIA A100-SXM4-80GB": GpuSpec(312, 2039, 300, 12, 80),
+    "NVIDIA A100-SXM4-40GB": GpuSpec(312, 1555, 300, 12, 40),
+    "NVIDIA A100 80GB PCIe": GpuSpec(312, 1935, 300, 12, 80),
+    "NVIDIA A100-PCIE-40GB": GpuSpec(312, 1555, 300, 12, 40),
+    "NVIDIA L40S": GpuSpec(362, 864, 0, 0, 48),
 }
 """By prefix of the driver's name for the GPU; the longest match counts."""
 
 
-def nominal(name: str) -> Nominal | None:
+def nominal(name: str) -> GpuSpec | None:
     """Specification of the GPU with the driver's `name`; None: not in the table."""
     fitting = [known for known in GPUS if name.startswith(known) and not name[len(known) : len(known) + 1].isdigit()]
     return GPUS[max(fitting, key=len)] if fitting else None

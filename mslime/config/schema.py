@@ -25,7 +25,7 @@ from pydantic import (
 
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig, check_algorithm, check_critic
 from mslime.config.base import Seconds, Section, Task, check_choice
-from mslime.config.cluster import WHOLE, Claim, ClusterConfig, Parts, check_cluster
+from mslime.config.cluster import WHOLE, ClusterConfig, PlacementClaim, RunParts, check_cluster
 from mslime.config.data import DataConfig, check_data
 from mslime.config.engines import SGLangConfig, TeacherConfig, check_sglang, check_teacher
 from mslime.config.errors import ConfigError, UserError
@@ -310,7 +310,7 @@ class RunConfig(Section):
         )
         return (cluster.offload_directory or self.run_dir).absolute() if kept_in == "disk" else None
 
-    def claims(self, parts: Parts = WHOLE) -> list[Claim]:
+    def claims(self, parts: RunParts = WHOLE) -> list[PlacementClaim]:
         """Claims of the run: trainer ranks, and a critic, engines and teachers that mslime launches."""
         generates = self.train.task == "rl" and parts.engines
         launched = self.sglang.num_engines if generates and not self.sglang.urls else 0
@@ -318,10 +318,10 @@ class RunConfig(Section):
         launched, trainer = (0, "trainer and engines") if shared else (launched, "trainer")
         teachers = self.teacher.launched if generates and not (shared and self.teacher_shares) else 0
         wanted = [
-            Claim(trainer, self.layout.world_size if parts.trainers else 0, 1),
-            Claim("critic", self.critic_ranks if parts.trainers else 0, 1),
-            Claim("engines", launched * self.sglang.parts, self.sglang.gpus_a_machine),
-            Claim("teachers", teachers * self.teacher.nnodes, self.teacher.gpus_a_machine),
+            PlacementClaim(trainer, self.layout.world_size if parts.trainers else 0, 1),
+            PlacementClaim("critic", self.critic_ranks if parts.trainers else 0, 1),
+            PlacementClaim("engines", launched * self.sglang.parts, self.sglang.gpus_a_machine),
+            PlacementClaim("teachers", teachers * self.teacher.nnodes, self.teacher.gpus_a_machine),
         ]
         return [claim for claim in wanted if claim.count]
 

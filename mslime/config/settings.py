@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from mslime.config.base import EngineSection, Known, alternatives
+from mslime.config.base import EngineSection, KnownValues, alternatives
 from mslime.config.schema import RunConfig
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null"}
@@ -132,7 +132,7 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
 def _expected(field: FieldInfo) -> str:
     """Accepted values of a setting in words, with their bounds."""
     text = _in_words(field.annotation)
-    known = [name for rule in field.metadata if isinstance(rule, Known) for name in rule.names]
+    known = [name for rule in field.metadata if isinstance(rule, KnownValues) for name in rule.names]
     text = f"{', '.join(known)} or {text}" if known else text
     bounds = [
         f"{sign} {_number(getattr(rule, name))}"

@@ -32,7 +32,7 @@ machine, or a directory that all machines share.
 
 
 @dataclass(frozen=True)
-class Traits:
+class TransportTraits:
     """Properties of one transport. The defaults are those of a user's own.
 
     Attributes:
@@ -71,29 +71,29 @@ class Traits:
     way: Way | None = None
 
 
-BUILT_IN: Mapping[str, Traits] = {
-    "broadcast": Traits(
+BUILT_IN: Mapping[str, TransportTraits] = {
+    "broadcast": TransportTraits(
         "mslime.weights.broadcast:BroadcastTransport", "to all engine GPUs, bucket by bucket",
         joins_engines=True, way="network",
     ),
-    "relay": Traits(
+    "relay": TransportTraits(
         "mslime.weights.relay:RelayTransport",
         "to one GPU of each engine, which passes buckets on",
         needs_plugin=True, joins_engines=True, passes_on=True,
     ),
-    "shm": Traits(
+    "shm": TransportTraits(
         "mslime.weights.memory:MemoryTransport", "shared memory of a host",
         needs_plugin=True, one_host=True, host_buckets=1, way="host",
     ),
-    "handles": Traits(
+    "handles": TransportTraits(
         "mslime.weights.memory:device_memory", "GPU memory, by CUDA's handles",
         needs_plugin=True, one_host=True, gpu_bucket=True, way="gpus",
     ),
-    "disk": Traits(
+    "disk": TransportTraits(
         "mslime.weights.files:DiskTransport", "files in weights.directory",
         needs_plugin=True, uses_directory=True, way="directory",
     ),
-    "delta": Traits(
+    "delta": TransportTraits(
         "mslime.weights.delta:DeltaTransport",
         "changed elements only (weights.delta_over)",
         settings=("delta_over",), needs_plugin=True, sends_changes=True, pinned_copies=1,
@@ -107,7 +107,7 @@ def transport_names() -> tuple[str, ...]:
     return (AUTO, *BUILT_IN, *found("mslime.transports"))
 
 
-def transports() -> dict[str, Traits]:
+def transports() -> dict[str, TransportTraits]:
     """All transports by name, except those of packages that cannot be imported, which matter only to runs that use
     them.
     """
@@ -118,7 +118,7 @@ def transports() -> dict[str, Traits]:
     return known
 
 
-def traits_of(transport: str) -> Traits:
+def traits_of(transport: str) -> TransportTraits:
     """Traits of a transport; defaults for a user's own (`module:function`) and for `auto`.
 
     Raises:
@@ -127,7 +127,7 @@ def traits_of(transport: str) -> Traits:
     if transport in BUILT_IN:
         return BUILT_IN[transport]
     known = transport in found("mslime.transports")
-    return load("mslime.transports", transport, "weights.transport") if known else Traits()
+    return load("mslime.transports", transport, "weights.transport") if known else TransportTraits()
 
 
 def owner_of(setting: str) -> str:

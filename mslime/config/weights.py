@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mslime.config.base import Rule, Section, Task, Verify, check_choice, refuse_first
-from mslime.config.cluster import Claim, ClusterConfig, count_gpus, describe_gpus
+from mslime.config.cluster import ClusterConfig, PlacementClaim, count_gpus, describe_gpus
 from mslime.config.engines import SGLangConfig
 from mslime.config.transports import AUTO, BUILT_IN, DeltaOver, MooncakeOver, traits_of, transport_names
 
@@ -94,7 +94,7 @@ def check_weights(
     weights: WeightsConfig,
     engine: SGLangConfig,
     cluster: ClusterConfig,
-    wanted: Sequence[Claim],
+    wanted: Sequence[PlacementClaim],
     *,
     task: Task,
     ranks: int,

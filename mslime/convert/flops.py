@@ -12,7 +12,7 @@ from mslime.convert.table import RuleTable
 
 
 @dataclass(frozen=True)
-class Widths:
+class ModelSizes:
     """Sizes of one model, read from megatron-core's TransformerConfig fields (`Family.transformer_fields`).
 
     Every number of features is the whole model's; tensor parallelism divides it where it is used.
@@ -45,7 +45,7 @@ class Widths:
         return self.key_value_rank > 0
 
 
-def read_widths(fields: Mapping[str, object], moe_layers: tuple[int, ...]) -> Widths:
+def read_widths(fields: Mapping[str, object], moe_layers: tuple[int, ...]) -> ModelSizes:
     """The sizes in a family's TransformerConfig fields.
 
     Args:
@@ -59,7 +59,7 @@ def read_widths(fields: Mapping[str, object], moe_layers: tuple[int, ...]) -> Wi
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     latent = bool(fields.get("multi_latent_attention"))
     head_dim = size("qk_head_dim") if latent else size("kv_channels", hidden // heads)
-    return Widths(
+    return ModelSizes(
         hidden=hidden,
         heads=heads,
         groups=size("num_query_groups", heads),

@@ -22,7 +22,7 @@ from mslime.config.errors import CheckpointError, reading
 from mslime.config.model_facts import language_model, plain_dtype
 from mslime.convert.quantised import (
     Box,
-    Joined,
+    JoinedWeight,
     check_quantisation,
     refuse_plain_fp8,
     without_quantisation,
@@ -86,7 +86,7 @@ class LazyJoined:
 
     checkpoint: HFCheckpoint
     name: str
-    joined: Joined
+    joined: JoinedWeight
 
     @property
     def shape(self) -> Shape:
@@ -131,7 +131,7 @@ class HFCheckpoint:
                 "point model.path at a Hugging Face checkpoint with safetensors weights",
             )  # fmt: skip
         self.quantisation: str | None = None
-        self.joined: dict[str, Joined] = {}
+        self.joined: dict[str, JoinedWeight] = {}
         if (quantisation := check_quantisation(_config(directory))) is not None:
             stored = {name: (info.dtype, info.shape) for name, info in self.stored.items()}
             self.quantisation, self.joined = quantisation.method, quantisation.join(stored, str(directory))

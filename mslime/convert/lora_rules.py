@@ -48,7 +48,7 @@ LINEAR = (
 
 
 @dataclass(frozen=True)
-class Together(Kind):
+class StackedTensors(Kind):
     """Stacked tensors of one shape, the same on every rank."""
 
     shape: Shape
@@ -71,7 +71,7 @@ class Together(Kind):
 
 
 @dataclass(frozen=True)
-class SomeParts(RowRuns):
+class PartRows(RowRuns):
     """Rows of a fused weight that come from some of its parts, in the weight's order."""
 
     whole: RowRuns
@@ -378,8 +378,8 @@ def _factor_kinds(kind: Kind, parts: tuple[int, ...], rank: int) -> tuple[Kind, 
         return Sharded((rank, features), 1), Replicated((out, rank))
     assert isinstance(kind, FusedQKV | GatedMLP) and kind.hidden is not None, kind
     narrow = replace(kind, hidden=rank)
-    a = Together((rank, kind.hidden), len(parts))
-    return a, narrow if len(parts) == len(kind.hf_shapes) else SomeParts(narrow, parts)
+    a = StackedTensors((rank, kind.hidden), len(parts))
+    return a, narrow if len(parts) == len(kind.hf_shapes) else PartRows(narrow, parts)
 
 
 # Adapters that SGLang 0.5.23 serves beside a model's weights (`lora.sync: adapter`).

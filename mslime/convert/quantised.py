@@ -143,7 +143,7 @@ class Mxfp4(Scheme):
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedWeight:
     """A weight that is stored in several tensors.
 
     Attributes:
@@ -169,7 +169,7 @@ class Quantisation:
     method: str
     schemes: tuple[Scheme, ...]
 
-    def join(self, stored: Mapping[str, tuple[str, Shape]], where: str) -> dict[str, Joined]:
+    def join(self, stored: Mapping[str, tuple[str, Shape]], where: str) -> dict[str, JoinedWeight]:
         """Quantised weights by name.
 
         Args:
@@ -179,7 +179,7 @@ class Quantisation:
         Raises:
             CheckpointError: a quantised weight lacks its scale, or their shapes do not match.
         """
-        found: dict[str, Joined] = {}
+        found: dict[str, JoinedWeight] = {}
         for name, (dtype, _) in stored.items():
             marked = (s for s in self.schemes if name.endswith(s.suffixes[0]))
             scheme = next((s for s in marked if not isinstance(s, Fp8) or dtype == _FP8), None)
@@ -200,7 +200,7 @@ class Quantisation:
                     f"it does not fit {name} {stored[name]} under {self.method}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
-            found[scheme.weight_name(base)] = Joined(scheme, names, shape)
+            found[scheme.weight_name(base)] = JoinedWeight(scheme, names, shape)
         return found
 
 

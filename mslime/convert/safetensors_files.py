@@ -50,7 +50,7 @@ class ByteRange:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A finished file.
 
     Attributes:
@@ -151,7 +151,7 @@ class OutputFile:
         self.spans[name] = span
         return span
 
-    def complete(self) -> Written:
+    def complete(self) -> WrittenFile:
         """Sync the finished file to the disk and rename it to its final name. Raises like `write`."""
         self._submit_gathered()
         while self._writing:
@@ -161,7 +161,7 @@ class OutputFile:
             self._temporary.rename(self._path)
         except OSError as error:
             raise self._failed(error) from error
-        return Written(self._path.name, self.at, self.spans, self.records)
+        return WrittenFile(self._path.name, self.at, self.spans, self.records)
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -190,7 +190,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)  # pyright: ignore[reportArgumentType]  numpy arrays are buffers
 
 
-def verify(directory: Path, written: Written, advance: Advance) -> None:
+def verify(directory: Path, written: WrittenFile, advance: Advance) -> None:
     """Read a finished file from the disk again and compare every tensor's checksum.
 
     Raises:
@@ -290,7 +290,9 @@ def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance) -> Written:
+def write_safetensors(
+    path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance
+) -> WrittenFile:
     """Write one shard: the header, which needs no tensor, then the tensors one at a time.
 
     Args:

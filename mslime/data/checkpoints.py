@@ -415,7 +415,7 @@ def complete(
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCheckpoint:
     """Checkpoint from which a run continues.
 
     Attributes:
@@ -427,7 +427,7 @@ class Chosen:
     passed_over: tuple[tuple[Path, CheckpointError], ...] = field(default=())
 
 
-def choose(root: Path, resume: Resume) -> Chosen:
+def choose(root: Path, resume: Resume) -> ChosenCheckpoint:
     """Choose the checkpoint under `root` to continue from, by `checkpoint.resume`.
 
     `auto` takes the newest, whose manifest and sizes must be right. Ranks compare its checksums in parallel when they
@@ -440,13 +440,13 @@ def choose(root: Path, resume: Resume) -> Chosen:
     """
     found = steps(root)
     if not found:
-        return Chosen(None)
+        return ChosenCheckpoint(None)
     if resume == "never":
         raise ConfigError(
             "checkpoint.resume", "never", f"{found[-1]} would be overwritten by a run that starts again",
             "give the run another name, or move the directory away",
         )  # fmt: skip
-    return Chosen(newest(root)) if resume == "auto" else _undamaged(found)
+    return ChosenCheckpoint(newest(root)) if resume == "auto" else _undamaged(found)
 
 
 def newest(root: Path) -> Path | None:
@@ -473,7 +473,7 @@ def _manifests(directory: Path) -> dict[Path, Manifest]:
     return found
 
 
-def _undamaged(found: Sequence[Path]) -> Chosen:
+def _undamaged(found: Sequence[Path]) -> ChosenCheckpoint:
     """Newest undamaged checkpoint; damaged newer ones are renamed, which hides them from later starts."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for directory in reversed(found):
@@ -482,7 +482,7 @@ def _undamaged(found: Sequence[Path]) -> Chosen:
         except CheckpointError as error:
             damaged.append((directory, error))
             continue
-        return Chosen(directory, tuple((_set_aside(path), error) for path, error in damaged))
+        return ChosenCheckpoint(directory, tuple((_set_aside(path), error) for path, error in damaged))
     raise CheckpointError(
         str(found[0].parent), [path.name for path, _ in damaged], f"all checkpoints are damaged; {damaged[0][1]}",
         "restore one, or give the run another name to start again",

@@ -27,7 +27,7 @@ _OTHERWISE = (
 
 
 @dataclass(frozen=True)
-class Supervised:
+class SupervisedSequence:
     """A sequence with its trained parts.
 
     Attributes:
@@ -51,7 +51,7 @@ class Supervised:
         """Number of trained tokens."""
         return sum(end - start for start, end in self.spans)
 
-    def cut(self, limit: int) -> Supervised:
+    def cut(self, limit: int) -> SupervisedSequence:
         """The same with the first `limit` tokens; the text stays whole."""
         spans = tuple((start, min(end, limit)) for start, end in self.spans if start < limit)
         return replace(self, tokens=self.tokens[:limit], spans=spans)
@@ -69,7 +69,7 @@ def supervised_turns(
     tokenizer: Tokenizer,
     where: str,
     loss_on: SftLossOn,
-) -> list[Supervised]:
+) -> list[SupervisedSequence]:
     """Sequences of a conversation: one, or one for each assistant turn.
 
     Args:
@@ -116,7 +116,7 @@ def _sequence(
     options: Mapping[str, Any],
     tokenizer: Tokenizer,
     where: str,
-) -> Supervised:
+) -> SupervisedSequence:
     """Render the conversation once, with the turns `wanted` as trained spans."""
     whole = {**options, "add_generation_prompt": False}
     text, marks = tokenizer.render(messages, whole), tokenizer.marks(messages, whole)
@@ -141,7 +141,7 @@ def _sequence(
                     "token, so the model would not learn to stop", "give a template that ends turns with a special "
                     "token, or one with {% generation %} marks",
                 )  # fmt: skip
-    return Supervised(text, tuple(characters), tokens, spans)
+    return SupervisedSequence(text, tuple(characters), tokens, spans)
 
 
 def _turn(

@@ -32,7 +32,7 @@ wrong router also changes the log-probs.
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeScores:
     """Scores of a text of `given` tokens and of the tokens that an engine added, T in all.
 
     Attributes:
@@ -69,7 +69,7 @@ class ProbeDifferences:
     routes: float = 1.0
 
     @classmethod
-    def between(cls, one: Probed, other: Probed) -> ProbeDifferences:
+    def between(cls, one: ProbeScores, other: ProbeScores) -> ProbeDifferences:
         """Compare two scores. Raises AssertionError if tokens, layers or top-k differ."""
         assert np.array_equal(one.tokens, other.tokens), "of other tokens"
         apart = np.abs(one.log_probs.astype(np.float64) - other.log_probs)
@@ -149,7 +149,7 @@ def shard_of(sequences: Sequence[NDArray[np.int32]], routes: Routes | None = Non
     )
 
 
-def routes_of(probes: Sequence[Probed], layer_ids: Sequence[int], num_experts: int) -> Routes:
+def routes_of(probes: Sequence[ProbeScores], layer_ids: Sequence[int], num_experts: int) -> Routes:
     """Routes of scored texts, laid end to end; tokens without routes are left to the routers."""
     rows, masks = list[NDArray[np.integer]](), list[NDArray[np.bool_]]()
     for each in probes:

@@ -43,7 +43,7 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(frozen=True)
-class Logged:
+class LogBatch:
     """Responses that go to one file together.
 
     Attributes:
@@ -90,7 +90,7 @@ class SampleLog:
         self._logged: set[str] = set()
         self._notes: list[str] = []
 
-    def write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
+    def write(self, path: Path, step: int, parts: Sequence[LogBatch]) -> None:
         """Write the responses of a step in place of an earlier file of that name; returns immediately."""
         if self._keep == "none":
             return
@@ -160,7 +160,7 @@ class SampleLog:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
 
-    def _lines(self, step: int, parts: Sequence[Logged]) -> Iterator[bytes]:
+    def _lines(self, step: int, parts: Sequence[LogBatch]) -> Iterator[bytes]:
         left = BYTES_A_FILE
         every = [(part, part.entries()) for part in parts]
         chosen = [choose([entry.sample for entry in entries], step) for _, entries in every]
@@ -175,7 +175,7 @@ class SampleLog:
                 if index not in kinds:
                     yield self._line(step, part, entries[index], [])
 
-    def _line(self, step: int, part: Logged, entry: LoggedSample, kinds: Sequence[str]) -> bytes:
+    def _line(self, step: int, part: LogBatch, entry: LoggedSample, kinds: Sequence[str]) -> bytes:
         row_fields = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
         routes = routes_row(entry.sample, self._route_layers) if kinds else None
         row = {"step": step, "kinds": kinds, **row_fields, **({"routes": routes} if routes else {})}
@@ -239,7 +239,7 @@ def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
 
 
 def sample_row(
-    part: Logged, entry: LoggedSample, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
+    part: LogBatch, entry: LoggedSample, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
 ) -> dict[str, Any]:
     """Content of a sample's line; positions count from the first token of the response.
 

@@ -34,7 +34,7 @@ _SLICE = re.compile(r"^(?P<path>.*)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-
 
 
 @dataclass(frozen=True)
-class Row:
+class RowContent:
     """Content of a row.
 
     Attributes:
@@ -96,7 +96,7 @@ def keys_of_rows(config: DataConfig) -> list[str]:
     return [key for key in (*mine, config.tools_key, config.metadata_key) if key is not None]
 
 
-def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
+def tokenised(row: RowContent, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
     """The prompt of a row. Raises DataError if it cannot be rendered or tokenised."""
     with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
         messages = list(as_messages(row.prompt)) if config.apply_chat_template else None
@@ -119,7 +119,7 @@ def _is_opened(text: str, tokenizer: Tokenizer) -> bool:
     return bool(opening) and tokenizer.encode(text[:_OPENING], special_tokens=False)[: len(opening)] == opening
 
 
-def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
+def fitting(row: RowContent, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
     """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
     limit = config.max_prompt_tokens or math.inf
     texts = [row.prompt] if isinstance(row.prompt, str) else [str(message.get("content")) for message in row.prompt]
@@ -129,7 +129,7 @@ def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None
     return prompt if len(prompt.tokens) <= limit else None
 
 
-def checked_row(row: Row, config: DataConfig) -> Row:
+def checked_row(row: RowContent, config: DataConfig) -> RowContent:
     """Row with valid prompt (text or messages, as configured), and with label and metadata that can be saved; contents
     of messages as text. Raises DataError.
     """
@@ -192,7 +192,7 @@ class PromptSource:
         """Row `index` of the files in the order given, tokenised."""
         return self.tokenised(self.row(index))
 
-    def tokenised(self, row: Row) -> Prompt:
+    def tokenised(self, row: RowContent) -> Prompt:
         """The prompt of a row. Raises DataError if it cannot be rendered or tokenised."""
         return tokenised(row, self._config, self._tokenizer)
 
@@ -215,7 +215,7 @@ class PromptSource:
         self.cursor += 1
         return int(self._order[self.cursor - 1])
 
-    def fitting(self, row: Row) -> Prompt | None:
+    def fitting(self, row: RowContent) -> Prompt | None:
         """A row tokenised, or None if its prompt has more than `data.max_prompt_tokens` tokens."""
         return fitting(row, self._config, self._tokenizer)
 
@@ -263,7 +263,7 @@ class PromptSource:
             return np.arange(len(self), dtype=np.int64)
         return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> RowContent:
         """Row `index`, not tokenised. Raises DataError if a part of it is invalid."""
         file_index, row_index = (int(i) for i in self._rows[index])
         file, config = self._files[file_index], self._config
@@ -277,7 +277,7 @@ class PromptSource:
         if config.label_key is not None and config.messages_key is None:
             label = field_of(row, config.label_key, where)
         tools = None if config.tools_key is None else tools_of(field_of(row, config.tools_key, where), where)
-        return checked_row(Row(prompt, label, metadata, where, tools), config)
+        return checked_row(RowContent(prompt, label, metadata, where, tools), config)
 
 
 def _kind_rule(config: DataConfig) -> str:
@@ -410,7 +410,7 @@ class UserSource:
             self._source.load_state_dict(state["own"])
         self.drawn, self.skipped = state["drawn"], state["skipped"]
 
-    def _row(self) -> Row:
+    def _row(self) -> RowContent:
         where = f"{self._spec}:{self.drawn}"
         with calling(self._spec, SETTING, f"item {self.drawn}"):
             if self._items is None:
@@ -423,7 +423,7 @@ class UserSource:
         return checked_row(_row_of(item, where), self._config)
 
 
-def _row_of(item: object, where: str) -> Row:
+def _row_of(item: object, where: str) -> RowContent:
     if not isinstance(item, Mapping):
         raise DataError(where, item, "an item of data.source must be a mapping with the key 'prompt'",
                         "yield for example {'prompt': '1+1=', 'label': '2'}")  # fmt: skip
@@ -434,4 +434,4 @@ def _row_of(item: object, where: str) -> Row:
             where, unknown or sorted(given), f"an item of data.source has the keys {', '.join(KEYS)} "
             + nearest((unknown or ["prompt"])[0], KEYS), "put anything else into metadata",
         )  # fmt: skip
-    return Row(given["prompt"], given.get("label"), given.get("metadata") or {}, where)
+    return RowContent(given["prompt"], given.get("label"), given.get("metadata") or {}, where)

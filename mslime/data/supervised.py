@@ -14,17 +14,17 @@ import numpy as np
 from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
 from mslime.config.train import TrainConfig
-from mslime.data.conversation import Supervised, supervised_turns
+from mslime.data.conversation import SupervisedSequence, supervised_turns
 from mslime.data.sample import Sample, SampleStatus
-from mslime.data.source import Prompt, PromptSource, Row
+from mslime.data.source import Prompt, PromptSource, RowContent
 from mslime.data.tokenizer import Tokenizer, encode_after
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedRow:
     """Trained part of a row: its sequences, and how many were skipped or cut as too long."""
 
-    sequences: Sequence[Supervised]
+    sequences: Sequence[SupervisedSequence]
     skipped: int = 0
     cut: int = 0
 
@@ -81,12 +81,12 @@ class SupervisedSource:
         raise DataError("train.sft_too_long", self._train.sft_too_long, f"every one of the {len(self)} rows is "
                         "too long", "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
 
-    def fitted(self, row: Row) -> Fitted:
+    def fitted(self, row: RowContent) -> FittedRow:
         """Trained part of a row. Raises DataError if it has none or is too long."""
         sequences = self._sequences(row)
         long = [len(one.tokens) for one in sequences if len(one.tokens) > self.limit]
         if not sequences or not long:
-            return Fitted(sequences, skipped=int(not sequences))
+            return FittedRow(sequences, skipped=int(not sequences))
         what = self._train.sft_too_long
         if what == "refuse":
             raise DataError(row.where, f"{max(long)} tokens", f"the model takes {self.limit} tokens at most, prompt "
@@ -94,9 +94,9 @@ class SupervisedSource:
                             "rollout.max_total_tokens, or leave the row out")  # fmt: skip
         kept = [one.cut(self.limit) for one in sequences if what == "cut" or len(one.tokens) <= self.limit]
         trained = [one for one in kept if one.spans]
-        return Fitted(trained, skipped=len(sequences) - len(trained), cut=len(trained) + len(long) - len(sequences))
+        return FittedRow(trained, skipped=len(sequences) - len(trained), cut=len(trained) + len(long) - len(sequences))
 
-    def _sequences(self, row: Row) -> list[Supervised]:
+    def _sequences(self, row: RowContent) -> list[SupervisedSequence]:
         """Sequences of a row, whatever their length; none if `data.max_prompt_tokens` skips it."""
         data = self._data
         if data.messages_key is None:
@@ -140,13 +140,13 @@ def refuse_unlabelled(label: Any, where: str, tokenizer: Tokenizer) -> None:
                         "set eos_token in tokenizer_config.json")  # fmt: skip
 
 
-def labelled(prompt: Prompt, tokenizer: Tokenizer) -> Supervised:
+def labelled(prompt: Prompt, tokenizer: Tokenizer) -> SupervisedSequence:
     """A prompt with its label as the response and EOS at the end, both trained. Raises DataError."""
     refuse_unlabelled(prompt.label, prompt.where, tokenizer)
     assert tokenizer.eos_token_id is not None
     text = prompt.text + prompt.label
     tokens = [*prompt.tokens, *_continued(prompt, text, tokenizer), tokenizer.eos_token_id]
-    return Supervised(text, ((len(prompt.text), len(text)),), tokens, ((len(prompt.tokens), len(tokens)),))
+    return SupervisedSequence(text, ((len(prompt.text), len(text)),), tokens, ((len(prompt.tokens), len(tokens)),))
 
 
 def _continued(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -163,7 +163,7 @@ def _continued(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     return encode_after(tokenizer, prompt.tokens[-1], prompt.label)  # a token spans the border of prompt and label
 
 
-def _sample(one: Supervised, index: int, part: int, row: Row) -> Sample:
+def _sample(one: SupervisedSequence, index: int, part: int, row: RowContent) -> Sample:
     """A sequence as a finished sample; samples of one row share its rollout."""
     sample = Sample.from_prompt(index, part, one.tokens[: one.spans[0][0]], row.label)
     sample.metadata, sample.rollout_id = dict(row.metadata), 0

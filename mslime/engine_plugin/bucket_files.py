@@ -35,7 +35,7 @@ import torch
 from mslime.config.base import FileKind
 from mslime.config.transports import MooncakeOver
 from mslime.engine_plugin import delta
-from mslime.engine_plugin.copy_plan import Named, Received, RecordedBucket, buckets_of
+from mslime.engine_plugin.copy_plan import Named, ReceivedBucket, RecordedBucket, buckets_of
 from mslime.engine_plugin.engine_ranks import EngineRankGroup, all_ranks
 from mslime.engine_plugin.wire import (
     REFUSED,
@@ -51,7 +51,7 @@ from mslime.engine_plugin.wire import (
     take_handle,
 )
 from mslime.network import own_address
-from mslime.remote_memory import End, RemoteMemory
+from mslime.remote_memory import MemoryEndpoint, RemoteMemory
 
 
 def _here() -> str:
@@ -66,8 +66,8 @@ class RdmaReader:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[MooncakeOver, End] = {}
-        self._registered: tuple[End, int, int] | None = None
+        self._ends: dict[MooncakeOver, MemoryEndpoint] = {}
+        self._registered: tuple[MemoryEndpoint, int, int] | None = None
 
     def reach(self, request: ReadMemory) -> Answer:
         """Check whether a sender's memory can be read, and has these bytes."""
@@ -129,9 +129,9 @@ class RdmaReader:
             torch.cuda.current_stream(part.device).synchronize()
         end.read(memory, part.data_ptr() - flat.data_ptr(), part.data_ptr(), part.numel())
 
-    def _end(self, memory: RemoteMemory) -> End:
+    def _end(self, memory: RemoteMemory) -> MemoryEndpoint:
         if memory.over not in self._ends:
-            self._ends[memory.over] = End(own_address(f"//{memory.session}"), memory.over)
+            self._ends[memory.over] = MemoryEndpoint(own_address(f"//{memory.session}"), memory.over)
         return self._ends[memory.over]
 
 
@@ -161,7 +161,7 @@ class _Mapped:
         return True
 
 
-class Files:
+class SenderFiles:
     """Readable files of senders, in one process of an engine."""
 
     def __init__(self) -> None:
@@ -274,11 +274,11 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
         flat.copy_(host)
 
 
-FILES = Files()
+FILES = SenderFiles()
 """Files of this process."""
 
 
-def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, group: str) -> Received:
+def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, group: str) -> ReceivedBucket:
     """Receive the tensors of a bucket, on every rank of the engine.
 
     Args:
@@ -310,13 +310,13 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
 
 
 def take(
-    files: Files, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: EngineRankGroup = ALONE
-) -> Received:
+    files: SenderFiles, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: EngineRankGroup = ALONE
+) -> ReceivedBucket:
     """Read a bucket from a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)
-    return Received(
+    return ReceivedBucket(
         bucket, partial(delta.record_loaded, bucket, model, load.path.parent) if load.kind == "base" else None
     )
 
@@ -401,7 +401,7 @@ def load_bucket(updater: Any, name: str, handle: torch.Tensor) -> str:
     assert isinstance(described, IpcBucket)
     bucket = buckets_of(updater).of(described.names, described.dtypes, described.shapes)
     bucket.flat.copy_(handle)
-    loaded, message = updater.load_weights_from_distributed(Received(bucket))
+    loaded, message = updater.load_weights_from_distributed(ReceivedBucket(bucket))
     if not loaded:
         raise RuntimeError(message)
     return message

@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mslime.engine_plugin.copy_plan import Buckets, Copies, RecordedBucket
+from mslime.engine_plugin.copy_plan import BucketCopies, RecordedBucket, SyncBuckets
 from mslime.engine_plugin.wire import CANNOT, format_sum
 from mslime.tensor_sums import bits_of, place_sum, whole_sum
 
 
-def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
+def weight_sums(model: torch.nn.Module, every: Iterable[SyncBuckets]) -> dict[str, str]:
     """Checksum and places of this rank's elements, by name of the tensors sent in this update. Tensors that it cannot
     report are missing; `CANNOT` maps to the reason."""
     sums = dict[str, str]()
@@ -34,7 +34,7 @@ def weight_sums(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, s
     return sums
 
 
-def of_bucket(bucket: RecordedBucket, copies: Copies) -> dict[str, str]:
+def of_bucket(bucket: RecordedBucket, copies: BucketCopies) -> dict[str, str]:
     """Checksum and places of each of its tensors. Overwrites the bucket's buffer."""
     if copies.places is None:
         copies.places, copies.apart = _places(bucket, copies)
@@ -49,7 +49,7 @@ def of_bucket(bucket: RecordedBucket, copies: Copies) -> dict[str, str]:
     return found
 
 
-def _places(bucket: RecordedBucket, copies: Copies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+def _places(bucket: RecordedBucket, copies: BucketCopies) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The place sums of this rank's elements of each tensor, and the copies that the backward copy cannot restore:
     several copies of one place, and copies that change the dtype."""
     bucket.flat.zero_()

@@ -31,12 +31,12 @@ _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 
 """Operations that clear padding, which stays cleared. But a parameter of one value may be filled with a sent value,
 even 0."""
 Named = list[tuple[str, torch.Tensor]]
-BUCKETS: dict[int, tuple[Any, Buckets]] = {}
+BUCKETS: dict[int, tuple[Any, SyncBuckets]] = {}
 """Buckets by the `id` of SGLang's updater, which allows no new attribute and no weak reference. The updater is kept
 beside them, so that no other object gets its `id`."""
 
 
-class Received(list[tuple[str, torch.Tensor]]):
+class ReceivedBucket(list[tuple[str, torch.Tensor]]):
     """Named tensors of a bucket, in the form of its model's loader.
 
     Args:
@@ -152,7 +152,7 @@ class _Cloned:
         return [(into, self.sent.detach().as_strided(source.shape, self.sent.stride(), begin))]
 
 
-class Copies:
+class BucketCopies:
     """The recorded copies that load one bucket into one model.
 
     They remember the addresses of the filled parameters, which are checked at every bucket: so others are ignored.
@@ -225,11 +225,11 @@ class RecordedBucket:
 
     flat: torch.Tensor
     named: Named
-    copies: dict[int, Copies] = field(default_factory=dict[int, Copies])
+    copies: dict[int, BucketCopies] = field(default_factory=dict[int, BucketCopies])
     loaded_version: LoadedVersion | None = None
 
 
-class Buffer:
+class ReleasableBuffer:
     """Memory on `device` that can be released and reallocated, while views of it stay valid."""
 
     def __init__(self, device: Any) -> None:
@@ -254,7 +254,7 @@ class Buffer:
         return self._storage.nbytes()
 
 
-class Buckets:
+class SyncBuckets:
     """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync.
 
     Attributes:
@@ -265,7 +265,7 @@ class Buckets:
 
     def __init__(self, device: Any) -> None:
         self.behind, self.loaded = cast("Any", None), list[RecordedBucket]()
-        self.buffer = Buffer(device)
+        self.buffer = ReleasableBuffer(device)
         self._known: dict[tuple[Any, ...], RecordedBucket] = {}
 
     def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> RecordedBucket:
@@ -325,7 +325,7 @@ def in_one_thread() -> Generator[None]:
         pools.submit = submit
 
 
-def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[Copies | None]:
+def fitting(model: torch.nn.Module, buckets: Iterable[RecordedBucket]) -> list[BucketCopies | None]:
     """The repeatable recorded copies of each bucket; None for buckets without."""
     known = (bucket.copies.get(id(model)) for bucket in buckets)
     return [each if each is not None and each.fit(model) else None for each in known]
@@ -337,7 +337,7 @@ def _addresses(model: torch.nn.Module) -> dict[str, int]:
 
 def record(
     model: torch.nn.Module, buffer: torch.Tensor, load: Callable[[], tuple[bool, str]]
-) -> tuple[Copies, bool, str]:
+) -> tuple[BucketCopies, bool, str]:
     """Let a model load a bucket, and record the copies.
 
     Args:
@@ -355,10 +355,12 @@ def record(
     if _addresses(model) != before:
         why_not = f"{type(model).__name__} replaces parameters when it loads"
     into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
-    return Copies(model, into, out_of, why_not), loaded, message
+    return BucketCopies(model, into, out_of, why_not), loaded, message
 
 
-def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Received) -> tuple[bool, str]:
+def load(
+    original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: ReceivedBucket
+) -> tuple[bool, str]:
     """Load a bucket by its recorded copies, or record them from the model's loader; returns success and a message.
 
     Args:
@@ -391,10 +393,10 @@ def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_te
     return loaded, message
 
 
-def buckets_of(updater: Any) -> Buckets:
+def buckets_of(updater: Any) -> SyncBuckets:
     """The updater's buckets. There is one updater for each model of the process, as long as the model lives."""
     if id(updater) not in BUCKETS:
-        BUCKETS[id(updater)] = updater, Buckets(updater.device)
+        BUCKETS[id(updater)] = updater, SyncBuckets(updater.device)
     return BUCKETS[id(updater)][1]
 
 

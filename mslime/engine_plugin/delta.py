@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 from mslime.config.base import CHANGES, version_name
 from mslime.config.keys import BucketVersion
-from mslime.engine_plugin.copy_plan import Copies, LoadedVersion, Received, RecordedBucket
+from mslime.engine_plugin.copy_plan import BucketCopies, LoadedVersion, ReceivedBucket, RecordedBucket
 from mslime.tensor_sums import word_sum
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -46,7 +46,7 @@ class Delta:
 
 def receive(
     version: BucketVersion, name: str, group: dist.ProcessGroup, bucket: RecordedBucket, model: torch.nn.Module
-) -> Received:
+) -> ReceivedBucket:
     """Receive a broadcast bucket, or apply broadcast changes to the known one.
 
     Args:
@@ -58,7 +58,7 @@ def receive(
     place = Path(name) / version_name(version.number)
     if version.base is None:
         dist.broadcast(bucket.flat, group=group, group_src=0)
-        return Received(bucket, partial(record_loaded, bucket, model, place))
+        return ReceivedBucket(bucket, partial(record_loaded, bucket, model, place))
     dtype = _flat_as_one(bucket).dtype
     packed = bucket.flat.new_empty(version.changed * (4 + dtype.itemsize))
     if version.changed:  # all ranks take part, even those that will reject it
@@ -70,7 +70,7 @@ def receive(
     return changed(Delta(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
 
 
-def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.nn.Module) -> Received:
+def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.nn.Module) -> ReceivedBucket:
     """The bucket with the changes applied.
 
     Args:
@@ -93,7 +93,7 @@ def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.
     put(changes, bucket)
     if copies.are_all_of(bucket.flat) and word_sum(bucket.flat) != changes.total:
         raise ValueError("the bucket with the changes in it is not what was to be sent")
-    return Received(bucket, partial(record_loaded, bucket, model, version, changes.total))
+    return ReceivedBucket(bucket, partial(record_loaded, bucket, model, version, changes.total))
 
 
 def read_delta(path: Path) -> Delta:
@@ -144,7 +144,7 @@ def record_loaded(bucket: RecordedBucket, model: torch.nn.Module, version: Path,
         bucket.loaded_version = LoadedVersion(version, take_back(bucket, copies))
 
 
-def take_back(bucket: RecordedBucket, copies: Copies) -> int:
+def take_back(bucket: RecordedBucket, copies: BucketCopies) -> int:
     """Restore a bucket from the model's parameters, with zeros elsewhere; returns the word sum."""
     copies.make_backwards(bucket.flat)
     return word_sum(bucket.flat)

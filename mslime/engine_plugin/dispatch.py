@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mslime.engine_plugin import bucket_files, checksums, copy_plan, memory_release, relay, wire
-from mslime.engine_plugin.copy_plan import Named, Received
+from mslime.engine_plugin.copy_plan import Named, ReceivedBucket
 from mslime.engine_plugin.engine_ranks import all_ranks
 
 READ_IN = "0.5.23"
@@ -62,15 +62,15 @@ def receive(
     if RECORDS and load_format == wire.FLAT and group_name in self._model_update_group:
         bucket = copy_plan.buckets_of(self).of(names, dtypes, shapes)
         torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
-        return Received(bucket)
+        return ReceivedBucket(bucket)
     return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
 
 
 def load(original: Callable[[Any, Named], tuple[bool, str]], self: Any, named_tensors: Named) -> tuple[bool, str]:
     """Wrapper of the loading of a received bucket; returns success and a message."""
-    if isinstance(named_tensors, relay.Relayed):
+    if isinstance(named_tensors, relay.RelayedBucket):
         return relay.load(self, named_tensors)
-    if RECORDS and isinstance(named_tensors, Received):
+    if RECORDS and isinstance(named_tensors, ReceivedBucket):
         return copy_plan.load(original, self, named_tensors)
     loaded, message = original(self, list(named_tensors))
     return loaded, message if RECORDS or not loaded else f"{wire.OWN_LOADER}weights.loader is model"

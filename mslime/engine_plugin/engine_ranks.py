@@ -73,7 +73,7 @@ class EngineRankGroup:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class EngineRanks:
     """An engine's ranks, seen from one of them.
 
     Attributes:
@@ -100,7 +100,7 @@ def all_ranks() -> EngineRankGroup:
 
 
 @cache
-def ranks() -> Ranks:
+def ranks() -> EngineRanks:
     """This process's groups within its engine, in a running server.
 
     If the engine spans several hosts, the first call creates process groups and is collective. SGLang gives each host
@@ -108,7 +108,7 @@ def ranks() -> Ranks:
     """
     whole, machines = all_ranks(), _parallel().nnodes
     if machines == 1 or whole.count == 1:
-        return Ranks(whole, whole)
+        return EngineRanks(whole, whole)
     members, count = _parallel().tp_group.ranks, whole.count // machines
     own, backend = whole.rank // count, dist.get_backend(whole.tensors)
     near = EngineRankGroup(first=whole.rank)
@@ -118,7 +118,7 @@ def ranks() -> Ranks:
         tensors, words = (_new_group(members[first : first + count], kind) for kind in (backend, "gloo"))
         if machine == own and count > 1:
             near = EngineRankGroup(whole.rank - first, count, tensors, words, first)
-    return Ranks(whole, near, own)
+    return EngineRanks(whole, near, own)
 
 
 def _new_group(members: Sequence[int], backend: str) -> dist.ProcessGroup | None:

@@ -27,8 +27,16 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import NOT_ARRIVED, SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Buckets, Buffer, Copies, Received, RecordedBucket, buckets_of, fitting
-from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks, ranks
+from mslime.engine_plugin.copy_plan import (
+    BucketCopies,
+    ReceivedBucket,
+    RecordedBucket,
+    ReleasableBuffer,
+    SyncBuckets,
+    buckets_of,
+    fitting,
+)
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, EngineRanks, ranks
 from mslime.engine_plugin.slices import (
     Arrival,
     ExchangeStep,
@@ -141,7 +149,7 @@ _RELAYS: dict[int, Relay] = {}
 """Relays by the `id` of SGLang's updater."""
 
 
-class Relayed(list[tuple[str, torch.Tensor]]):
+class RelayedBucket(list[tuple[str, torch.Tensor]]):
     """Empty tensors: the whole sync is already loaded.
 
     Attributes:
@@ -154,7 +162,7 @@ class Relayed(list[tuple[str, torch.Tensor]]):
 
 
 @dataclass(frozen=True)
-class Sent:
+class PlannedBucket:
     """A bucket of a plan, and the indices of senders of equal parts of it (several only if an engine has one rank)."""
 
     senders: tuple[int, ...]
@@ -166,7 +174,7 @@ class Sent:
         return self.senders[0]
 
 
-def _largest(plan: Iterable[Sent]) -> int:
+def _largest(plan: Iterable[PlannedBucket]) -> int:
     return max((len(sent.bucket.flat) for sent in plan), default=0)
 
 
@@ -181,26 +189,26 @@ class Relay:
     """
 
     def __init__(
-        self, buckets: Buckets, load: Callable[[Received], tuple[bool, str]], device: Any,
-        copies: Callable[[Sequence[RecordedBucket]], Sequence[Copies | None]],
+        self, buckets: SyncBuckets, load: Callable[[ReceivedBucket], tuple[bool, str]], device: Any,
+        copies: Callable[[Sequence[RecordedBucket]], Sequence[BucketCopies | None]],
     ) -> None:  # fmt: skip
         self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
-        self._plans: dict[str, list[Sent]] = {}
+        self._plans: dict[str, list[PlannedBucket]] = {}
         self._done: tuple[str, Loaded, str] = ("", Loaded(""), "")
         self._lanes: RelayGroups | None = None
-        self._buffer, self._given = Buffer(device), Buffer(device)
+        self._buffer, self._given = ReleasableBuffer(device), ReleasableBuffer(device)
         self._in_place = False  # all buckets are loaded from where they arrive
-        self._known: list[Copies | None] = []
+        self._known: list[BucketCopies | None] = []
         self._shares: list[list[RankSlice | None]] = []
         self._route: Route | None = None
         self._routed = ""  # name of the slices that the route is for
         self._cuts: HostSlices | None = None  # from the ranks' current slices
         # slices last sent to senders, and this rank's copies then
-        self._reported: tuple[HostSlices, list[Copies | None]] | None = None
+        self._reported: tuple[HostSlices, list[BucketCopies | None]] | None = None
 
     def obey(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
-        groups: Mapping[str, dist.ProcessGroup], place: Ranks,
+        groups: Mapping[str, dist.ProcessGroup], place: EngineRanks,
     ) -> Loaded:  # fmt: skip
         """Receive, pass on and load a whole sync, once.
 
@@ -238,14 +246,14 @@ class Relay:
 
     def _begin(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
-        groups: Mapping[str, dist.ProcessGroup], place: Ranks,
-    ) -> list[Sent]:  # fmt: skip
+        groups: Mapping[str, dist.ProcessGroup], place: EngineRanks,
+    ) -> list[PlannedBucket]:  # fmt: skip
         """Request the first buckets, and exchange the ranks' slices if one has new copies.
 
         Collective among all ranks. Raises RuntimeError on all of them if one fails.
         """
-        failed, plan = "", list[Sent]()
-        copies: list[Copies | None] | None = None
+        failed, plan = "", list[PlannedBucket]()
+        copies: list[BucketCopies | None] | None = None
         news: list[RankSlice | None] | None = None
         try:
             plan = self._plan(order, names, dtypes, shapes)
@@ -278,11 +286,15 @@ class Relay:
         return plan
 
     def _ask(
-        self, order: RelaySync, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks
+        self,
+        order: RelaySync,
+        plan: Sequence[PlannedBucket],
+        groups: Mapping[str, dist.ProcessGroup],
+        place: EngineRanks,
     ) -> None:
         """Request the first buckets that this rank receives. Raises RuntimeError and LookupError."""
         if self._lanes is not None:  # lanes of a failed sync: pending receives may still write into their memory
-            self._buffer, self._route = Buffer(self._device), None
+            self._buffer, self._route = ReleasableBuffer(self._device), None
         arriving = list[tuple[list[dist.ProcessGroup], ArrivalSlot]]()
         for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
             if at.size and sent.sender % place.near.count == place.near.rank:
@@ -293,7 +305,7 @@ class Relay:
         self._lanes = RelayGroups(arriving, self._buffer.head(memory))
 
     def _arriving(
-        self, plan: Sequence[Sent], order: RelaySync, place: Ranks
+        self, plan: Sequence[PlannedBucket], order: RelaySync, place: EngineRanks
     ) -> tuple[list[HostSlice | None], list[ArrivalSlot]]:
         """Each bucket's slice for this host (None: all of it), and its slot on the receiving rank."""
         cuts: list[HostSlice | None] = [None] * len(plan)
@@ -314,7 +326,7 @@ class Relay:
                 found[index] = at
         return cuts, found
 
-    def _way(self, plan: Sequence[Sent], order: RelaySync, place: Ranks) -> tuple[Route | None, str]:
+    def _way(self, plan: Sequence[PlannedBucket], order: RelaySync, place: EngineRanks) -> tuple[Route | None, str]:
         """The schedule for passing on buckets, with memory allocated, and an error if this rank lacks memory."""
         near = place.near
         try:
@@ -337,17 +349,17 @@ class Relay:
 
     def _plan(
         self, order: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
-    ) -> list[Sent]:
+    ) -> list[PlannedBucket]:
         if order.senders:
             spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
             buckets = [self._buckets.of(names[span], dtypes[span], shapes[span]) for span in spans]
             self._route, self._cuts, self._reported, self._known, self._shares = None, None, None, [], []
-            self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
+            self._plans = {order.plan: [PlannedBucket(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
             raise RuntimeError("this engine has no plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: EngineRankGroup) -> str:
+    def _relay(self, plan: Sequence[PlannedBucket], route: Route | None, without: str, beside: EngineRankGroup) -> str:
         """Receive and pass on all buckets. A rank that failed to load one still passes on the rest, so no sender waits
         for it.
 
@@ -359,7 +371,7 @@ class Relay:
         beside.gather_or_raise(without or lanes.failed, None)
         assert route is not None
 
-        def load(received: Received) -> None:
+        def load(received: ReceivedBucket) -> None:
             nonlocal failed
             if failed or lanes.failed:
                 return
@@ -391,16 +403,16 @@ class Relay:
     def _pass_on(
         self,
         step: ExchangeStep,
-        plan: Sequence[Sent],
+        plan: Sequence[PlannedBucket],
         route: Route,
         beside: EngineRankGroup,
-        load: Callable[[Received], None],
+        load: Callable[[ReceivedBucket], None],
     ) -> None:
         """Load the buckets of a step once this rank has them, or its slices."""
         assert self._lanes is not None
         indexes, arrivals = step.buckets, route.arrivals
         mine = [i for i in indexes if arrivals[i].size and arrivals[i].source == beside.rank]
-        received = [Received(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
+        received = [ReceivedBucket(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
         if mine and beside.count == 1 and indexes[0] in route.packed:
             self._lanes.take(lambda _: load(received[0]))
             return
@@ -438,7 +450,7 @@ def join(updater: Any, request: JoinRelayGroup) -> Answer:
 
 def receive(
     updater: Any, sync: RelaySync, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
-) -> Relayed:
+) -> RelayedBucket:
     """Receive, pass on and load a whole sync. Raises RuntimeError on every rank of the engine if one fails."""
     if id(updater) not in _RELAYS:
         _RELAYS[id(updater)] = Relay(
@@ -446,10 +458,10 @@ def receive(
             lambda buckets: fitting(updater.get_model(), buckets),
         )  # fmt: skip
     loaded = _RELAYS[id(updater)].obey(sync, names, dtypes, shapes, updater._model_update_group, ranks())
-    return Relayed(id(updater), loaded)
+    return RelayedBucket(id(updater), loaded)
 
 
-def load(updater: Any, relayed: Relayed) -> tuple[bool, str]:
+def load(updater: Any, relayed: RelayedBucket) -> tuple[bool, str]:
     """SGLang's answer for a sync that was loaded on reception."""
     if relayed.updater != id(updater):
         return False, "weights.transport relay loads no draft model: set weights.transport broadcast"

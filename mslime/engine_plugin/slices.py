@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Buffer, Copies, RecordedBucket
+from mslime.engine_plugin.copy_plan import BucketCopies, RecordedBucket, ReleasableBuffer
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.wire import HostSlice, HostSlices, Slice
 from mslime.tensor_sums import BITS
@@ -67,7 +67,7 @@ class RankSlice:
         return self.itemsize * sum(part.numel for part in self.parts)
 
 
-def rank_slice_of(bucket: RecordedBucket, copies: Copies) -> RankSlice | None:
+def rank_slice_of(bucket: RecordedBucket, copies: BucketCopies) -> RankSlice | None:
     """The elements that recorded copies read from a bucket; None if its tensors have several element sizes."""
     sizes = {tensor.itemsize for _, tensor in bucket.named}
     if len(sizes) != 1:
@@ -157,9 +157,9 @@ class Exchange:
     """
 
     def __init__(
-        self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[Copies],
-        beside: EngineRankGroup, arrival: torch.Tensor, within: Callable[[ElementView], ElementView], given: Buffer,
-        taken: Buffer,
+        self, sources: Sequence[int], shares: Sequence[Sequence[RankSlice]], copies: Sequence[BucketCopies],
+        beside: EngineRankGroup, arrival: torch.Tensor, within: Callable[[ElementView], ElementView],
+        given: ReleasableBuffer, taken: ReleasableBuffer,
     ) -> None:  # fmt: skip
         self._beside = beside
         self._give, self._take = [0] * beside.count, [0] * beside.count
@@ -235,7 +235,8 @@ class Route:
 
     def __init__(
         self, sent: Sequence[RecordedBucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[RankSlice | None]],
-        copies: Sequence[Copies | None], beside: EngineRankGroup, given: Buffer, taken: Buffer,
+        copies: Sequence[BucketCopies | None], beside: EngineRankGroup, given: ReleasableBuffer,
+        taken: ReleasableBuffer,
     ) -> None:  # fmt: skip
         sizes, sources = [each.size for each in arrivals], [each.source for each in arrivals]
         self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))

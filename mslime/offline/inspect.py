@@ -18,7 +18,7 @@ from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement, is_torch_dist
 from mslime.data.checkpoints import NAME, read_manifest
-from mslime.offline.jobs import ConversionProgress, Reopened, Silent, Workers
+from mslime.offline.jobs import ConversionProgress, ReopensFiles, SilentProgress, Workers
 from mslime.offline.to_hf import MegatronSource
 from mslime.offline.to_megatron import HF_FILES
 
@@ -173,7 +173,7 @@ class Difference:
     largest: float = 0.0
 
 
-class HFSide(Reopened):
+class HFSide(ReopensFiles):
     """A Hugging Face checkpoint to compare; quantised weights are dequantised."""
 
     def __init__(self, directory: Path) -> None:
@@ -193,7 +193,7 @@ class HFSide(Reopened):
         return {name: self._opened.tensor(name) for name in group}
 
 
-class MegatronSide(Reopened):
+class MegatronSide(ReopensFiles):
     """A Megatron checkpoint to compare.
 
     Attributes:
@@ -248,7 +248,7 @@ def compare(a: Side, b: Side, *, workers: int = 1, progress: ConversionProgress 
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     found = [
         *(Difference(name, "only in A", str(a.shapes[name])) for name in a.shapes.keys() - b.shapes.keys() - b.silent),
         *(Difference(name, "only in B", str(b.shapes[name])) for name in b.shapes.keys() - a.shapes.keys() - a.silent),

@@ -29,7 +29,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from mslime.config.errors import CheckpointError, ConfigError, UserError
 from mslime.convert.hf import publish, staging_directory
-from mslime.convert.safetensors_files import Advance, ByteRange, Written, verify
+from mslime.convert.safetensors_files import Advance, ByteRange, WrittenFile, verify
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -190,14 +190,14 @@ class FileTask:
     names: tuple[str, ...]
 
 
-class Reopened:
+class ReopensFiles:
     """An object that is pickled without its open files, which the cached property `_opened` of a subclass holds."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_opened"}
 
 
-class ConversionJob(Reopened, ABC):
+class ConversionJob(ReopensFiles, ABC):
     """A conversion. It is pickled to worker processes, and opens its source anew in each.
 
     Attributes:
@@ -211,11 +211,11 @@ class ConversionJob(Reopened, ABC):
         """JSON values that are equal for two runs exactly when they write the same files."""
 
     @abstractmethod
-    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+    def write(self, task: FileTask, path: Path, advance: Advance) -> WrittenFile:
         """Write one file, in any process; `advance` counts the bytes of `task.nbytes`."""
 
     @abstractmethod
-    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+    def finish(self, directory: Path, written: Sequence[WrittenFile]) -> None:
         """Write the small files: index or metadata, config.json, tokenizer."""
 
 
@@ -231,7 +231,7 @@ class ConversionProgress(Protocol):
         ...
 
 
-class Silent:
+class SilentProgress:
     """Progress display that shows nothing."""
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
@@ -242,7 +242,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConversionResult:
     """Result of a conversion.
 
     Attributes:
@@ -262,7 +262,7 @@ def run_job(
     workers: int = 1,
     verified: bool = True,
     progress: ConversionProgress | None = None,
-) -> Outcome:
+) -> ConversionResult:
     """Convert into `target`, which appears complete or not at all.
 
     Args:
@@ -273,7 +273,7 @@ def run_job(
         ConfigError: the target exists, or another conversion is writing it.
         CheckpointError: the source is damaged, the disk full, or a worker died. The next run keeps finished files.
     """
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     refuse_existing(target)
     staging = staging_directory(target)
     staging.mkdir(parents=True, exist_ok=True)
@@ -301,11 +301,11 @@ def run_job(
                 str(error.filename or staging), error.strerror, "the last small files could not be written",
                 "mend that, then run the same command again: finished files are kept",
             ) from error  # fmt: skip
-    return Outcome(len(files), nbytes, kept)
+    return ConversionResult(len(files), nbytes, kept)
 
 
 def verify_files(
-    directory: Path, files: Sequence[Written], pool: Workers, progress: ConversionProgress, *, discard: bool = False
+    directory: Path, files: Sequence[WrittenFile], pool: Workers, progress: ConversionProgress, *, discard: bool = False
 ) -> None:
     """Read files from the disk again.
 
@@ -320,11 +320,11 @@ def verify_files(
         pass
 
 
-def _write(job: ConversionJob, staging: Path, task: FileTask, advance: Advance) -> Written:
+def _write(job: ConversionJob, staging: Path, task: FileTask, advance: Advance) -> WrittenFile:
     return job.write(task, staging / task.file, advance)
 
 
-def _verify(directory: Path, discard: bool, written: Written, advance: Advance) -> None:
+def _verify(directory: Path, discard: bool, written: WrittenFile, advance: Advance) -> None:
     try:
         verify(directory, written, advance)
     except CheckpointError:
@@ -363,7 +363,7 @@ class _Journal:
         fresh.rename(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def add(self, written: Written) -> None:
+    def add(self, written: WrittenFile) -> None:
         """Record a file that is finished and on the disk under its name."""
         self.written[written.file] = written
         self._file.write(json.dumps(_to_json(written)) + "\n")
@@ -376,7 +376,7 @@ class _Journal:
         self._path.unlink()
 
 
-def _finished(path: Path, header: Mapping[str, object]) -> Iterator[Written]:
+def _finished(path: Path, header: Mapping[str, object]) -> Iterator[WrittenFile]:
     """Finished files in a journal of the same conversion that exist in their full size."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines):
@@ -394,14 +394,14 @@ def _finished(path: Path, header: Mapping[str, object]) -> Iterator[Written]:
             yield written
 
 
-def _to_json(written: Written) -> dict[str, Any]:
+def _to_json(written: WrittenFile) -> dict[str, Any]:
     spans = {name: [span.start, span.length, span.crc] for name, span in written.spans.items()}
     return {"file": written.file, "size": written.size, "spans": spans, "records": dict(written.records)}
 
 
-def _from_json(line: Mapping[str, Any]) -> Written:
+def _from_json(line: Mapping[str, Any]) -> WrittenFile:
     spans = {name: ByteRange(*span) for name, span in line["spans"].items()}
-    return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
+    return WrittenFile(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
 
 
 def _check_space(staging: Path, nbytes: int) -> None:
@@ -413,7 +413,7 @@ def _check_space(staging: Path, nbytes: int) -> None:
         )  # fmt: skip
 
 
-def read_checksums(directory: Path) -> list[Written] | None:
+def read_checksums(directory: Path) -> list[WrittenFile] | None:
     """Checksums that a conversion left in its output, or None.
 
     Raises:

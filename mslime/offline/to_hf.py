@@ -18,7 +18,7 @@ from mslime.convert.safetensors_files import (
     SAFETENSORS_DTYPES,
     Advance,
     TensorPlan,
-    Written,
+    WrittenFile,
     batches,
     torch_dtype,
     write_safetensors,
@@ -169,12 +169,12 @@ class HFJob(ConversionJob):
     def make(self, output: Output) -> Sequence[Tensor]:
         """Tensors of one output, in the order of its plans, in any process."""
 
-    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+    def write(self, task: FileTask, path: Path, advance: Advance) -> WrittenFile:
         outputs = [self._outputs[key] for key in task.names]
         plans = [plan for output in outputs for plan in output.plans]
         return write_safetensors(path, plans, (tensor for output in outputs for tensor in self.make(output)), advance)
 
-    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+    def finish(self, directory: Path, written: Sequence[WrittenFile]) -> None:
         """Write index, config.json, tokenizer."""
         weight_map = {name: done.file for done in written for name in done.spans}
         write_index(directory, weight_map, sum(task.nbytes for task in self.tasks))

@@ -19,7 +19,7 @@ from mslime.convert.safetensors_files import (
     TORCH_DTYPES,
     Advance,
     OutputFile,
-    Written,
+    WrittenFile,
     batches,
     torch_dtype,
     write_record,
@@ -110,7 +110,7 @@ class ToMegatron(ConversionJob):
             )  # fmt: skip
         return wanted or TORCH_DTYPES[found.pop()]
 
-    def write(self, task: FileTask, path: Path, advance: Advance) -> Written:
+    def write(self, task: FileTask, path: Path, advance: Advance) -> WrittenFile:
         checkpoint, table = self._opened
         with OutputFile(path) as file:
             for name in task.names:
@@ -120,7 +120,7 @@ class ToMegatron(ConversionJob):
                 advance(parameter.nbytes)
             return file.complete()
 
-    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+    def finish(self, directory: Path, written: Sequence[WrittenFile]) -> None:
         """Write the metadata of megatron-core, and the files for converting back."""
         objects = _write_objects(directory / f"__{len(self.tasks)}_0.distcp")
         _write_metadata(directory, self._entries(written), self._placement.objects, objects)
@@ -137,7 +137,7 @@ class ToMegatron(ConversionJob):
         (directory / DESCRIPTION).write_text(json.dumps(about, indent=1), encoding="utf-8")
         (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
-    def _entries(self, written: Sequence[Written]) -> Iterable[tuple[ParameterBox, str, Written]]:
+    def _entries(self, written: Sequence[WrittenFile]) -> Iterable[tuple[ParameterBox, str, WrittenFile]]:
         for task, done in zip(self.tasks, written, strict=True):
             for name in task.names:
                 for piece in self._placement.pieces[name]:
@@ -162,7 +162,7 @@ def _record(piece: ParameterBox) -> str:
     return f"{piece.key} at {list(piece.offsets)}"
 
 
-def _write_objects(path: Path) -> Written:
+def _write_objects(path: Path) -> WrittenFile:
     """Write the one record shared by all of megatron-core's non-tensor objects: modules without extra state."""
     import torch
 
@@ -174,7 +174,7 @@ def _write_objects(path: Path) -> Written:
 
 
 def _write_metadata(
-    directory: Path, entries: Iterable[tuple[ParameterBox, str, Written]], keys: Sequence[str], objects: Written
+    directory: Path, entries: Iterable[tuple[ParameterBox, str, WrittenFile]], keys: Sequence[str], objects: WrittenFile
 ) -> None:
     """Write `.metadata` in the format of torch's FileSystemWriter."""
     import torch

@@ -29,14 +29,14 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
 from mslime.rollout.returned import TokenCounter
-from mslime.rollout.state import NO_GROUPS, Columns, PackedGroups, Stored, check_stored, unpack_groups
+from mslime.rollout.state import NO_GROUPS, Columns, PackedGroups, StoredColumns, check_stored, unpack_groups
 from mslime.rollout.step_metrics import StepCounters
 
 State = tuple[dict[str, Any], Columns]
 
 
 @dataclass(frozen=True)
-class Kept:
+class TrackerState:
     """State of a tracker, for checkpoints. An outline has only `begun`, ledger and counters.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kept:
 
 
 def state_of(
-    parts: Sequence[Kept], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
+    parts: Sequence[TrackerState], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
 ) -> State:
     """(JSON-able header, columns) from which a tracker continues: without losing a token, or from outlines.
 
@@ -88,7 +88,7 @@ class Continued:
     next_group_id: int
 
 
-def continued(header: Mapping[str, Any], columns: Stored, *, has_teacher: bool) -> Continued:
+def continued(header: Mapping[str, Any], columns: StoredColumns, *, has_teacher: bool) -> Continued:
     """Read a state back.
 
     Args:
@@ -112,7 +112,7 @@ def continued(header: Mapping[str, Any], columns: Stored, *, has_teacher: bool) 
     return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
 
 
-def begun_anew(headers: Sequence[Mapping[str, Any]], columns: Stored) -> list[Group]:
+def begun_anew(headers: Sequence[Mapping[str, Any]], columns: StoredColumns) -> list[Group]:
     """The groups of `PackedGroups.begun`, made again."""
     groups: list[Group] = []
     for h in headers:
@@ -464,7 +464,7 @@ class GroupTracker(TokenCounter):
 
     # ---------------------------------------------------------------------------------------------------- state
 
-    def kept(self, next_step: int | None = None) -> Kept:
+    def kept(self, next_step: int | None = None) -> TrackerState:
         """State for a checkpoint.
 
         Args:
@@ -478,14 +478,14 @@ class GroupTracker(TokenCounter):
         accepted = sound(accepted, ledger)
         resting = sound([*self.partial, *self.running.values()], ledger)
         packed = (PackedGroups.of(accepted), PackedGroups.of(resting))
-        return Kept(*packed, ledger, dict(self.counters.total), untrained)
+        return TrackerState(*packed, ledger, dict(self.counters.total), untrained)
 
-    def begun(self) -> Kept:
+    def begun(self) -> TrackerState:
         """Outline for a checkpoint."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
         groups = PackedGroups.begun(sorted(self.held(), key=lambda g: g.group_id))
-        return Kept(NO_GROUPS, NO_GROUPS, ledger, dict(self.counters.total), begun=groups)
+        return TrackerState(NO_GROUPS, NO_GROUPS, ledger, dict(self.counters.total), begun=groups)
 
 
 def due(group: Group) -> tuple[int, int]:
@@ -608,7 +608,7 @@ class JoinedTrackers:
         self._counted = Counter(saved.counters)
         self.version, self.next_group_id = saved.version, saved.next_group_id
 
-    def state(self, parts: Sequence[Kept]) -> State:
+    def state(self, parts: Sequence[TrackerState]) -> State:
         """Contents of a state file, from the states or the outlines of all managers."""
         ledger, counters = self.ledger([part.ledger for part in parts]), Counter(self._counted)
         for part in parts:

@@ -30,7 +30,7 @@ from mslime.rollout.agents.choose import choose_renderer
 from mslime.rollout.environments.environment_rollout import EnvironmentRollout, open_workflow
 from mslime.rollout.generation import EngineLimits, Generator, GroupGate, Sampling, Traffic, living
 from mslime.rollout.group_runner import GroupRunner
-from mslime.rollout.group_tracker import Due, GroupTracker, Kept, SubmitGate, due, new_group, trainable
+from mslime.rollout.group_tracker import Due, GroupTracker, SubmitGate, TrackerState, due, new_group, trainable
 from mslime.rollout.hosted import HostedRollouts, UngroupedRequests
 from mslime.rollout.rewards.scorer import RewardScorer, Scoring, ServedTeacher
 from mslime.rollout.turns import Agents, Rollout
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Standing:
+class ManagerStatus:
     """A manager's numbers for the error of a late step.
 
     Attributes:
@@ -68,7 +68,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Report:
+class ManagerReport:
     """Progress report of a manager.
 
     Attributes:
@@ -285,14 +285,14 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------------- the step
 
-    async def go_on(self, step: int, allowance: int) -> Report:
+    async def go_on(self, step: int, allowance: int) -> ManagerReport:
         """Work on `step`: at most `allowance` groups may be taken, accepted or running since the gate opened."""
         self._step, self.tracker.allowance = step, allowance
         self._go_on()
         self._runner.moved.set()
         return await self.report()
 
-    async def moved(self) -> Report:
+    async def moved(self) -> ManagerReport:
         """`report`, after a group has ended or something failed since the last call. One caller at a time."""
         await self._runner.moved.wait()
         await asyncio.sleep(max(0.0, self._reported_at + self._report_every_s - time.monotonic()))
@@ -300,12 +300,12 @@ class Manager:
         self._reported_at = time.monotonic()
         return await self.report()
 
-    async def report(self) -> Report:
+    async def report(self) -> ManagerReport:
         """Current progress of this manager."""
         tracker, runner = self.tracker, self._runner
         self._serial += 1
         going = runner.traffic.open and runner.failure is None
-        return Report(
+        return ManagerReport(
             self._serial,
             len(tracker.accepted),
             len(tracker.running),
@@ -347,10 +347,10 @@ class Manager:
         self._runner.stop_traffic()  # begin nothing more
         return failure
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> ManagerStatus:
         """Numbers for the error of a late step."""
         tracker, counters = self.tracker, self.tracker.counters
-        return Standing(
+        return ManagerStatus(
             len(tracker.accepted), len(tracker.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
             counters.since_mark("filtered_groups"), counters.since_mark("truncated_groups"), living(self._engines),
         )  # fmt: skip
@@ -363,7 +363,7 @@ class Manager:
         self._take_in(accepted, accepted=True)
         self._take_in(resting)
 
-    async def kept(self, next_step: int | None, interrupt: bool) -> Kept:
+    async def kept(self, next_step: int | None, interrupt: bool) -> TrackerState:
         """State of this manager for a checkpoint. Its groups may continue to change.
 
         Args:
@@ -378,7 +378,7 @@ class Manager:
             self._go_on()
         return kept
 
-    async def begun(self) -> Kept:
+    async def begun(self) -> TrackerState:
         """Outline of this manager for a checkpoint."""
         return self.tracker.begun()
 

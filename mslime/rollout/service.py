@@ -27,7 +27,7 @@ from mslime.data.checkpoints import FileSum
 from mslime.data.sample import Group, Sample
 from mslime.data.source import PromptStream
 from mslime.rollout.group_tracker import JoinedTrackers, continued, new_group
-from mslime.rollout.manager import Manager, Report, Standing, TakenGroups, concurrently
+from mslime.rollout.manager import Manager, ManagerReport, ManagerStatus, TakenGroups, concurrently
 from mslime.rollout.state import open_state, save_beside, state_bytes
 from mslime.rollout.step_metrics import EvalResult, batch_metrics, summarise
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 ANSWER_S = 10.0
 """Time limit for the managers' reports when a step is late."""
-_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, 0, 0, False)
+_NOT_ASKED = ManagerReport(-1, 0, 0, 0, 0, 0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-class Asked(Protocol[T_co]):
+class Handle(Protocol[T_co]):
     """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
 
     async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
@@ -73,7 +73,7 @@ class Asked(Protocol[T_co]):
         ...
 
 
-class Local(Generic[T]):
+class LocalHandle(Generic[T]):
     """An object of this process."""
 
     def __init__(self, it: T) -> None:
@@ -105,7 +105,7 @@ class RolloutService:
         self,
         rollout: RolloutConfig,
         step_limit_s: float,
-        managers: Sequence[Asked[Manager]],
+        managers: Sequence[Handle[Manager]],
         source: PromptStream,
         longest_input: int,
         *,
@@ -324,11 +324,11 @@ class RolloutService:
                 self._fail(error)
             await self._managers[index].ask(Manager.add, groups)
 
-    def _note_all(self, reports: Sequence[Report]) -> None:
+    def _note_all(self, reports: Sequence[ManagerReport]) -> None:
         for index, report in enumerate(reports):
             self._note(index, report)
 
-    def _note(self, index: int, report: Report) -> None:
+    def _note(self, index: int, report: ManagerReport) -> None:
         """Record a report unless a later one came first."""
         if report.serial < self._reports[index].serial:
             return
@@ -350,7 +350,7 @@ class RolloutService:
         for task in silent:
             task.cancel()
         parts = [astuple(task.result()) for task in answered if task.exception() is None]
-        found = Standing(*map(sum, zip((0,) * len(fields(Standing)), *parts, strict=True)))
+        found = ManagerStatus(*map(sum, zip((0,) * len(fields(ManagerStatus)), *parts, strict=True)))
         return EngineError(
             f"rollout of step {self._step}",
             f"{found.accepted} of {self._groups_per_step} groups",
@@ -386,7 +386,7 @@ class RolloutService:
         """Call a method of all managers concurrently. Raises the first failure after all have answered."""
         return await self._each(self._managers, lambda manager, _: manager.ask(method, *args, **options))
 
-    async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _each(self, values: Sequence[V], call: Callable[[Handle[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
         """`_all`, with one value per manager."""
         pairs = zip(self._managers, values, strict=True)
         answers = await asyncio.gather(*(call(manager, value) for manager, value in pairs), return_exceptions=True)

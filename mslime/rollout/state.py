@@ -92,7 +92,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     return [{**_begun_header(g), "samples": [_header(s) for s in g.samples]} for g in groups], columns
 
 
-def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Stored) -> list[Group]:
+def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: StoredColumns) -> list[Group]:
     """Inverse of `pack_groups`."""
     return [_group(h, columns) for h in headers]
 
@@ -111,7 +111,7 @@ def _begun_header(g: Group) -> dict[str, Any]:
     }
 
 
-def _group(h: Mapping[str, Any], stored: Stored) -> Group:
+def _group(h: Mapping[str, Any], stored: StoredColumns) -> Group:
     samples = [_sample(s, stored) for s in h["samples"]]
     # Files older than rollout functions have metadata per sample only; it could not change then.
     metadata = h.get("metadata", samples[0].metadata if samples else {})
@@ -181,7 +181,7 @@ def _write_archive(file: Any, header: bytes, columns: Columns) -> None:
 
 
 @contextmanager
-def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
+def open_state(path: Path) -> Iterator[tuple[dict[str, Any], StoredColumns]]:
     """Open a file of `save_state`; columns are read as they are cut. Unpack them inside the block.
 
     Raises:
@@ -190,7 +190,7 @@ def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
     hint = "resume from another checkpoint, or start without rollout state"
     try:
         with ExitStack() as stack:
-            stored = Stored(path, stack)
+            stored = StoredColumns(path, stack)
             state: object = json.loads(stored.whole("header").tobytes())
             if not isinstance(state, dict):
                 raise ValueError("its header is no JSON object")
@@ -221,7 +221,7 @@ def _write_column(archive: ZipFile, name: str, parts: Sequence[NDArray[Any]]) ->
         member.write(gathered)
 
 
-class Stored:
+class StoredColumns:
     """The columns of a file, each with its own stream that is read from front to back. Pickles inside are never
     opened."""
 
@@ -283,7 +283,7 @@ def _header(s: Sample) -> dict[str, Any]:
     }
 
 
-def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
+def _sample(header: Mapping[str, Any], stored: StoredColumns) -> Sample:
     h: dict[str, Any] = dict(header)
     has_teacher = h.pop("taught", False)  # missing in files older than served teachers
     n, shape, support_ids = h.pop("length"), h.pop("routes"), h.pop("support_ids")

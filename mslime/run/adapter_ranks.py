@@ -28,7 +28,7 @@ from mslime.run.ranks import RankActor, RankGroup, Report, fetched
 from mslime.run.ray_calls import gather
 from mslime.run.ray_cluster import ActorProcess, Cluster
 from mslime.run.trainer_turn import Offer, TrainerTurn
-from mslime.run.trainers import PolicyRank, Trained, TrainerGroup
+from mslime.run.trainers import PolicyRank, StepResult, TrainerGroup
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.client_steps import RankPassResult
@@ -98,9 +98,9 @@ class AdapterActor(RankActor):
             ConfigError: the name is taken, or the adapter does not fit this base. Nothing has changed then.
             CheckpointError: the adapter to start from has another model, rank, scale or targets.
         """
-        from mslime.checks.user_functions import check_seams, trainer_seams
+        from mslime.checks.user_functions import check_functions, trainer_functions
 
-        check_seams(trainer_seams(spec.algorithm, spec.weights))
+        check_functions(trainer_functions(spec.algorithm, spec.weights))
         with phase(_log, f"making adapter {name}"):
             self._adapters.create(name, spec)
             rank = AdapterRank(spec, self._rank)
@@ -356,7 +356,7 @@ class AdapterTrainer(TrainerGroup):
 
     def train(
         self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int, watched: Sequence[int] = ()
-    ) -> Trained:
+    ) -> StepResult:
         """See `TrainerGroup.train`; inside `turn_for`."""
         poll = self._trainers.poller("progress", on_progress, self._check)
         joined = self._joined(self._offer, "train step", "joint_train", poll)

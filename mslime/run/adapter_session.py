@@ -26,8 +26,8 @@ from mslime.run.fleet import Fleet
 from mslime.run.rollout_process import RolloutActor, RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
-from mslime.run.sharing import Apart
-from mslime.run.started import Started
+from mslime.run.sharing import SeparateGpus
+from mslime.run.started import StartedRun
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import become
 from mslime.run.training_run import Shards, TrainingRun
@@ -37,7 +37,7 @@ LOOK_S, AT_ONCE_S = 0.2, 5.0
 """Seconds between two checks of the threads, and for threads to end after a second signal."""
 
 
-class Ending:
+class RunEnding:
     """Why the run ends before all adapters are trained. The first reason counts, from whichever thread."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Ending:
 class AdapterStop(StopSignals):
     """The run's signals for an adapter's thread, combined with failures of the other threads."""
 
-    def __init__(self, signals: StopSignals, ending: Ending, who: str) -> None:
+    def __init__(self, signals: StopSignals, ending: RunEnding, who: str) -> None:
         super().__init__()
         self._signals, self._ending, self._of = signals, ending, who
 
@@ -114,7 +114,7 @@ class AdapterSession(TrainingRun):
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._rollouts = shared.rollouts.of(self.name, self.config.deadlines, self._at_rest)
-        self._memory = Apart(self._fleet.update_engines)
+        self._memory = SeparateGpus(self._fleet.update_engines)
         self._publisher = self._make_publisher(self.name)
 
     def _open_records(self) -> None:
@@ -155,7 +155,7 @@ class AdapterSession(TrainingRun):
         self.progress.note("done")
 
 
-class AdaptersSession(Started):
+class AdaptersSession(StartedRun):
     """A running run of several adapters. A context manager.
 
     Attributes:
@@ -169,7 +169,7 @@ class AdaptersSession(Started):
             quiet: show no progress, regardless of `observe.progress`.
         """
         super().__init__(run, stop)
-        self._quiet, self._ending = quiet, Ending()
+        self._quiet, self._ending = quiet, RunEnding()
         every = [AdapterSession(own, AdapterStop(stop, self._ending, name), self) for name, own in run.adapters.items()]
         self.adapters = [each for each in every if each.first_step < each.config.train.num_steps]
 

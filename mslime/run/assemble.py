@@ -46,7 +46,7 @@ Advantages = list[float | NDArray[np.floating]]
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledStep:
     """One rollout step's work for the trainer.
 
     Attributes:
@@ -84,7 +84,7 @@ def assemble(
     version: int,
     source_name: Callable[[str], str] = str,
     model: ModelFacts | None = None,
-) -> Assembled:
+) -> AssembledStep:
     """The shards of the groups of one rollout step, to be trained by weights of `version`.
 
     Samples without a trainable token (masked as stale, or failed) still shape their group's advantages, but are not
@@ -119,10 +119,10 @@ def assemble(
     if loads is not None:
         metrics |= expert_metrics(shards, loads, config.layout)
     if is_token_level(config.algorithm):  # the trainer reports their advantages
-        return Assembled(shards, metrics, None, chosen)
+        return AssembledStep(shards, metrics, None, chosen)
     every = [shard for step in shards for shard in step]
     metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
-    return Assembled(shards, metrics, advantages, chosen)
+    return AssembledStep(shards, metrics, advantages, chosen)
 
 
 def have_advantages(group: Group, algorithm: AlgorithmConfig) -> bool:

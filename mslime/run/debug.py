@@ -23,7 +23,7 @@ from mslime import __version__
 from mslime.checks.environment import refuse_without_gpu
 from mslime.checks.resolve import ResolvedRun, resolve
 from mslime.config.base import Task
-from mslime.config.cluster import Parts
+from mslime.config.cluster import RunParts
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import ModelConfig, RunConfig
@@ -41,7 +41,7 @@ from mslime.run.rollout_process import ONLY, RolloutActor, RolloutProcess
 from mslime.run.run import only_run, owned, write_resolved
 from mslime.run.run_checkpoints import export
 from mslime.run.run_rollouts import RunRollouts, StepShards
-from mslime.run.started import Started
+from mslime.run.started import StartedRun
 from mslime.run.stop import StopSignals
 from mslime.run.training_run import TrainingRun
 
@@ -53,7 +53,7 @@ SHOWN_GROUPS, SHOWN_CHARACTERS = 3, 400
 # ---------------------------------------------------------------------------------------------------- engines without
 
 
-class Generation(Started):
+class GenerationSession(StartedRun):
     """The engines and the rollout service of a run, with the weights that the engines start from.
 
     Attributes:
@@ -89,12 +89,12 @@ def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
     _wants_engines(config.train.task, "mslime rollout")
     if num_steps < 1:
         raise ConfigError("--steps", num_steps, "must be at least 1", "leave it out for one step")
-    run, console = resolve(_alone(config, "rollout"), Parts(trainers=False)), Console()
+    run, console = resolve(_alone(config, "rollout"), RunParts(trainers=False)), Console()
     directory = out or run.config.run_dir / "groups"
     rows: list[dict[str, float]] = []
     with _owned(run.config.run_dir, run.config.observe.log_level) as stop:
         write_resolved(run.config, run.config.run_dir / "config.yaml")
-        with Generation(run, stop, num_steps) as generation:
+        with GenerationSession(run, stop, num_steps) as generation:
             for step in range(num_steps):
                 rollouts = generation.rollouts
                 collected = rollouts.service.begin(RunRollouts.collect, step, directory)
@@ -154,10 +154,10 @@ def _table(first: str, rows: dict[str, dict[str, float]], columns: Sequence[tupl
 # ------------------------------------------------------------------------------------------------ trainer without
 
 
-class Replay(TrainingRun):
+class ReplaySession(TrainingRun):
     """A session without engines: it trains on groups from files, publishes no weights and saves no checkpoint."""
 
-    parts: ClassVar[Parts] = Parts(engines=False)
+    parts: ClassVar[RunParts] = RunParts(engines=False)
 
     def __init__(self, run: ResolvedRun, stop: StopSignals, files: dict[int, Path]) -> None:
         super().__init__(run, stop)
@@ -188,10 +188,10 @@ def replay(config: RunConfig, directory: Path) -> int:
         raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
     files = dict(list(group_files(directory).items())[: config.train.num_steps])
-    run = resolve(_alone(config, "replay"), Parts(engines=False))
+    run = resolve(_alone(config, "replay"), RunParts(engines=False))
     with _owned(run.config.run_dir, run.config.observe.log_level) as stop:
         write_resolved(run.config, run.config.run_dir / "config.yaml")
-        with Replay(run, stop, files) as session:
+        with ReplaySession(run, stop, files) as session:
             for step in (number - 1 for number in files):
                 with session.step(step) as record:
                     batch = session.take(step)
@@ -228,7 +228,7 @@ def evaluate(config: RunConfig, checkpoint: str | None) -> int:
 
 
 @dataclass(frozen=True)
-class Scores:
+class EvalScores:
     """Result of an evaluation.
 
     Attributes:
@@ -244,7 +244,7 @@ class Scores:
     path: Path
 
 
-def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
+def evaluated(config: RunConfig, checkpoint: str | None = None) -> EvalScores:
     """Evaluate, and write `eval.json`; see `evaluate`."""
     config.refuse_several("mslime eval")
     _wants_engines(config.train.task, "mslime eval")
@@ -259,17 +259,17 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
         _owned(config.run_dir, config.observe.log_level) as stop,
         _loadable(config.model, source, config.run_dir, quiet) as model,
     ):
-        run = resolve(config.model_copy(update={"model": model}), Parts(trainers=False))
+        run = resolve(config.model_copy(update={"model": model}), RunParts(trainers=False))
         write_resolved(config, config.run_dir / "config.yaml")
-        with Generation(run, stop, 1) as generation:
+        with GenerationSession(run, stop, 1) as generation:
             found = generation.rollouts.service.call(RunRollouts.evaluate)
     step = read_manifest(source).extra.get("next_step") if source is not None else None
-    scores = Scores(source or config.model.path, step, found.metrics, config.run_dir / EVAL_FILE)
+    scores = EvalScores(source or config.model.path, step, found.metrics, config.run_dir / EVAL_FILE)
     _write_scores(scores, found.end - found.begin)
     return scores
 
 
-def _write_scores(scores: Scores, seconds: float) -> None:
+def _write_scores(scores: EvalScores, seconds: float) -> None:
     """Write `eval.json`; an earlier file is kept under a numbered name."""
     summary: dict[str, Any] = {
         "weights": str(scores.weights), "step": scores.step, "metrics": scores.metrics, "seconds": round(seconds, 3),

@@ -1,7 +1,7 @@
 """Control endpoint of a running run's engines: HTTP on loopback, with a key in a file that only its user can read.
 
-`GET /engines` returns their states, `POST /engines` gives an order (`Order`). Both return `Orders.standing`, the second
-with the order's `number`. `mslime scale` is its client.
+`GET /engines` returns their states, `POST /engines` gives an order (`ScaleOrder`). Both return `ScaleOrders.standing`,
+the second with the order's `number`. `mslime scale` is its client.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineState:
 
 
 @dataclass(frozen=True)
-class Order:
+class ScaleOrder:
     """One request; exactly one of engines, attach and drain is given.
 
     Attributes:
@@ -72,7 +72,7 @@ class Order:
     drain: str = ""
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Order:
+    def read(cls, body: Mapping[str, Any]) -> ScaleOrder:
         """From the body of a request. Raises ConfigError."""
         known = ("engines", "attach", "drain", "api_key", "admin_api_key")
         for name, value in body.items():
@@ -100,24 +100,24 @@ class Order:
         return f"attach {self.attach}" if self.attach else f"drain {self.drain}"
 
 
-class Orders:
+class ScaleOrders:
     """Waiting orders, and the newest state of each engine. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._new: list[tuple[int, Order]] = []
+        self._new: list[tuple[int, ScaleOrder]] = []
         self._count = 0
         self._results: dict[int, str] = {}
         self._engines: list[EngineState] = []
 
-    def give(self, order: Order) -> int:
+    def give(self, order: ScaleOrder) -> int:
         """Add an order; returns its number."""
         with self._lock:
             self._count += 1
             self._new.append((self._count, order))
             return self._count
 
-    def take(self) -> list[tuple[int, Order]]:
+    def take(self) -> list[tuple[int, ScaleOrder]]:
         """All orders not taken yet, in order. They count as waiting until `record`."""
         with self._lock:
             taken, self._new = self._new, []
@@ -156,7 +156,7 @@ class ControlEndpoint:
         run_dir: directory of `control.json` while it is open.
     """
 
-    def __init__(self, run_dir: Path, orders: Orders) -> None:
+    def __init__(self, run_dir: Path, orders: ScaleOrders) -> None:
         self._record, self._orders = run_dir / FILE_NAME, orders
         self._key = secrets.token_urlsafe(32)
         self._loop = asyncio.new_event_loop()
@@ -198,7 +198,7 @@ class ControlEndpoint:
             body: Any = json.loads(await request.text())
             if not isinstance(body, dict):
                 raise ConfigError("order", body, "is no object", 'send {"engines": 3}')
-            order = Order.read(body)
+            order = ScaleOrder.read(body)
         except UserError as error:
             return web.json_response({"error": str(error)}, status=400)
         except ValueError as error:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import ConfigError, EngineError, UserError
 from mslime.observe.progress import Progress
 from mslime.run.attached import AttachedEngines
-from mslime.run.endpoint import EngineState, Order, Orders
+from mslime.run.endpoint import EngineState, ScaleOrder, ScaleOrders
 from mslime.run.engine_actors import EngineGroup
-from mslime.run.ray_calls import InLoop, Remote
+from mslime.run.ray_calls import LoopHandle, RemoteHandle
 from mslime.run.run_engines import RunEngines
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Fleet:
 
     def __init__(
         self,
-        members: Remote[RunEngines] | InLoop[RunEngines],
+        members: RemoteHandle[RunEngines] | LoopHandle[RunEngines],
         engines: EngineGroup,
         attached: AttachedEngines,
         check: Callable[[], None],
@@ -54,7 +54,7 @@ class Fleet:
     ) -> None:
         self._members, self._engines = members, engines
         self._attached, self._check, self._progress = attached, check, progress
-        self.orders, self.joins = Orders(), 0
+        self.orders, self.joins = ScaleOrders(), 0
         self._passed = Counter[str]()  # syncs since an engine died
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
@@ -212,7 +212,7 @@ class Fleet:
             self._states[names[-1]] = EngineState(names[-1], "", True, "starting")
         return f"starting {', '.join(names)}" if names else f"{', '.join(mine[engines:])} will leave"
 
-    def _attach(self, order: Order) -> str:
+    def _attach(self, order: ScaleOrder) -> str:
         if order.attach in (urls := [state.url for state in self._states.values()]):
             raise ConfigError("attach", order.attach, "is an engine of this run", f"its engines: {', '.join(urls)}")
         address = self._engines.attach(order.attach, order.keys)

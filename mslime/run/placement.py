@@ -16,14 +16,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mslime.config.cluster import RAY_START, Claim, ClusterConfig, count_gpus, describe_gpus
+from mslime.config.cluster import RAY_START, ClusterConfig, PlacementClaim, count_gpus, describe_gpus
 from mslime.config.errors import ConfigError
 
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Spot:
+class BundleLocation:
     """Location of one bundle of a placement group.
 
     Attributes:
@@ -59,7 +59,7 @@ class ActorPlacement:
     gpus: tuple[str, ...] | None = None
 
 
-def gpus_of(spots: Sequence[Spot]) -> tuple[str, ...]:
+def gpus_of(spots: Sequence[BundleLocation]) -> tuple[str, ...]:
     """Numbers of neighbouring GPUs for one engine.
 
     Raises:
@@ -75,12 +75,12 @@ def gpus_of(spots: Sequence[Spot]) -> tuple[str, ...]:
     return tuple(str(spot.gpu) for spot in spots)
 
 
-def in_order(spots: Sequence[Spot]) -> list[int]:
+def in_order(spots: Sequence[BundleLocation]) -> list[int]:
     """Indices of the bundles by machine, then by GPU: rank r belongs in bundle `in_order(spots)[r]`."""
     return sorted(range(len(spots)), key=lambda bundle: spots[bundle].order)
 
 
-def spots_of(group: PlacementGroup, gpus: bool) -> list[Spot]:
+def spots_of(group: PlacementGroup, gpus: bool) -> list[BundleLocation]:
     """Locations of all bundles of a placed group.
 
     Args:
@@ -94,7 +94,7 @@ def spots_of(group: PlacementGroup, gpus: bool) -> list[Spot]:
     numbers = [0] * len(bundles)
     if gpus:
         numbers = ray.get([asked.options(scheduling_strategy=each, **options).remote() for each in strategies])
-    return [Spot(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in bundles]
+    return [BundleLocation(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in bundles]
 
 
 def _first_gpu() -> int:
@@ -131,7 +131,7 @@ def _runs(called: str, numbers: Sequence[int]) -> list[str]:
     return [f"{called}{a}" if a == b else f"{called}{a} to {called}{b}" for a, b in pairs]
 
 
-def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
+def check_tensor_groups(spots: Sequence[BundleLocation], tp: int) -> None:
     """Raise if tensor-parallel neighbours are on several machines.
 
     Args:
@@ -152,7 +152,7 @@ def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
             )
 
 
-def refuse_small_cluster(cluster: ClusterConfig, wanted: Sequence[Claim]) -> None:
+def refuse_small_cluster(cluster: ClusterConfig, wanted: Sequence[PlacementClaim]) -> None:
     """Compare the run's needs with the resources of all machines, before any process waits for them.
 
     Waits `cluster.join_s` for machines that are still joining.
@@ -167,7 +167,7 @@ def refuse_small_cluster(cluster: ClusterConfig, wanted: Sequence[Claim]) -> Non
         time.sleep(_POLL_SECONDS)
 
 
-def _too_small(cluster: ClusterConfig, wanted: Sequence[Claim]) -> ConfigError | None:
+def _too_small(cluster: ClusterConfig, wanted: Sequence[PlacementClaim]) -> ConfigError | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if cluster.device == "cuda":
         have, largest = [int(resources.get("GPU", 0)) for resources in nodes], max(claim.gpus for claim in wanted)

@@ -29,10 +29,10 @@ from mslime.run.ranks import Span
 from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_engines import RunEngines
 from mslime.run.run_rollouts import RunRollouts
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
-from mslime.run.weight_probe import Answered, WeightProbe
-from mslime.weights.bucket_sender import Seconds
+from mslime.run.weight_probe import ProbeResult, WeightProbe
+from mslime.weights.bucket_sender import PhaseSeconds
 from mslime.weights.sync import SendReport
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Delivered:
+class UpdateResult:
     """Result of a weight update.
 
     Attributes:
@@ -58,7 +58,7 @@ class Delivered:
     spans: Mapping[str, Span]
     compared: int | None
     repeats: int
-    probed: Answered | None = None
+    probed: ProbeResult | None = None
 
     def metrics(self) -> dict[str, float]:
         """Named as in `metrics.jsonl`."""
@@ -99,7 +99,7 @@ class Publisher:
         trainers: TrainerGroup,
         engines: EngineGroup,
         fleet: Fleet,
-        memory: Apart,
+        memory: SeparateGpus,
         check: Callable[[], None],
         new_group: Callable[[], str],
         progress: Progress,
@@ -172,7 +172,7 @@ class Publisher:
         self._memory.revive()
         self._fleet.revive(error)
 
-    def _note(self, delivered: Delivered, version: int, step: int) -> None:
+    def _note(self, delivered: UpdateResult, version: int, step: int) -> None:
         """Record how many tensors were compared, and when each rank was busy."""
         if (compared := delivered.compared) is not None:
             self._verified += 1
@@ -185,7 +185,7 @@ class Publisher:
         if delivered.probed is not None:
             self._timeline.record_lanes("probe", delivered.probed.spans, step)
 
-    def send(self, version: int, verify: bool) -> Delivered:
+    def send(self, version: int, verify: bool) -> UpdateResult:
         """Send all weights to every live engine, compare them if `verify` is set, stamp them as `version`, and probe.
 
         After a failure the engines stay paused with a mixture of versions, so all of them get everything again, and are
@@ -211,7 +211,7 @@ class Publisher:
                 self._rollouts.engines.call(RunEngines.stamp, version)
                 probed = None if self._probe is None else self._probe.ask(version)
                 self._proven = self._connected
-                return Delivered(report, spans, compared, repeats, probed)
+                return UpdateResult(report, spans, compared, repeats, probed)
             except WeightSyncError as error:
                 self._check()
                 tried, repeats = serving.urls, repeats + 1
@@ -281,7 +281,7 @@ class AdapterPublisher(Publisher):
     def connect(self, group: str) -> None:
         """Nothing: engines and trainer share a directory, and no process group."""
 
-    def send(self, version: int, verify: bool) -> Delivered:
+    def send(self, version: int, verify: bool) -> UpdateResult:
         """Write the adapters, make every live engine load them, compare them if `verify` is set, and probe.
 
         An engine that cannot load them, or fails the comparison or the probe, is declared dead and restarted like every
@@ -308,8 +308,8 @@ class AdapterPublisher(Publisher):
             compared = self._of_sound(lambda: engines.call(RunEngines.compare, expected, strict, version, owner))
         probed = None if probe is None else self._of_sound(lambda: probe.ask(version))
         moved = (directory / WEIGHTS).stat().st_size
-        phases = {0: Seconds(fill=written - begin, send=loaded - written)}
-        return Delivered(
+        phases = {0: PhaseSeconds(fill=written - begin, send=loaded - written)}
+        return UpdateResult(
             SendReport(version, moved, 0, loaded - begin, phases, None, expected), spans, compared, 0, probed
         )
 

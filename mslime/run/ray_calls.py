@@ -140,9 +140,10 @@ def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
 
 # Calls to an object in another process of the run, typed by the object's class.
 #
-# A Ray actor that derives from `Host` holds objects by name. A `Remote` is the handle of such an object in another
-# process: `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event loop.
-# `InLoop` is a handle of an object in another thread's event loop, called as in the driver.
+# A Ray actor that derives from `HandleActor` holds objects by name. A `RemoteHandle` is the handle of such an object in
+# another process: `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event
+# loop.
+# `LoopHandle` is a handle of an object in another thread's event loop, called as in the driver.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -181,7 +182,7 @@ def verb(
     return register
 
 
-class Host:
+class HandleActor:
     """Base of a Ray actor whose objects other processes call.
 
     Attributes:
@@ -213,11 +214,11 @@ class PendingCall(Generic[R]):
         return bool(ray.wait([self.ref], timeout=0)[0])
 
 
-class Remote(Generic[T]):
+class RemoteHandle(Generic[T]):
     """Handle of an object in another process; `rollout.service.Asked`.
 
     Args:
-        actor: a handle of a `Host`.
+        actor: a handle of a `HandleActor`.
         name: of the object there.
         who: the process, for errors.
         log_path: log of the process.
@@ -233,7 +234,7 @@ class Remote(Generic[T]):
         self._deadlines, self.check = deadlines, check
         self._limit_s: float | None = None
 
-    def within(self, limit_s: float | None) -> Remote[T]:
+    def within(self, limit_s: float | None) -> RemoteHandle[T]:
         """The same object with a deadline of so many seconds for its calls; None: the deadlines of their verbs."""
         other = copy(self)
         other._limit_s = limit_s
@@ -278,7 +279,7 @@ class Remote(Generic[T]):
             raise to_user_error(error, self._who, what, self._log) from None
 
 
-class InLoop(Generic[T]):
+class LoopHandle(Generic[T]):
     """Handle, for other threads, of an object that belongs to an event loop of this process."""
 
     def __init__(self, it: T, loop: asyncio.AbstractEventLoop) -> None:

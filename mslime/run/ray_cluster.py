@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.backends.sglang.guard import kill_all
-from mslime.config.cluster import RAY_START, ClusterConfig, Parts, worker_environment
+from mslime.config.cluster import RAY_START, ClusterConfig, RunParts, worker_environment
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.resolved import Role
@@ -37,7 +37,7 @@ from mslime.config.schema import RunConfig
 from mslime.logs import log_process
 from mslime.run.placement import (
     ActorPlacement,
-    Spot,
+    BundleLocation,
     check_tensor_groups,
     gpus_of,
     in_order,
@@ -88,7 +88,7 @@ class Cluster:
             trainers: whether it has trainer ranks, and a critic's.
             on_init: called once Ray is initialised, because Ray sets its own signal handlers.
         """
-        self._config, self._on_init, self._parts = config, on_init, Parts(trainers, engines)
+        self._config, self._on_init, self._parts = config, on_init, RunParts(trainers, engines)
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
         self._num_teachers = config.teacher.launched if engines else 0
         self._cuda = config.cluster.device == "cuda"
@@ -96,7 +96,7 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
         self._order: dict[str, list[int]] = {}
-        self._spots: list[Spot] = []  # of trainer ranks, in their order
+        self._spots: list[BundleLocation] = []  # of trainer ranks, in their order
         self._shared = config.colocated and trainers and self._num_engines > 0
         self._teacher_shares = self._shared and config.teacher_shares
         self._placed = 0  # engines placed on GPUs of the trainer
@@ -176,7 +176,7 @@ class Cluster:
                 f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
             ) from error  # fmt: skip
 
-    def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[Spot]]:
+    def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[BundleLocation]]:
         """Bundles for ranks that share layers, numbered by machine and GPU; and each rank's location."""
         group = self._place(field, [self._bundle(1) for _ in range(ranks)])
         spots = spots_of(group, self._cuda)

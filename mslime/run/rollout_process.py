@@ -19,10 +19,10 @@ from ray.exceptions import RayError
 
 from mslime.logs import hide, log_process
 from mslime.observe.progress import RolloutCounts
-from mslime.run.ray_calls import Host, PendingCall, Remote, verb
+from mslime.run.ray_calls import HandleActor, PendingCall, RemoteHandle, verb
 from mslime.run.ray_cluster import beside_the_driver, redirect_output, remote_class
 from mslime.run.run_engines import EngineSide, RunEngines
-from mslime.run.run_rollouts import Evaluated, RunRollouts, SavedState
+from mslime.run.run_rollouts import HeldOutScores, RunRollouts, SavedState
 from mslime.run.started import search_seldom
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mslime.rollout.manager import Manager
     from mslime.rollout.request_slots import RequestSlots
     from mslime.rollout.rewards.scorer import RewardScorer, ServedTeacher
-    from mslime.rollout.service import Asked
+    from mslime.rollout.service import Handle
 
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _key(adapter: str) -> str:
     return f"rollouts {adapter}".strip()
 
 
-class RolloutActor(Host):
+class RolloutActor(HandleActor):
     """Owns the rollout service, the engine clients and the reward workers. With several managers it owns their front;
     with several adapters, a service for each over the same engines."""
 
@@ -88,11 +88,11 @@ class RolloutActor(Host):
             begins: of each adapter, or of `ONLY`.
             teachers: the teacher's servers, if SGLang serves one.
         """
-        from mslime.checks.user_functions import check_seams, rollout_seams
+        from mslime.checks.user_functions import check_functions, rollout_functions
         from mslime.data.tokenizer import load_tokenizer
 
         for config in (run.config for run in self._runs.values()):
-            check_seams(rollout_seams(config.data, config.rollout, config.hooks, config.algorithm))
+            check_functions(rollout_functions(config.data, config.rollout, config.hooks, config.algorithm))
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         tokenizer = load_tokenizer(self._config.model.tokenizer)
         self._of = {
@@ -110,7 +110,7 @@ class RolloutActor(Host):
     ) -> RunEngines:
         """A manager in this process, or one for each adapter."""
         from mslime.rollout.request_slots import RequestSlots
-        from mslime.rollout.service import Local
+        from mslime.rollout.service import LocalHandle
 
         config, side = self._config, EngineSide(self._run)
         refused_input = await side.meet_engines(addresses)
@@ -126,8 +126,8 @@ class RolloutActor(Host):
                 of.config, self._run, side.pool, scoring, refused_input, teachers, tokenizer, name,
                 None if slots is None else partial(slots.of, name),
             )  # fmt: skip
-            of.serve([Local(manager)], refused_input, has_teacher=bool(teachers))
-        member = Member(Local(side), Local(side.pool), [*addresses])
+            of.serve([LocalHandle(manager)], refused_input, has_teacher=bool(teachers))
+        member = ManagerEngines(LocalHandle(side), LocalHandle(side.pool), [*addresses])
         return RunEngines([member], self._scoring[0] if len(self._scoring) == 1 else None)
 
     async def _open_apart(
@@ -156,7 +156,7 @@ class Evaluation:
     """A running evaluation, of the weights after `step` steps."""
 
     step: int
-    answer: PendingCall[Evaluated]
+    answer: PendingCall[HeldOutScores]
 
 
 class RolloutProcess:
@@ -168,8 +168,8 @@ class RolloutProcess:
         service: the run's rollouts, or those of one of its adapters.
     """
 
-    engines: Remote[RunEngines]
-    service: Remote[RunRollouts]
+    engines: RemoteHandle[RunEngines]
+    service: RemoteHandle[RunRollouts]
 
     def __init__(
         self,
@@ -186,13 +186,13 @@ class RolloutProcess:
         several = 64 * max(1, len(adapters))
         made = remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=several)
         self._log, self._actor = str(log_path), made.remote(run, str(log_path), adapters)
-        self.process = Remote[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
+        self.process = RemoteHandle[RolloutActor](self._actor, "process", WHO, self._log, run.config.deadlines, check)
         self._connect(ONLY, run.config.deadlines, check)
 
     def _connect(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> None:
         common = (WHO, self._log, deadlines, check)
-        self.engines = Remote(self._actor, "engines", *common)
-        self.service = Remote(self._actor, _key(adapter), *common)
+        self.engines = RemoteHandle(self._actor, "engines", *common)
+        self.service = RemoteHandle(self._actor, _key(adapter), *common)
 
     def of(self, adapter: str, deadlines: DeadlineConfig, check: Callable[[], None]) -> RolloutProcess:
         """A handle for one of its adapters, with that adapter's deadlines and check."""
@@ -254,15 +254,15 @@ async def open_manager(
 
 
 @dataclass
-class Member:
+class ManagerEngines:
     """The engines of one manager.
 
     Attributes:
         side, pool: their handles, for objects in the manager's process.
     """
 
-    side: Asked[EngineSide]
-    pool: Asked[EnginePool]
+    side: Handle[EngineSide]
+    pool: Handle[EnginePool]
     engines: list[EngineAddress]
 
     @property
@@ -271,7 +271,7 @@ class Member:
         return [engine.name for engine in self.engines]
 
 
-class ManagerActor(Host):
+class ManagerActor(HandleActor):
     """One manager, with its engine clients and reward workers."""
 
     def __init__(self, run: ResolvedRun, index: int, log_path: str) -> None:
@@ -284,10 +284,10 @@ class ManagerActor(Host):
 
     async def meet(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check them; returns how many tokens they refuse to continue."""
-        from mslime.checks.user_functions import check_seams, rollout_seams
+        from mslime.checks.user_functions import check_functions, rollout_functions
 
         config = self._config
-        check_seams(rollout_seams(config.data, config.rollout, config.hooks, config.algorithm))
+        check_functions(rollout_functions(config.data, config.rollout, config.hooks, config.algorithm))
         hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
         self._side = EngineSide(self._run)
         refused_input = await self._side.meet_engines(addresses)
@@ -330,19 +330,19 @@ class ManagerProcesses:
     def __init__(self, run: ResolvedRun, log_dir: Path, engines: Sequence[EngineAddress]) -> None:
         every, limits = run.config.rollout.managers, run.config.deadlines
         made = remote_class(ManagerActor).options(**beside_the_driver(), max_concurrency=64)
-        self.managers: list[Asked[Manager]] = []
-        self.members: list[Member] = []
+        self.managers: list[Handle[Manager]] = []
+        self.members: list[ManagerEngines] = []
         self._actors: list[Any] = []
-        self._processes: list[Remote[ManagerActor]] = []
+        self._processes: list[RemoteHandle[ManagerActor]] = []
         for index in range(every):
             log = str(log_dir / f"manager{index}.log")
             actor, who = made.remote(run, index, log), f"rollout manager {index}"
             self._actors.append(actor)
-            self._processes.append(Remote(actor, "process", who, log, limits))
-            self.managers.append(Remote(actor, "rollout", who, log, limits))
-            side: Remote[EngineSide] = Remote(actor, "engines", who, log, limits)
-            pool: Remote[EnginePool] = Remote(actor, "weight sync", who, log, limits)
-            self.members.append(Member(side, pool, [*engines[index::every]]))
+            self._processes.append(RemoteHandle(actor, "process", who, log, limits))
+            self.managers.append(RemoteHandle(actor, "rollout", who, log, limits))
+            side: RemoteHandle[EngineSide] = RemoteHandle(actor, "engines", who, log, limits)
+            pool: RemoteHandle[EnginePool] = RemoteHandle(actor, "weight sync", who, log, limits)
+            self.members.append(ManagerEngines(side, pool, [*engines[index::every]]))
 
     async def start(self, teachers: Sequence[EngineAddress]) -> int:
         """Connect to all engines and make the managers; returns how many tokens the engines refuse to continue."""

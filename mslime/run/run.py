@@ -30,7 +30,7 @@ from mslime.observe.metrics import LOCK, free_name, lives_here, own_description,
 from mslime.run.adapter_session import AdaptersSession
 from mslime.run.loop import train_rl, train_sft
 from mslime.run.ray_cluster import resolved_device
-from mslime.run.started import Resources
+from mslime.run.started import RunResources
 from mslime.run.stop import StopSignals
 from mslime.run.training_run import TrainingRun
 
@@ -70,7 +70,7 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
         _log.info("start of mslime %s in process %d on %s", __version__, os.getpid(), socket.gethostname())
         if config.adapters:
             return _run_adapters(AdaptersSession(resolved, stop, quiet), print_status)
-        with Resources() as resources:
+        with RunResources() as resources:
             session = TrainingRun(resolved, stop, quiet, resources)
             if session.first_step >= config.train.num_steps:
                 print_status(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
@@ -116,7 +116,7 @@ def _run_adapters(session: AdaptersSession, print_status: Callable[[str], None])
 def _train(
     session: TrainingRun,
     make_session: Callable[[], TrainingRun],
-    resources: Resources,
+    resources: RunResources,
     print_status: Callable[[str], None],
 ) -> None:
     """Train to the end; if a process is lost and the engines remain usable, with another session (`resources`)."""
@@ -175,7 +175,7 @@ class Attempts:
         return f"the run goes on {where} ({self._failures} of {self._most} in a row)"
 
 
-def can_go_on(resources: Resources, *, colocated: bool) -> bool:
+def can_go_on(resources: RunResources, *, colocated: bool) -> bool:
     """Whether another session may use the resources of this one. On shared GPUs an engine may have released its memory,
     or hold memory that the trainer's next start needs."""
     return not colocated and resources.ray is not None and not resources.ray.gone

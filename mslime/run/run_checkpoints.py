@@ -18,7 +18,7 @@ from mslime.convert.families import read_hf_config
 from mslime.convert.torch_dist import ModelPlacement
 from mslime.data.checkpoints import (
     NAME,
-    Chosen,
+    ChosenCheckpoint,
     check_checkpoint,
     choose,
     critic_directory,
@@ -115,7 +115,7 @@ class RunCheckpoints:
         if self._has_critic:
             prune(critic_directory(self.directory(0)).parent, keep)
 
-    def _choose(self) -> Chosen:
+    def _choose(self) -> ChosenCheckpoint:
         """The run's own checkpoint if there is one, else `checkpoint.load`, else none."""
         own, load = choose(self._root, self._settings.resume), self._settings.load
         if own.directory is not None or load is None:
@@ -124,7 +124,7 @@ class RunCheckpoints:
             raise CheckpointError(
                 "checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory"
             )
-        return Chosen(load)
+        return ChosenCheckpoint(load)
 
     def _next_step(self) -> int:
         step = self.extra.get("next_step")

@@ -18,15 +18,15 @@ from mslime.run.ray_calls import verb
 if TYPE_CHECKING:
     from mslime.backends.sglang.client import EngineClient
     from mslime.backends.sglang.generating import ProbeRequest
-    from mslime.backends.sglang.handshake import Needs
+    from mslime.backends.sglang.handshake import EngineNeeds
     from mslime.backends.sglang.port import Sums
     from mslime.backends.sglang.server_process import EngineAddress
     from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.checks.resolve import ResolvedRun
     from mslime.config.base import EngineTag
     from mslime.config.errors import EngineError
-    from mslime.data.probe import Probed
-    from mslime.run.rollout_process import Member, ScoringSide
+    from mslime.data.probe import ProbeScores
+    from mslime.run.rollout_process import ManagerEngines, ScoringSide
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,19 +44,19 @@ class EngineSide:
     """
 
     pool: EnginePool
-    _needs: Needs
+    _needs: EngineNeeds
 
     def __init__(self, run: ResolvedRun) -> None:
         self._run, self._config = run, run.config
 
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check their capabilities; returns how many tokens they refuse to continue."""
-        from mslime.backends.sglang.handshake import Needs, handshake
+        from mslime.backends.sglang.handshake import EngineNeeds, handshake
 
         run, r = self._run, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
         clients, spec = self._clients(addresses), engine_spec(self._config, run.adapted_modules)
-        self._needs = Needs(
+        self._needs = EngineNeeds(
             run.sends_routes, architectures=(run.family.architecture,),
             dtype=spec.dtype(run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
             memory=spec.gives_back, lora=spec.lora,
@@ -126,7 +126,7 @@ class RunEngines:
         teachers: owner of a teacher's servers, if these share the trainer's GPUs.
     """
 
-    def __init__(self, members: Sequence[Member], teachers: ScoringSide | None = None) -> None:
+    def __init__(self, members: Sequence[ManagerEngines], teachers: ScoringSide | None = None) -> None:
         self._members, self._teachers = list(members), teachers
 
     # ------------------------------------------------------------------------------------------------ membership
@@ -230,7 +230,7 @@ class RunEngines:
         """Set the version that the engines report."""
         await self._each(EnginePool.stamp, version)
 
-    async def probe(self, request: ProbeRequest) -> Mapping[str, Probed]:
+    async def probe(self, request: ProbeRequest) -> Mapping[str, ProbeScores]:
         """The answers of all engines, by URL; see `EnginePool.probe`."""
         return {url: found for each in await self._each(EnginePool.probe, request) for url, found in each.items()}
 

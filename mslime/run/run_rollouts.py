@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mslime.config.errors import EngineError, RewardError
 from mslime.data.checkpoints import FileSum, check_sums
-from mslime.data.sample_log import Logged, SampleLog
+from mslime.data.sample_log import LogBatch, SampleLog
 from mslime.logs import phase
 from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts, summary_line
@@ -30,12 +30,12 @@ from mslime.run.ray_calls import verb
 if TYPE_CHECKING:
     from mslime.backends.sglang.engine_pool import EnginePool
     from mslime.checks.resolve import ResolvedRun
-    from mslime.data.probe import Probed
+    from mslime.data.probe import ProbeScores
     from mslime.data.sample import Group, Sample
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.manager import Manager
     from mslime.rollout.request_slots import RequestSlots
-    from mslime.rollout.service import Asked, RolloutService, StepBatch
+    from mslime.rollout.service import Handle, RolloutService, StepBatch
     from mslime.rollout.step_metrics import EvalResult
     from mslime.run.run_engines import RunEngines
 
@@ -80,7 +80,7 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class HeldOutScores:
     """Scores on every held-out set.
 
     Attributes:
@@ -124,11 +124,11 @@ class RunRollouts:
         self.counts = RolloutCounts(0, 0, 0)
         self._source_name = SourceNames()
         self._spans: Spans = []
-        self._evaluated: list[Logged] = []
+        self._evaluated: list[LogBatch] = []
         self._closed = False
         self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
 
-    def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, has_teacher: bool) -> None:
+    def serve(self, managers: Sequence[Handle[Manager]], refused_input: int, *, has_teacher: bool) -> None:
         """Make the service over these managers.
 
         Args:
@@ -189,12 +189,12 @@ class RunRollouts:
         outline, notes = await self.service.outline(), self._samples.notes()
         return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
 
-    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], LogBatch, list[Sample]]:
         from mslime.run.assemble import assemble, references
 
         work = assemble(batch.groups, self.config, batch.version, self._source_name, self._run.model)
         shards = references(work.shards, self.config.layout, self._layers)
-        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
+        return shards, work.metrics, LogBatch(batch.groups, batch.version, work.advantages), work.trained
 
     @verb("log-probs of step {0}")
     async def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
@@ -237,7 +237,7 @@ class RunRollouts:
         The engines then continue as after a trained step, with the same weights."""
         batch = await self.service.take(step)
         await asyncio.to_thread(_write, directory, batch)
-        logged = Logged(batch.groups, batch.version)
+        logged = LogBatch(batch.groups, batch.version)
         self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
         await self.count_as(step + 1)
         return batch.metrics
@@ -250,7 +250,7 @@ class RunRollouts:
         await self.service.resume_after_update(version)
 
     @verb("weight sync: probe", "weight_sync_s")
-    async def probe(self, version: int) -> Mapping[str, Probed]:
+    async def probe(self, version: int) -> Mapping[str, ProbeScores]:
         """Every engine's log-probs of the fixed text of `data.probe` under a version, by its URL; empty if the text
         does not fit."""
         from mslime.backends.sglang.generating import ProbeRequest
@@ -268,7 +268,7 @@ class RunRollouts:
             return await self._engines.probe(request)
 
     @verb("evaluation", "rollout_step_s", more_s=0, interruptible=True)
-    async def evaluate(self) -> Evaluated:
+    async def evaluate(self) -> HeldOutScores:
         """Scores on every held-out set, one after the other."""
         begin, step = time.time(), self.service.version  # of the weights after so many steps
         self._evaluated = []
@@ -280,7 +280,7 @@ class RunRollouts:
         assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
         metrics = {name: value for result in results for name, value in result.metrics().items()}
         self._samples.write(samples.file_of(self.config.run_dir, step, evaluation=True), step, self._evaluated)
-        return Evaluated(metrics, next(iter(versions), None), begin, time.time())
+        return HeldOutScores(metrics, next(iter(versions), None), begin, time.time())
 
     @verb("rollout state", "checkpoint_s", more_s=0)
     async def save(self, path: Path, next_step: int) -> FileSum:
@@ -304,7 +304,7 @@ class RunRollouts:
 
     def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
         """Keep the groups of a held-out set for the log."""
-        self._evaluated.append(Logged(groups, self.service.version, None, name))
+        self._evaluated.append(LogBatch(groups, self.service.version, None, name))
 
     def on_progress(self, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
         """Keep the counts."""

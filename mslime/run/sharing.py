@@ -1,7 +1,7 @@
 """Use of the memory of GPUs that trainer and engines share, and its hand-over between them.
 
-With `cluster.placement: separate` both keep their memory (`Apart`). A colocated run is in one of four phases
-(`PHASES`), and only `Shared` switches between them. First both sides release the parts that the next phase does not
+With `cluster.placement: separate` both keep their memory (`SeparateGpus`). A colocated run is in one of four phases
+(`PHASES`), and only `SharedGpus` switches between them. First both sides release the parts that the next phase does not
 need, then both take those that it needs. So no GPU ever holds more than the larger of two phases. Engines report which
 parts they hold, and trainer ranks track theirs, so a switch may be repeated after any failure.
 
@@ -58,7 +58,7 @@ PHASES: dict[PhaseName, Phase] = {
 keep their weights, because nothing would send them again."""
 
 
-class Apart:
+class SeparateGpus:
     """Trainer and engines on separate GPUs.
 
     Args:
@@ -101,11 +101,11 @@ class Apart:
         return {}
 
 
-class Shared(Apart):
+class SharedGpus(SeparateGpus):
     """Trainer and engines on the same GPUs. It begins with an offloaded trainer and all engines up.
 
     Args:
-        update_engines: as for `Apart`.
+        update_engines: as for `SeparateGpus`.
         check: raises when the run is to end.
         teachers: servers of a teacher that also shares the GPUs; None without one.
     """

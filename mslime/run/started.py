@@ -1,8 +1,8 @@
 """Processes of a run on Ray's cluster: started together, watched, and ended together, whatever ends the block.
 
-`Resources` outlive a session: a rank that crashes, dies or hangs ends the trainer, but no engine, and starting engines
-is most of a start. So the session ends, and its engines are cleaned like attached ones. Another session then continues
-from the newest checkpoint, with the same ledger as a run that is restarted by hand.
+`RunResources` outlive a session: a rank that crashes, dies or hangs ends the trainer, but no engine, and starting
+engines is most of a start. So the session ends, and its engines are cleaned like attached ones. Another session then
+continues from the newest checkpoint, with the same ledger as a run that is restarted by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLEAN_S = 30.0
 """Seconds for an engine's answers while it is cleaned; a slower engine is restarted."""
 
 
-class Resources:
+class RunResources:
     """Created by the first session and reused by later ones. A context manager.
 
     Attributes:
@@ -83,7 +83,7 @@ class Resources:
             self.stack.close()
 
 
-class Started(ABC):
+class StartedRun(ABC):
     """A context manager; objects that `_start` puts on the stack are ended in reverse order.
 
     Attributes:
@@ -94,14 +94,14 @@ class Started(ABC):
     progress: Progress
     _attached: AttachedEngines
 
-    def __init__(self, run: ResolvedRun, stop: StopSignals, resources: Resources | None = None) -> None:
+    def __init__(self, run: ResolvedRun, stop: StopSignals, resources: RunResources | None = None) -> None:
         """
         Args:
             resources: of an earlier session, and for the next one. None: only for this one.
         """
         self._run, self.config, self._stop = run, run.config, stop
         self._stack = ExitStack()
-        self._resources = self._stack.enter_context(Resources()) if resources is None else resources
+        self._resources = self._stack.enter_context(RunResources()) if resources is None else resources
         self._ray: RayWatch | None = None
 
     def __enter__(self) -> Self:

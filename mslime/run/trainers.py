@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Trained:
+class StepResult:
     """Results of a step.
 
     Attributes:
@@ -105,7 +105,7 @@ class PolicyRank:
 
     def update(self, policy: bool, watched: Sequence[int]) -> dict[str, Any]:
         """One optimizer step per prepared shard. Returns metrics of each, the time span in which this rank was busy,
-        and its log-probs of `watched` sequences (`Watch`).
+        and its log-probs of `watched` sequences (`WatchedSequences`).
 
         Args:
             policy: also train the policy, not only the critic on the same GPU.
@@ -233,11 +233,11 @@ class TrainerActor(RankActor, PolicyRank):
         """Build the model and optimizer; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.critic import MegatronCritic
         from mslime.backends.megatron.step.trainer import MegatronTrainer
-        from mslime.checks.user_functions import check_seams, trainer_seams
+        from mslime.checks.user_functions import check_functions, trainer_functions
 
         spec, critic = self._spec, None
         if spec.train.task == "rl":  # this machine may lack a module that the driver's has
-            check_seams(trainer_seams(spec.algorithm, spec.weights))
+            check_functions(trainer_functions(spec.algorithm, spec.weights))
         with phase(_log, f"starting at {rendezvous}"):
             trainer = MegatronTrainer(spec, self._rank, self._world, rendezvous)
             if self._critic_spec is not None:
@@ -325,7 +325,7 @@ class TrainerGroup:
 
     def train(
         self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int, watched: Sequence[int] = ()
-    ) -> Trained:
+    ) -> StepResult:
         """One optimizer step for each element of `shards[rank]`.
 
         Args:
@@ -345,9 +345,9 @@ class TrainerGroup:
         return self._trained(results)
 
     @staticmethod
-    def _trained(results: Sequence[Mapping[str, Any]]) -> Trained:
+    def _trained(results: Sequence[Mapping[str, Any]]) -> StepResult:
         """Combine the results of `PolicyRank.train` of all ranks."""
-        return Trained(results[0]["metrics"], _spans("trainer", results), _joined(results))
+        return StepResult(results[0]["metrics"], _spans("trainer", results), _joined(results))
 
     def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
         """((its sum over the trained tokens of all ranks' shards, how many those are), when each rank was busy)."""
@@ -367,7 +367,7 @@ class TrainerGroup:
         policy: bool,
         step: int,
         watched: Sequence[int],
-    ) -> Trained:
+    ) -> StepResult:
         """Send values from the critic's ranks to the trainer's and returns back, rank by rank; then train both."""
         trainers, deadline = self._trainers, self._limits.train_step_s
         logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
@@ -382,7 +382,7 @@ class TrainerGroup:
         found = gather(learning, "train step", deadline, logs, poll)
         of_policy, of_critic = ([found[name] for name in group.log_paths] for group in (trainers, critics))
         rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
-        return Trained(rows, _spans("trainer", of_policy) | _spans("critic", of_critic), _joined(of_policy))
+        return StepResult(rows, _spans("trainer", of_policy) | _spans("critic", of_critic), _joined(of_policy))
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
         """Connect to the engines in process groups whose names begin with `group`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.checks.resolve import ResolvedRun
-from mslime.config.cluster import WHOLE, Parts
+from mslime.config.cluster import WHOLE, RunParts
 from mslime.config.errors import CheckpointError, EngineError, TrainerError, WorkerError
 from mslime.data.checkpoints import (
     CRITIC,
@@ -36,9 +36,9 @@ from mslime.run.records import StepRecords
 from mslime.run.rollout_process import ONLY, Evaluation, RolloutActor, RolloutProcess
 from mslime.run.run_checkpoints import RunCheckpoints
 from mslime.run.run_engines import RunEngines
-from mslime.run.run_rollouts import Evaluated, RunRollouts, StepShards
-from mslime.run.sharing import Apart, Shared
-from mslime.run.started import Resources, Started
+from mslime.run.run_rollouts import HeldOutScores, RunRollouts, StepShards
+from mslime.run.sharing import SeparateGpus, SharedGpus
+from mslime.run.started import RunResources, StartedRun
 from mslime.run.stop import RescueState, Stopped, StopSignals
 from mslime.run.trainers import TrainerGroup
 from mslime.run.weight_probe import WeightProbe
@@ -54,7 +54,7 @@ REST_S = 30.0
 """Seconds in which ranks must finish their earlier work in a rescue; after that they count as stuck."""
 
 
-class TrainingRun(Started):
+class TrainingRun(StartedRun):
     """A running run. A context manager.
 
     Attributes:
@@ -64,19 +64,19 @@ class TrainingRun(Started):
         rows: of supervised training, set by `_start`.
     """
 
-    parts: ClassVar[Parts] = WHOLE
+    parts: ClassVar[RunParts] = WHOLE
 
     def __init__(
         self,
         run: ResolvedRun,
         stop: StopSignals | None = None,
         quiet: bool = False,
-        resources: Resources | None = None,
+        resources: RunResources | None = None,
     ) -> None:
         """
         Args:
             quiet: show no progress, regardless of `observe.progress`.
-            resources: see `Started`.
+            resources: see `StartedRun`.
             stop: signal handlers that are already set; the session makes them patient once there is something to save.
                 None: the session handles no signals.
         """
@@ -90,7 +90,7 @@ class TrainingRun(Started):
         self._outlines: dict[int, bytes] = {}  # of the rollout service, by the step a checkpoint continues at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
-        self._memory = Apart()
+        self._memory = SeparateGpus()
 
     def _start(self) -> None:
         config = self.config
@@ -139,10 +139,10 @@ class TrainingRun(Started):
         begin = {ONLY: (self.checkpoints.rollouts, self.first_step)}
         self._rollouts.process.call(RolloutActor.start, addresses, self._layers, begin, teacher_addresses)
         self._fleet = Fleet(self._rollouts.engines, self._engines, self._attached, self._at_rest, self.progress)
-        self._memory = Apart(self._fleet.update_engines)
+        self._memory = SeparateGpus(self._fleet.update_engines)
         if self.config.colocated:
             teachers = self._resources.teachers if self.config.teacher_shares else None
-            self._memory = Shared(
+            self._memory = SharedGpus(
                 self._rollouts, self._trainers, self._engines, self._fleet.update_engines, self._at_rest, teachers
             )
         self._publisher = self._make_publisher()
@@ -315,7 +315,7 @@ class TrainingRun(Started):
         self._records.log_scores(running.step, found.metrics if in_step else found.metrics | waited)
         return waited
 
-    def _scores(self, running: Evaluation) -> Evaluated:
+    def _scores(self, running: Evaluation) -> HeldOutScores:
         """Scores of an evaluation; it is repeated until an engine has survived it."""
         while True:
             try:

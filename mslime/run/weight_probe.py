@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from mslime.config.errors import sync_error
 from mslime.config.model_facts import ModelFacts
-from mslime.data.probe import SAME_ROUTES, Probed, ProbeDifferences, routes_of
+from mslime.data.probe import SAME_ROUTES, ProbeDifferences, ProbeScores, routes_of
 from mslime.run.ranks import Span
 from mslime.run.rollout_process import RolloutProcess
 from mslime.run.run_rollouts import RunRollouts
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
 
 HINT = (
@@ -37,7 +37,7 @@ Scores: TypeAlias = dict[bytes, Score]
 
 
 @dataclass(frozen=True)
-class Answered:
+class ProbeResult:
     """Result of a successful probe.
 
     Attributes:
@@ -69,14 +69,14 @@ class WeightProbe:
     """
 
     def __init__(
-        self, rollouts: RolloutProcess, trainers: TrainerGroup, tolerance: float, memory: Apart, model: ModelFacts,
-        *, follows: bool,
+        self, rollouts: RolloutProcess, trainers: TrainerGroup, tolerance: float, memory: SeparateGpus,
+        model: ModelFacts, *, follows: bool,
     ) -> None:  # fmt: skip
         self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
         self._model, self._follows = model, follows
         self._expected: list[NDArray[np.int32]] = []  # texts with the engines' tokens of the previous probe
 
-    def ask(self, version: int) -> Answered | None:
+    def ask(self, version: int) -> ProbeResult | None:
         """Probe after the engines were stamped with this version; None if no engine has an answer.
 
         Raises:
@@ -102,7 +102,7 @@ class WeightProbe:
             scored, spans = self._trainers.probe(missing)
             known |= _by_text(missing, scored)
         self._expected = [each.tokens for each in texts.values()]
-        expected = {key: Probed(each.tokens, each.given, *known[key]) for key, each in texts.items()}
+        expected = {key: ProbeScores(each.tokens, each.given, *known[key]) for key, each in texts.items()}
         apart = {url: ProbeDifferences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
         wrong = {url: each for url, each in apart.items() if each.too_large(self._tolerance)}
         if self._follows:  # their log-probs may differ because rounding chose other experts for some tokens
@@ -114,10 +114,10 @@ class WeightProbe:
         worst = ProbeDifferences(
             max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values())
         )
-        return Answered(worst, time.monotonic() - begin, spans)
+        return ProbeResult(worst, time.monotonic() - begin, spans)
 
     def _by_their_routes(
-        self, doubtful: Mapping[str, Probed], apart: Mapping[str, ProbeDifferences]
+        self, doubtful: Mapping[str, ProbeScores], apart: Mapping[str, ProbeDifferences]
     ) -> dict[str, ProbeDifferences]:
         """Differences to the trainer's results when its routers follow each engine's routes.
 

@@ -24,7 +24,7 @@ from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.engine_plugin import wire
 from mslime.network import listen, own_address
 from mslime.threads import in_thread
-from mslime.weights.transport import Carrier, Link, Loading, all_done, ask_all
+from mslime.weights.transport import ChangeCarrier, Link, LoadingBucket, all_done, ask_all
 from mslime.weights.weight_plan import Bucket
 
 
@@ -101,7 +101,7 @@ def meet(
     return joined.result(), store
 
 
-class BroadcastTransport(Carrier):
+class BroadcastTransport(ChangeCarrier):
     """One flat broadcast a bucket to all engines at once.
 
     Changes are one broadcast: places, then values. Their number and checksums are in the request that announces it.
@@ -177,7 +177,7 @@ class BroadcastTransport(Carrier):
 
 
 @dataclass
-class PendingBroadcast(Loading):
+class PendingBroadcast(LoadingBucket):
     """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
     flat: torch.Tensor
@@ -185,7 +185,7 @@ class PendingBroadcast(Loading):
     deadline_s: float
 
     def refused(self) -> list[ChangesRefused]:
-        """Like `Loading.refused`, after the broadcast is done."""
+        """Like `LoadingBucket.refused`, after the broadcast is done."""
         refused = super().refused()
         if self.entered is not None:
             try:

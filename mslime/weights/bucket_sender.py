@@ -77,7 +77,7 @@ class SendOrder:
 
 
 @dataclass
-class Seconds:
+class PhaseSeconds:
     """Seconds of the phases of one rank's part in a sync.
 
     Attributes:
@@ -119,7 +119,7 @@ class BucketSender:
     turns: SendOrder | None
     ends: float
     deadline_s: float
-    seconds: Seconds
+    seconds: PhaseSeconds
     stream: torch.cuda.Stream | None
     failure: Exception | None = None
     _filled: Queue[_FilledBucket | None] = field(default_factory=lambda: Queue(1))

@@ -17,7 +17,7 @@ from mslime.config.errors import sync_error
 from mslime.convert.encoding import Encoded
 from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, torch_dtype
 from mslime.convert.table import RuleTable
-from mslime.weights.weight_plan import Bucket, BufferSlot, Entry
+from mslime.weights.weight_plan import Bucket, BucketEntry, BufferSlot
 
 
 def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
@@ -198,6 +198,6 @@ def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.T
     return [(entry.name, _view(flat, entry)) for entry in bucket.entries]
 
 
-def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _view(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
     part = flat[entry.offset : entry.offset + entry.size]
     return (part.view(torch_dtype(entry.dtype)) if entry.dtype else part).view(entry.shape)

@@ -18,7 +18,15 @@ import torch
 from mslime.config.errors import ChangesRefused
 from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.tensor_sums import word_sum
-from mslime.weights.transport import Carrier, Link, Loading, Moved, Pending, Transport, find_transport
+from mslime.weights.transport import (
+    ChangeCarrier,
+    Link,
+    LoadingBucket,
+    MovedAmounts,
+    Pending,
+    Transport,
+    find_transport,
+)
 from mslime.weights.weight_plan import Bucket
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -35,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Differences:
+class BucketChanges:
     """Changed places [n] int64 and values [n] of a bucket, on the bucket's device."""
 
     index: torch.Tensor
@@ -70,7 +78,7 @@ class _Compared:
 
     bucket: int
     count: int | None = None
-    found: Differences | None = None
+    found: BucketChanges | None = None
     sums: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -78,14 +86,14 @@ class DeltaTransport(Transport):
     """Sends the changes of every bucket."""
 
     def __init__(self, link: Link) -> None:
-        make: Callable[..., Carrier] = cast(Any, find_transport(link.settings["delta_over"]))
+        make: Callable[..., ChangeCarrier] = cast(Any, find_transport(link.settings["delta_over"]))
         self._carrier = make(link, with_changes=True)
         self._sent: dict[int, _Sent] = {}
         self._number = 0
-        self._moved = Moved()
+        self._moved = MovedAmounts()
         self._compared: _Compared | None = None
         # By every engine, and not yet recorded: others wait for this sender's turn.
-        self.loaded: list[tuple[Bucket, Differences]] = []
+        self.loaded: list[tuple[Bucket, BucketChanges]] = []
         self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
@@ -96,14 +104,14 @@ class DeltaTransport(Transport):
         """Reset the counters."""
         self._carrier.begin(version, buckets)
         self._note_loaded()
-        self._number, self._moved, self._compared = version, Moved(), None
+        self._number, self._moved, self._compared = version, MovedAmounts(), None
 
     def complete(self) -> None:
         """Record the last bucket's changes."""
         self._carrier.complete()
         self._note_loaded()
 
-    def moved(self) -> Moved:
+    def moved(self) -> MovedAmounts:
         """Bytes and elements of the buckets that every engine has loaded."""
         return self._moved
 
@@ -158,7 +166,7 @@ class DeltaTransport(Transport):
             sent = self._sent[bucket.index] = _Sent(self._number, bits)
         sent.bits.copy_(flat.view(sent.bits.dtype))
         sent.version = self._number
-        self._moved += Moved(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
+        self._moved += MovedAmounts(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
 
     def _note_loaded(self) -> None:
         """Record the changes that every engine has loaded."""
@@ -167,7 +175,7 @@ class DeltaTransport(Transport):
             sent, places = self._sent[bucket.index], found.index.cpu()
             sent.bits[places] = found.value.cpu().view(sent.bits.dtype)
             sent.version, sent.refused = self._number, 0
-            self._moved += Moved(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
+            self._moved += MovedAmounts(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
 
     def note_refusal(self, bucket: Bucket, refused: ChangesRefused) -> None:
         """Record that an engine rejected the changes of a bucket."""
@@ -185,7 +193,7 @@ class _PendingWhole:
     bucket: Bucket
     flat: torch.Tensor
     changed: int | None
-    sent: Loading
+    sent: LoadingBucket
 
     def wait(self) -> None:
         """Return when every engine has loaded it. Raises WeightSyncError."""
@@ -200,8 +208,8 @@ class _PendingChanges:
     transport: DeltaTransport
     bucket: Bucket
     flat: torch.Tensor
-    found: Differences
-    sent: Loading
+    found: BucketChanges
+    sent: LoadingBucket
 
     def wait(self) -> None:
         """Return when every engine has loaded the bucket, as a whole if one refused. Raises WeightSyncError."""
@@ -213,7 +221,7 @@ class _PendingChanges:
         self.transport.whole(self.bucket, self.flat, len(self.found.index)).wait()
 
 
-def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, Differences | None]:
+def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, BucketChanges | None]:
     """Number of elements of a bucket with changed bits, and the changes; None if the whole bucket is smaller.
 
     Args:
@@ -231,7 +239,7 @@ def find_changes(flat: torch.Tensor, before: torch.Tensor) -> tuple[int, Differe
     if count > limit or len(flat) > _LARGEST_INDEX + 1:
         return count, None
     index = torch.cat(places)
-    return count, Differences(index, flat[index])
+    return count, BucketChanges(index, flat[index])
 
 
 def _differing(now: torch.Tensor, before: torch.Tensor, limit: int) -> tuple[int, torch.Tensor | None]:

@@ -33,7 +33,7 @@ from mslime.config.keys import BucketVersion, EngineInfo
 from mslime.convert.hf import INDEX_NAME
 from mslime.convert.safetensors_files import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
 from mslime.engine_plugin import wire
-from mslime.weights.transport import Carrier, Link, Loading, Transport, ask_all
+from mslime.weights.transport import ChangeCarrier, Link, LoadingBucket, Transport, ask_all
 from mslime.weights.weight_plan import Bucket
 
 HINT = (
@@ -89,7 +89,7 @@ class FileTransport(Transport):
 
 
 @dataclass
-class PendingFile(Loading):
+class PendingFile(LoadingBucket):
     """One bucket in a file, and an HTTP answer from every engine."""
 
     arrived: Callable[[], None]
@@ -100,7 +100,7 @@ class PendingFile(Loading):
         return refused
 
 
-class DiskTransport(FileTransport, Carrier):
+class DiskTransport(FileTransport, ChangeCarrier):
     """Every bucket in a file of its own.
 
     Args:

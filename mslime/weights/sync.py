@@ -28,7 +28,7 @@ from mslime.convert.safetensors_files import torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.engine_plugin import wire
 from mslime.tensor_sums import whole_sum
-from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
+from mslime.weights.bucket_sender import BucketSender, PhaseSeconds, SendOrder
 from mslime.weights.buckets import (
     convert,
     convert_alone,
@@ -43,7 +43,7 @@ from mslime.weights.transport import (
     CollectiveTransport,
     EnginePort,
     Link,
-    Moved,
+    MovedAmounts,
     Transport,
     find_transport,
     group_name,
@@ -107,7 +107,7 @@ class SendReport:
     bytes: int
     buckets: int
     seconds: float
-    phases: Mapping[int, Seconds]
+    phases: Mapping[int, PhaseSeconds]
     changed: float | None
     expected: Mapping[str, str]
 
@@ -284,7 +284,7 @@ class WeightSender:
             torch.cuda.empty_cache()  # the first sync allocates NCCL's buffers outside of torch's memory
         self._sent = True
         started = time.monotonic()
-        params, spent = self._values(dict(self._params())), Seconds()
+        params, spent = self._values(dict(self._params())), PhaseSeconds()
         self._agreed("send", self._send_buckets(version, params, started, spent), None)
         transport, failure = self._transport, None
         if isinstance(transport, CollectiveTransport):
@@ -293,7 +293,7 @@ class WeightSender:
         elif transport is not None:
             failure = _failure_of(transport.complete)
         everyone = self._agreed("complete", failure, (time.monotonic() - started, spent, self._moved()))
-        moved = sum((each for _, _, each in everyone), Moved())
+        moved = sum((each for _, _, each in everyone), MovedAmounts())
         return SendReport(
             version,
             moved.bytes,
@@ -304,15 +304,15 @@ class WeightSender:
             self._sums(params) if verify else {},
         )
 
-    def _moved(self) -> Moved:
+    def _moved(self) -> MovedAmounts:
         """This rank's part of a sync: all of its buckets, unless its transport counts."""
         if self._transport is not None and (counted := self._transport.moved()) is not None:
             return counted
         mine = (bucket for bucket in self.plan.buckets if bucket.sender == self._groups.rank)
-        return Moved(sum(bucket.hf_bytes for bucket in mine))
+        return MovedAmounts(sum(bucket.hf_bytes for bucket in mine))
 
     def _send_buckets(
-        self, version: int, params: Mapping[str, torch.Tensor], started: float, spent: Seconds
+        self, version: int, params: Mapping[str, torch.Tensor], started: float, spent: PhaseSeconds
     ) -> Exception | None:
         """Fill and send this rank's buckets; returns the first failure after all gathers are over."""
         rank, deadline_s = self._groups.rank, self._options.deadline_s

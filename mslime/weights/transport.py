@@ -109,7 +109,7 @@ class Pending(Protocol):
 
 
 @dataclass
-class Loading:
+class LoadingBucket:
     """A bucket being loaded by engines, with an answer from each of them."""
 
     bucket: Bucket
@@ -168,7 +168,7 @@ def naming(what: str, error: BaseException) -> WeightSyncError:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedAmounts:
     """Amounts that one sender has moved to each engine in a sync.
 
     Attributes:
@@ -181,8 +181,8 @@ class Moved:
     changed: int = 0
     elements: int = 0
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes, self.changed + other.changed, self.elements + other.elements)
+    def __add__(self, other: MovedAmounts) -> MovedAmounts:
+        return MovedAmounts(self.bytes + other.bytes, self.changed + other.changed, self.elements + other.elements)
 
 
 class Transport(ABC):
@@ -237,7 +237,7 @@ class Transport(ABC):
         """Finish the sync, after every sender's buckets have arrived. Called on every sender, unless any rank failed.
         Raises WeightSyncError."""
 
-    def moved(self) -> Moved | None:
+    def moved(self) -> MovedAmounts | None:
         """Amounts moved by this sender in the current or last sync; None: all of its buckets."""
         return None
 
@@ -246,17 +246,17 @@ class Transport(ABC):
         """Leave the engines; safe to call twice, and after a failure."""
 
 
-class Carrier(Transport):
+class ChangeCarrier(Transport):
     """A transport that can also carry changes of a bucket, for `delta`, which creates it with `with_changes=True`;
     engines then record the version of each loaded bucket."""
 
     @abstractmethod
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Loading: ...
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> LoadingBucket: ...
 
     @abstractmethod
     def start_changes(
         self, bucket: Bucket, version: BucketVersion, index: torch.Tensor, value: torch.Tensor
-    ) -> Loading:
+    ) -> LoadingBucket:
         """Begin to send the differences to the version `version.base`.
 
         Args:

@@ -16,7 +16,7 @@ from mslime.config.keys import EngineInfo
 from mslime.convert.safetensors_files import torch_dtype
 from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, MakeTransport, Transport
-from mslime.weights.weight_plan import Bucket, Entry
+from mslime.weights.weight_plan import Bucket, BucketEntry
 
 Received = Callable[[], Sequence[Mapping[str, torch.Tensor]]]
 """Returns the tensors that each engine holds now, by name."""
@@ -73,10 +73,10 @@ def check_transport(make: MakeTransport, link: Link, engines: Sequence[EngineInf
 def _buckets() -> list[Bucket]:
     found: list[Bucket] = []
     for index, (dtype, shapes) in enumerate(SHAPES):
-        entries: list[Entry] = []
+        entries: list[BucketEntry] = []
         at = 0
         for name, shape in shapes.items():
-            entries.append(Entry(name, shape, at))
+            entries.append(BucketEntry(name, shape, at))
             at += math.prod(shape)
         found.append(Bucket(index, 0, 0, (0,), dtype, (), tuple(entries), tuple(entries), in_order=True))
     return found

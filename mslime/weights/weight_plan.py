@@ -117,7 +117,7 @@ class BufferSlot:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """A Hugging Face tensor of the bucket that is sent, or one expert's slice of a stacked one.
 
     Attributes:
@@ -170,8 +170,8 @@ class Bucket:
     members: tuple[int, ...]
     dtype: str
     slots: tuple[BufferSlot, ...]
-    pieces: tuple[Entry, ...]
-    entries: tuple[Entry, ...]
+    pieces: tuple[BucketEntry, ...]
+    entries: tuple[BucketEntry, ...]
     in_order: bool
     packed_dtype: str = ""
     unmoved: bool = False
@@ -426,8 +426,8 @@ def _hf_numel(unit: Unit) -> int:
 
 def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
     slots: list[BufferSlot] = []
-    pieces: list[Entry] = []
-    entries: dict[str, Entry] = {}
+    pieces: list[BucketEntry] = []
+    entries: dict[str, BucketEntry] = {}
     packed = sent = 0
     for slot in (slot for unit in run for slot in unit):
         slots.append(BufferSlot(tuple(rule.name for rule in slot), slot[0].kind.local_shape(load.sharing), packed))
@@ -435,17 +435,17 @@ def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
         for rule in slot:
             for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):
                 if name not in entries:
-                    entries[name] = Entry(name, whole, sent)
+                    entries[name] = BucketEntry(name, whole, sent)
                     sent += entries[name].numel
                 first = entries[name].offset + (rule.expert * math.prod(piece) if rule.stack else 0)
-                pieces.append(Entry(name, piece, first))
+                pieces.append(BucketEntry(name, piece, first))
     return Bucket(
         -1, load.stage, load.sender, load.members, load.dtype, tuple(slots), tuple(pieces), tuple(entries.values()),
         _is_in_order(load, run, pieces), unmoved=unmoved,
     )  # fmt: skip
 
 
-def _is_in_order(load: _Load, run: Sequence[Unit], pieces: Sequence[Entry]) -> bool:
+def _is_in_order(load: _Load, run: Sequence[Unit], pieces: Sequence[BucketEntry]) -> bool:
     """Whether the members' concatenated packed buffers equal the concatenated pieces."""
     slots = [slot for unit in run for slot in unit]
     if len(load.members) > 1 and len(slots) > 1:
@@ -482,10 +482,10 @@ def _encoded_bucket(bucket: Bucket, encoded: Encoded) -> Bucket:
         )
     ]
     # Without gaps, wide elements first, so that each starts at a multiple of its size.
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     at = 0
     for plan in sorted(plans, key=lambda plan: -DTYPE_BYTES[TORCH_DTYPES[plan.dtype]]):
-        entries.append(Entry(plan.name, plan.shape, at, TORCH_DTYPES[plan.dtype]))
+        entries.append(BucketEntry(plan.name, plan.shape, at, TORCH_DTYPES[plan.dtype]))
         at += entries[-1].size
     return replace(bucket, dtype="uint8", packed_dtype=bucket.dtype, entries=tuple(entries))
 

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from mslime import network
 from mslime.config.errors import ConfigError
 from mslime.config.rollout import AtroposConfig
-from mslime.rollout.agents.app import Patience, body_of, deliver, listen, own_clients, refusal
+from mslime.rollout.agents.app import ServerTimings, body_of, deliver, listen, own_clients, refusal
 from mslime.rollout.agents.messages import ChatError, as_object
 from mslime.rollout.agents.openai_chat import ChatCompletions, Completions, OpenAIErrors, read_ids
 from mslime.rollout.agents.requests import (
@@ -36,7 +36,7 @@ from mslime.rollout.agents.requests import (
     texts,
 )
 from mslime.rollout.agents.session import ReplyTurn
-from mslime.web_server import Listening, admitted, serve
+from mslime.web_server import ListeningServer, admitted, serve
 from mslime_plugins.atropos.pushed import GroupRefusedError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class AtroposServer:
     def __init__(self, settings: AtroposConfig, record: Path, max_body: int, rollouts: AtroposRollouts) -> None:
         self._settings, self._record = settings, record
         self._max_body, self._rollouts = max_body, rollouts
-        self._patience = Patience()
-        self._listening: Listening | None = None
+        self._patience = ServerTimings()
+        self._listening: ListeningServer | None = None
         self.address = ""
 
     async def start(self) -> None:

@@ -19,7 +19,7 @@ GONE_S = 60.0
 
 
 @dataclass
-class Registered:
+class RegisteredEnvironment:
     """An environment.
 
     Attributes:
@@ -35,7 +35,7 @@ class Registered:
     touch: float = field(default_factory=time.monotonic)
 
 
-class Registry:
+class EnvironmentRegistry:
     """All environments.
 
     Attributes:
@@ -44,7 +44,7 @@ class Registry:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._all: list[Registered] = []
+        self._all: list[RegisteredEnvironment] = []
         self.last = time.monotonic()
 
     def touch(self) -> None:
@@ -52,7 +52,7 @@ class Registry:
         self.last = time.monotonic()
 
     @property
-    def connected(self) -> list[Registered]:
+    def connected(self) -> list[RegisteredEnvironment]:
         """Environments that have not disconnected."""
         return [e for e in self._all if e.connected]
 
@@ -68,7 +68,7 @@ class Registry:
         base = str(asked.get("desired_name") or "environment")
         number = sum(e.name.rpartition("_")[0] == base for e in self._all)
         weight, length = asked.get("weight", 1.0), asked.get("max_token_length", 1)
-        self._all.append(Registered(f"{base}_{number}", int(length), max(0.0, float(weight))))
+        self._all.append(RegisteredEnvironment(f"{base}_{number}", int(length), max(0.0, float(weight))))
         config = self._config
         return {
             "status": "success", "env_id": len(self._all) - 1, "wandb_name": self._all[-1].name,
@@ -84,10 +84,10 @@ class Registry:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}
 
-    def named(self, env_id: object) -> Registered:
+    def named(self, env_id: object) -> RegisteredEnvironment:
         """An environment by its number; None if the request has none. Raises GroupRefusedError."""
         if env_id is None:
-            return Registered("environment", 1, 1.0)
+            return RegisteredEnvironment("environment", 1, 1.0)
         if not isinstance(env_id, int) or isinstance(env_id, bool) or not 0 <= env_id < len(self._all):
             raise GroupRefusedError("unknown_environment", f"env_id = {env_id!r:.40} has not registered with this run",
                                     "start the environment again after the run was")  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mslime.rollout.workflow import AbsentError
-from mslime_plugins.atropos.matching import Recognised
+from mslime_plugins.atropos.matching import MatchedSequence
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SubmittedGroup:
     """
 
     environment: str
-    sequences: tuple[Recognised, ...] = ()
+    sequences: tuple[MatchedSequence, ...] = ()
     failed: str = ""
 
 

@@ -24,7 +24,7 @@ sampled."""
 
 
 @dataclass(frozen=True)
-class Recognised:
+class MatchedSequence:
     """A submitted sequence with its recording.
 
     Attributes:
@@ -48,7 +48,7 @@ class Recognised:
 def recognise(
     number: int, pushed: PushedSequence, recorded: Iterable[ReplyTurn], taken: Collection[ReplyTurn],
     text: Callable[[list[int]], str],
-) -> Recognised:  # fmt: skip
+) -> MatchedSequence:  # fmt: skip
     """Match a submitted sequence with a recorded one.
 
     Args:
@@ -79,7 +79,7 @@ def recognise(
         new.append(turn)
         if pushed.advantages is not None:
             steps.append((turn.end - 1, _one_advantage(number, pushed, turn)))
-    return Recognised(
+    return MatchedSequence(
         last.sample, end, tuple(turns), tuple(new), pushed.score, tuple(steps), int((pushed.wanted & ~sampled).sum()),
         repeated,
     )  # fmt: skip

@@ -23,11 +23,11 @@ from mslime.rollout.hosted import HostedRollouts, UngroupedRequests
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
 from mslime_plugins.atropos.atropos_server import AtroposServer
-from mslime_plugins.atropos.environments import Registered, Registry
+from mslime_plugins.atropos.environments import EnvironmentRegistry, RegisteredEnvironment
 from mslime_plugins.atropos.leases import Leases, SubmittedGroup
-from mslime_plugins.atropos.matching import Recognised, recognise
-from mslime_plugins.atropos.pushed import COUNTED, GroupRefusedError, Pushed, read_group
-from mslime_plugins.atropos.recorded import Conversation, Recorded
+from mslime_plugins.atropos.matching import MatchedSequence, recognise
+from mslime_plugins.atropos.pushed import COUNTED, GroupRefusedError, PushedGroup, read_group
+from mslime_plugins.atropos.recorded import Conversation, RecordedConversations
 
 log = logging.getLogger(__name__)
 REMEMBERED = 10_000
@@ -53,12 +53,12 @@ class AtroposRollouts(HostedRollouts):
         self._leases = Leases(self._settings.waiting)
         self._submitted: deque[bytes] = deque(maxlen=REMEMBERED)
         self._ungrouped: UngroupedRequests | None = None
-        self._recorded = Recorded(self._settings.keep_s, self._drop)
+        self._recorded = RecordedConversations(self._settings.keep_s, self._drop)
         record = config.run_dir / "atropos.json"
         self._server = AtroposServer(self._settings, record, config.rollout.server.max_request_mib << 20, self)
         self._starting = asyncio.Lock()
         self._reports = 0
-        self.registry = Registry(config)
+        self.registry = EnvironmentRegistry(config)
         self.latest: dict[str, Any] = {}
 
     def attach(self, ungrouped: UngroupedRequests) -> None:
@@ -158,7 +158,7 @@ class AtroposRollouts(HostedRollouts):
         self.latest = cast("dict[str, Any]", given)
         self._leases.submit(SubmittedGroup(environment.name, sequences))
 
-    def _check_size(self, pushed: Pushed, environment: Registered) -> None:
+    def _check_size(self, pushed: PushedGroup, environment: RegisteredEnvironment) -> None:
         size, count = self._config.rollout.group_size, len(pushed.sequences)
         message = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
         if count > size:
@@ -168,7 +168,7 @@ class AtroposRollouts(HostedRollouts):
         if count < min(2, size):
             raise GroupRefusedError("too_small", message, "a group has at least two rollouts, which are compared")
 
-    def _check_advantages(self, pushed: Pushed) -> None:
+    def _check_advantages(self, pushed: PushedGroup) -> None:
         with_some = sum(s.advantages is not None for s in pushed.sequences)
         if with_some and not self._own_advantages:
             raise GroupRefusedError("advantages", "the environment sends advantages, which "
@@ -182,9 +182,9 @@ class AtroposRollouts(HostedRollouts):
                 "give each one, or use another algorithm.advantage",
             )
 
-    def _recognised(self, pushed: Pushed) -> tuple[Recognised, ...]:
+    def _recognised(self, pushed: PushedGroup) -> tuple[MatchedSequence, ...]:
         """The recorded sequences of a group, whose turns then count as taken."""
-        found, new = list[Recognised](), dict[ReplyTurn, Conversation]()
+        found, new = list[MatchedSequence](), dict[ReplyTurn, Conversation]()
         for number, sequence in enumerate(pushed.sequences):
             homes = {t: c for c in self._recorded.begun_with(sequence.tokens) for t in c.turns}
             taken = {t for c in homes.values() for t in c.taken} | set(new)
@@ -247,7 +247,7 @@ class AtroposRollouts(HostedRollouts):
                 f"rollout_server_url {self._server.address} and base_url {self._server.address}/v1")  # fmt: skip
 
 
-def _taken_in(engine: Rollout, one: Recognised, environment: str) -> Episode:
+def _taken_in(engine: Rollout, one: MatchedSequence, environment: str) -> Episode:
     sample = engine.take_in(one.source, one.end, one.turns)
     sample.metadata["data_source"] = environment
     return Episode([sample], one.score, [(sample, at, advantage) for at, advantage in one.steps])

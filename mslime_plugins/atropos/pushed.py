@@ -54,7 +54,7 @@ class PushedSequence:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushedGroup:
     """A group.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pushed:
     digest: bytes
 
 
-def read_group(given: object) -> Pushed:
+def read_group(given: object) -> PushedGroup:
     """Read a group from its JSON. Raises GroupRefusedError if it is malformed or asks for unsupported training."""
     if not isinstance(given, Mapping):
         raise _malformed("group", given, "must be an object")
@@ -84,7 +84,7 @@ def read_group(given: object) -> Pushed:
     sequences = tuple(
         _sequence(i, *parts) for i, parts in enumerate(zip(tokens, masks, scores, advantages, overrides, strict=True))
     )
-    return Pushed(sequences, env_id, _digest(sequences))
+    return PushedGroup(sequences, env_id, _digest(sequences))
 
 
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:

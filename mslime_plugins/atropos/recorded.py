@@ -58,7 +58,7 @@ class Conversation:
         return not self.busy and len(self.taken) == len(self.turns)
 
 
-class Recorded:
+class RecordedConversations:
     """All conversations.
 
     Args:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mslime.config.errors import ConfigError, nearest
-from mslime_plugins.doctor.findings import STATUSES, Check, Finding, Node, Options, Status, fail
+from mslime_plugins.doctor.findings import STATUSES, DoctorOptions, Finding, HostCheck, Node, Status, fail
 from mslime_plugins.doctor.gpus import check_clocks, check_driver, check_gpus, check_links, see_gpus
 from mslime_plugins.doctor.host import check_clock, check_disk, check_host, check_limits, check_shared_memory
 from mslime_plugins.doctor.network_checks import check_address, check_infiniband, check_loopback, check_nccl
@@ -24,31 +24,31 @@ from mslime_plugins.doctor.speeds import check_collectives, check_speed
 from mslime_plugins.doctor.step import check_step
 
 CHECKS = (
-    Check("driver", "NVIDIA driver, and the CUDA that torch was built for", check_driver),
-    Check("gpus", "models, memory, ECC errors, MIG, who else is on them", check_gpus),
-    Check("clocks", "persistence mode, power limit, heat, clocks that are held down", check_clocks),
-    Check("links", "NVLinks and PCIe lanes", check_links),
-    Check("infiniband", "RDMA devices, their rates, nvidia_peermem", check_infiniband),
-    Check("nccl", "variables that NCCL and gloo follow, against the interfaces", check_nccl),
-    Check("address", "where the machine's name leads to", check_address),
-    Check("loopback", "HTTP to this machine, proxies, ports", check_loopback),
-    Check("host", "memory and cores", check_host),
-    Check("shared_memory", "size of /dev/shm", check_shared_memory),
-    Check("limits", "open files, processes, locked memory", check_limits),
-    Check("disk", "space and speed where checkpoints go", check_disk),
-    Check("clock", "whether the clock is kept in step", check_clock),
-    Check("packages", "versions against the pins, imports", check_packages),
-    Check("kernels", "mslime's and Transformer Engine's kernels against plain torch", check_kernels),
-    Check("speed", "matrix products and memory against what the GPU is sold for", check_speed),
-    Check("collectives", "all-reduce and all-to-all against the links", check_collectives),
-    Check("step", "a trainer and an engine, two steps, their mismatch", check_step, full=True),
+    HostCheck("driver", "NVIDIA driver, and the CUDA that torch was built for", check_driver),
+    HostCheck("gpus", "models, memory, ECC errors, MIG, who else is on them", check_gpus),
+    HostCheck("clocks", "persistence mode, power limit, heat, clocks that are held down", check_clocks),
+    HostCheck("links", "NVLinks and PCIe lanes", check_links),
+    HostCheck("infiniband", "RDMA devices, their rates, nvidia_peermem", check_infiniband),
+    HostCheck("nccl", "variables that NCCL and gloo follow, against the interfaces", check_nccl),
+    HostCheck("address", "where the machine's name leads to", check_address),
+    HostCheck("loopback", "HTTP to this machine, proxies, ports", check_loopback),
+    HostCheck("host", "memory and cores", check_host),
+    HostCheck("shared_memory", "size of /dev/shm", check_shared_memory),
+    HostCheck("limits", "open files, processes, locked memory", check_limits),
+    HostCheck("disk", "space and speed where checkpoints go", check_disk),
+    HostCheck("clock", "whether the clock is kept in step", check_clock),
+    HostCheck("packages", "versions against the pins, imports", check_packages),
+    HostCheck("kernels", "mslime's and Transformer Engine's kernels against plain torch", check_kernels),
+    HostCheck("speed", "matrix products and memory against what the GPU is sold for", check_speed),
+    HostCheck("collectives", "all-reduce and all-to-all against the links", check_collectives),
+    HostCheck("step", "a trainer and an engine, two steps, their mismatch", check_step, full=True),
 )
 """Checks, ordered so that a fault of one explains later faults."""
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "cannot see": "dim"}
 
 
 @dataclass(frozen=True)
-class Examined:
+class CheckFindings:
     """A check with its findings.
 
     Attributes:
@@ -61,7 +61,12 @@ class Examined:
 
 
 def run_doctor(
-    options: Options, only: Sequence[str] = (), skip: Sequence[str] = (), *, as_json: bool = False, strict: bool = False
+    options: DoctorOptions,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    *,
+    as_json: bool = False,
+    strict: bool = False,
 ) -> int:
     """Check this host and print the findings.
 
@@ -81,7 +86,7 @@ def run_doctor(
     gpus, blind = see_gpus()
     node = Node(options, gpus, blind, dict(os.environ))
     console, told = Console(), Console(stderr=True, quiet=not sys.stderr.isatty())
-    examined: list[Examined] = []
+    examined: list[CheckFindings] = []
     for number, check in enumerate(chosen, 1):
         with told.status(f"{number} of {len(chosen)}: {check.name} ({check.about})"):
             examined.append(examine(check, node))
@@ -96,7 +101,7 @@ def run_doctor(
     return status
 
 
-def check_options(options: Options) -> None:
+def check_options(options: DoctorOptions) -> None:
     """Check the options. Raises ConfigError."""
     if options.nodes < 1:
         raise ConfigError("--nodes", options.nodes, "must be at least 1", "set how many machines take part")
@@ -111,7 +116,7 @@ def check_options(options: Options) -> None:
                           "give the directory of a Hugging Face checkpoint, or leave it out")  # fmt: skip
 
 
-def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[Check]:
+def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[HostCheck]:
     """The checks to run, in order. Raises ConfigError for unknown names, and if no check is left."""
     names = [check.name for check in CHECKS]
     for flag, given in (("--only", only), ("--skip", skip)):
@@ -125,7 +130,7 @@ def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[Check]:
     return found
 
 
-def examine(check: Check, node: Node) -> Examined:
+def examine(check: HostCheck, node: Node) -> CheckFindings:
     """Run one check. One that breaks is a failure of its part, and the others go on."""
     began, found = time.perf_counter(), []
     try:
@@ -133,10 +138,10 @@ def examine(check: Check, node: Node) -> Examined:
     except Exception as error:
         words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         found.append(fail(f"could not be examined: {words}", f"mslime doctor --only {check.name} repeats it"))
-    return Examined(check.name, time.perf_counter() - began, tuple(found))
+    return CheckFindings(check.name, time.perf_counter() - began, tuple(found))
 
 
-def lines_of(examined: Examined) -> list[Text]:
+def lines_of(examined: CheckFindings) -> list[Text]:
     """Terminal lines: status, check, finding, and advice below it."""
     lines = []
     for finding in examined.findings:
@@ -148,19 +153,19 @@ def lines_of(examined: Examined) -> list[Text]:
     return lines
 
 
-def count(examined: Sequence[Examined]) -> dict[Status, int]:
+def count(examined: Sequence[CheckFindings]) -> dict[Status, int]:
     """Findings by status."""
     found = [finding.status for each in examined for finding in each.findings]
     return {status: found.count(status) for status in STATUSES}
 
 
-def failed(examined: Sequence[Examined], *, strict: bool) -> bool:
+def failed(examined: Sequence[CheckFindings], *, strict: bool) -> bool:
     """Whether something failed."""
     counted = count(examined)
     return bool(counted["fail"] or (strict and counted["warn"]))
 
 
-def summary(examined: Sequence[Examined]) -> Text:
+def summary(examined: Sequence[CheckFindings]) -> Text:
     """The last line."""
     counted = count(examined)
     worst: Status = "fail" if counted["fail"] else "warn" if counted["warn"] else "ok"
@@ -168,7 +173,7 @@ def summary(examined: Sequence[Examined]) -> Text:
     return Text(f"\n{numbers} in {sum(each.seconds for each in examined):.0f} s", style=_STYLES[worst])
 
 
-def as_dict(examined: Sequence[Examined], status: int) -> dict[str, Any]:
+def as_dict(examined: Sequence[CheckFindings], status: int) -> dict[str, Any]:
     """For JSON."""
     return {
         "machine": socket.gethostname(),

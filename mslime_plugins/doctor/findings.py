@@ -85,7 +85,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """The user's options.
 
     Attributes:
@@ -113,7 +113,7 @@ class Node:
         root: directory above all system paths.
     """
 
-    options: Options
+    options: DoctorOptions
     gpus: tuple[Gpu, ...] = ()
     blind: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Check:
+class HostCheck:
     """One check of a host.
 
     Attributes:

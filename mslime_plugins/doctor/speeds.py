@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mslime.config.cluster import Nominal, nominal
+from mslime.config.cluster import GpuSpec, nominal
 from mslime.network import free_port
 from mslime_plugins.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.network_checks import rdma_ports
@@ -41,7 +41,7 @@ STRAGGLER = 0.92
 """Fraction of the median GPU's speed; a slower one delays all others in every collective."""
 
 
-class Broken(Exception):
+class MeasurementFailed(Exception):
     """A measuring process has failed; the text is the end of its output."""
 
 
@@ -134,7 +134,7 @@ def check_collectives(node: Node) -> Iterator[Finding]:
 
 
 def collective_findings(
-    found: Mapping[str, float], known: Nominal | None, ranks: int, here: int, network: float
+    found: Mapping[str, float], known: GpuSpec | None, ranks: int, here: int, network: float
 ) -> Iterator[Finding]:
     """Findings about NCCL.
 
@@ -159,7 +159,7 @@ def collective_findings(
 _TALK = "see the lines of links, infiniband and nccl; NCCL_DEBUG=INFO logs NCCL's transport"
 
 
-def expected_bandwidth(known: Nominal | None, ranks: int, here: int, network: float) -> dict[str, float]:
+def expected_bandwidth(known: GpuSpec | None, ranks: int, here: int, network: float) -> dict[str, float]:
     """Bus bandwidth that the links allow, GB/s; 0: unknown.
 
     Within a host it is NVLink's. Over several hosts, an all-reduce crosses a host's boundary once in each direction
@@ -186,7 +186,7 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
         try:
             outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
         except subprocess.TimeoutExpired:
-            raise Broken(f"no answer within {DEADLINE_S} s") from None
+            raise MeasurementFailed(f"no answer within {DEADLINE_S} s") from None
         finally:
             for process in started:
                 process.kill()
@@ -195,5 +195,5 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
             if process.returncode:
                 with open(f"{scratch}/{number}") as errors:
                     words = errors.read().strip().splitlines()
-                raise Broken((words or [f"exit status {process.returncode}"])[-1][:300])
+                raise MeasurementFailed((words or [f"exit status {process.returncode}"])[-1][:300])
     return [json.loads(each.strip().splitlines()[-1]) for each in outputs]

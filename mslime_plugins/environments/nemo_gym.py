@@ -22,7 +22,7 @@ from mslime.config.keys import read_secret
 from mslime.rollout.agents.app import ModelEndpoint, body_of, listen, own_clients
 from mslime.rollout.agents.messages import ChatError
 from mslime.rollout.workflow import Engine, Episode, Task
-from mslime.web_server import Listening, admitted, same_key, serve
+from mslime.web_server import ListeningServer, admitted, same_key, serve
 from mslime_plugins.environments.verifiers import asked_of, episode_of, is_number
 
 NAME = "mslime_rollout"
@@ -84,7 +84,7 @@ class GymRequestRouter:
             raise ValueError("relay_key is empty: choose one, and give the Gym the same as policy_api_key")
         self._host, self.port, self._key = host, port, read_secret(SecretStr(key), "relay_key")
         self._endpoints: dict[str, ModelEndpoint] = {}
-        self._listening: Listening | None = None
+        self._listening: ListeningServer | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager

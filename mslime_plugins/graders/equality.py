@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from mslime_plugins.graders.latex import CLOSING, OPENING, balanced, bracket_at, clean, key, split_top, words
-from mslime_plugins.graders.numbers import Plain, comparable, read_number, same_number, without_unit
+from mslime_plugins.graders.numbers import PlainNumber, comparable, read_number, same_number, without_unit
 from mslime_plugins.graders.symbolic import (
     equals_number,
     is_region,
@@ -87,7 +87,7 @@ _OPEN = {"(": "(", "[": "[", r"\{": "{", "{": " ", r"\langle": "("}
 _CLOSE = {")": ")", "]": "]", r"\}": "}", "}": " ", r"\rangle": ")"}
 
 
-class Listed(NamedTuple):
+class ItemList(NamedTuple):
     """Several items. `kind` is how they are grouped: `list`, `set`, or two brackets; empty for a single item."""
 
     kind: str
@@ -302,7 +302,7 @@ def _split(text: str) -> list[str]:
     return [text]
 
 
-def _listed(text: str) -> Listed:
+def _listed(text: str) -> ItemList:
     """The items of a list, a set or a tuple; a single text with an empty kind for anything else."""
     parts = _split(text)
     ends = None if len(parts) > 1 else _brackets(text)
@@ -310,9 +310,9 @@ def _listed(text: str) -> Listed:
         inside = _split(ends[2])
         if ends[0] == "{" or len(inside) > 1 or ends[0] + ends[1] == "[]":
             kind = "set" if ends[0] == "{" else ends[0] + ends[1]
-            return Listed(kind if len(inside) > 1 else "list", tuple(b for i in inside for b in _both(i)))
+            return ItemList(kind if len(inside) > 1 else "list", tuple(b for i in inside for b in _both(i)))
     parts = [b for p in parts for b in _both(p)]
-    return Listed("list" if len(parts) > 1 else "", tuple(parts))
+    return ItemList("list" if len(parts) > 1 else "", tuple(parts))
 
 
 def _both(text: str) -> list[str]:
@@ -349,20 +349,20 @@ def _same_lists(g: str, a: str) -> bool | None:
     return ordered and all(map(_same, gold.items, answer.items))
 
 
-def _vector_as(text: str, other: str) -> Listed:
+def _vector_as(text: str, other: str) -> ItemList:
     """A vector as a tuple if the other side is not a matrix; else the listed items."""
     m = _VECTOR.match(text)
     if m is None or "matrix" in other or "array" in other:
         return _listed(text)
     rows = [r.strip() for r in re.split(r"\\\\", m[2]) if r.strip()]
     cells = rows if len(rows) > 1 else re.split(r"(?<!\\)&", m[2])
-    return Listed("", (text,)) if len(rows) > 1 and "&" in m[2] else Listed("()", tuple(c.strip() for c in cells))
+    return ItemList("", (text,)) if len(rows) > 1 and "&" in m[2] else ItemList("()", tuple(c.strip() for c in cells))
 
 
-def _distinct(listed: Listed) -> Listed:
+def _distinct(listed: ItemList) -> ItemList:
     """Remove repetitions if they have no meaning: in a set, and in a list of tuples."""
     if listed.kind == "set" or (listed.kind == "list" and all(_brackets(i) for i in listed.items)):
-        return Listed(listed.kind, tuple(dict.fromkeys(listed.items)))
+        return ItemList(listed.kind, tuple(dict.fromkeys(listed.items)))
     return listed
 
 
@@ -462,7 +462,7 @@ def _same_leaf(g: str, a: str) -> bool:
     g, a = gold.text, answer.text
     numbers = read_number(g), read_number(a)
     if numbers[0] and numbers[1]:
-        scaled = Plain(numbers[0].value * factor, numbers[0].digits, numbers[0].places, numbers[0].percent)
+        scaled = PlainNumber(numbers[0].value * factor, numbers[0].digits, numbers[0].places, numbers[0].percent)
         return same_number(scaled, numbers[1])
     if factor != 1:
         return False
@@ -492,7 +492,7 @@ def _same_ratio(g: str, a: str) -> bool | None:
     return all(p * values[1][0] == q * values[0][0] for p, q in zip(*values, strict=True))
 
 
-def _same_expression(g: str, a: str, numbers: tuple[Plain | None, Plain | None]) -> bool:
+def _same_expression(g: str, a: str, numbers: tuple[PlainNumber | None, PlainNumber | None]) -> bool:
     percent = [t.rstrip(" \\").endswith("%") for t in (g, a)]
     left, right = (read_expression(t.rstrip("% \\")) for t in (g, a))
     if left is None or right is None:
@@ -502,7 +502,7 @@ def _same_expression(g: str, a: str, numbers: tuple[Plain | None, Plain | None])
     for number, expression in ((numbers[0], right), (numbers[1], left)):
         if number is None:
             continue
-        plain = Plain(number.value, number.digits, number.places)
+        plain = PlainNumber(number.value, number.digits, number.places)
         if (verdict := equals_number(expression, plain)) is not None:
             return verdict
     verdict = same_value(left, right)

@@ -26,7 +26,7 @@ _REPEATING = re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainNumber:
     """A number.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plain:
 
 
 @lru_cache(maxsize=4096)
-def read_number(text: str) -> Plain | None:
+def read_number(text: str) -> PlainNumber | None:
     """The number that a cleaned text is, or None."""
     text = text.strip()
     percent = text.endswith("%")
@@ -55,10 +55,10 @@ def read_number(text: str) -> Plain | None:
         found = _decimal(text) or _fraction(text)
     except ZeroDivisionError:
         return None
-    return None if found is None else Plain(found.value, found.digits, found.places, percent)
+    return None if found is None else PlainNumber(found.value, found.digits, found.places, percent)
 
 
-def _decimal(text: str) -> Plain | None:
+def _decimal(text: str) -> PlainNumber | None:
     if (m := _PLAIN.fullmatch(text)) is not None:
         return _scaled(m[1], m[2], m[3])
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
@@ -67,46 +67,46 @@ def _decimal(text: str) -> Plain | None:
         head, fixed, cycle = m[2] or "0", m[3], m[4]
         whole = Fraction(int(head + fixed or "0"), 10 ** len(fixed))
         tail = Fraction(int(cycle), 10 ** len(fixed) * (10 ** len(cycle) - 1))
-        return Plain(-(whole + tail) if m[1] == "-" else whole + tail)
+        return PlainNumber(-(whole + tail) if m[1] == "-" else whole + tail)
     return None
 
 
-def _scaled(sign: str, digits: str, power: str | None) -> Plain | None:
+def _scaled(sign: str, digits: str, power: str | None) -> PlainNumber | None:
     exponent = int(power or 0)
     if abs(exponent) > _LARGEST_POWER:
         return None
     value = Fraction(digits + "0" if digits.endswith(".") else digits) * Fraction(10) ** exponent
     value = -value if sign == "-" else value
     if "." not in digits and exponent >= 0:
-        return Plain(value)
+        return PlainNumber(value)
     significant = len(digits.replace(".", "").lstrip("0"))
-    return Plain(value, significant, len(digits.partition(".")[2]) - exponent)
+    return PlainNumber(value, significant, len(digits.partition(".")[2]) - exponent)
 
 
-def _fraction(text: str) -> Plain | None:
+def _fraction(text: str) -> PlainNumber | None:
     if (m := _MIXED.fullmatch(text)) is not None:
         above, below = next(pair for pair in ((m[3] or m[4], m[5] or m[6]), (m[7], m[8])) if pair[0])
         value = int(m[2]) + Fraction(int(above), int(below))
-        return Plain(-value if m[1] == "-" else value)
+        return PlainNumber(-value if m[1] == "-" else value)
     if (m := _FRACTION.fullmatch(text)) is not None:
         value = Fraction(m[2] or m[3]) / Fraction(m[4] or m[5])
     elif (m := _SLASHED.fullmatch(text)) is not None:
         value = Fraction(m[2]) / Fraction(m[3])
     else:
         return None
-    return Plain(-value if m[1] == "-" else value)
+    return PlainNumber(-value if m[1] == "-" else value)
 
 
-def same_number(a: Plain, b: Plain) -> bool:
+def same_number(a: PlainNumber, b: PlainNumber) -> bool:
     """Whether two numbers agree; with a percent sign on one side only, the value or its hundredth counts."""
     if a.percent == b.percent:
         return close(a, b)
     percent, other = (a, b) if a.percent else (b, a)
-    hundredth = Plain(percent.value / 100, percent.digits, percent.places + 2)
-    return close(Plain(percent.value, percent.digits, percent.places), other) or close(hundredth, other)
+    hundredth = PlainNumber(percent.value / 100, percent.digits, percent.places + 2)
+    return close(PlainNumber(percent.value, percent.digits, percent.places), other) or close(hundredth, other)
 
 
-def close(a: Plain, b: Plain) -> bool:
+def close(a: PlainNumber, b: PlainNumber) -> bool:
     """Exact equality; rounding is allowed for values without an exact decimal.
 
     A decimal of six digits or more equals a value if it is its rounding or its beginning. 0.333333 is 1/3 and 1.41421
@@ -184,7 +184,7 @@ _SUFFIX_WORDS = re.compile(rf"(?<=[\d)\]}}%])(\s*)((?:[A-Za-zΩ]+)(?:[ /.-]+[A-Z
 
 
 @dataclass(frozen=True)
-class Measured:
+class Quantity:
     """A text without its unit.
 
     Attributes:
@@ -197,24 +197,24 @@ class Measured:
     power: int = 1
 
 
-def without_unit(text: str) -> Measured:
+def without_unit(text: str) -> Quantity:
     """Remove a unit before or behind the text."""
     if (m := _PREFIX.match(text)) is not None:
         sign = "-" if "-" in (m[1], m[4]) else ""
-        return Measured(sign + text[m.end() :].strip(), _named(m[2] or m[3]))
+        return Quantity(sign + text[m.end() :].strip(), _named(m[2] or m[3]))
     for pattern in (_SUFFIX_SIGN, _SUFFIX_DEGREE):
         if (m := pattern.search(text)) is not None and m.start() and not _ANGLE.search(text):
-            return Measured(text[: m.start()].strip(), _named(re.sub(r"\\circ\s*([CF])", r"\\circ \1", m[1])))
+            return Quantity(text[: m.start()].strip(), _named(re.sub(r"\\circ\s*([CF])", r"\\circ \1", m[1])))
     if (m := _SUFFIX_TEXT.search(text)) is not None and m.start() and not re.search(r"(?i)\b(?:and|or|not)\b|\d", m[1]):
         inner = without_unit(text[: m.start()].strip())  # 5 \text{ miles} \text{ per hour}
-        return Measured(inner.text, "?" if inner.unit else _named(m[1]), int(m[2] or 1))
+        return Quantity(inner.text, "?" if inner.unit else _named(m[1]), int(m[2] or 1))
     if (m := _SUFFIX_FRACTION.search(text)) is not None and m.start():
-        return Measured(text[: m.start()].strip(), "?")
+        return Quantity(text[: m.start()].strip(), "?")
     if (m := _SUFFIX_WORDS.search(text)) is not None and _is_measure(m[2], spaced=bool(m[1])):
         rest = text[: m.start()].strip()
         if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", re.sub(r"\\[a-zA-Z]+", "", rest)):
-            return Measured(rest, _named(m[2]), int(m[3] or 1))
-    return Measured(text)
+            return Quantity(rest, _named(m[2]), int(m[3] or 1))
+    return Quantity(text)
 
 
 def _named(word: str) -> str:
@@ -235,7 +235,7 @@ def _is_measure(word: str, spaced: bool) -> bool:
     return _named(word) != "?" or "/" in word or (spaced and all(len(w) >= 3 for w in word.split()) and len(word) >= 4)
 
 
-def comparable(a: Measured, b: Measured) -> Fraction | None:
+def comparable(a: Quantity, b: Quantity) -> Fraction | None:
     """Factor from a's unit to b's; None if they measure different quantities.
 
     A missing or unknown unit is compatible with every other.

@@ -22,7 +22,7 @@ from math_verify import parse, verify
 from math_verify.grader import is_equation, is_relation, unwrap_fcs
 from math_verify.parser import LatexExtractionConfig
 
-from mslime_plugins.graders.numbers import Plain, close
+from mslime_plugins.graders.numbers import PlainNumber, close
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
@@ -251,12 +251,12 @@ def real_value(e: Any) -> Fraction | None:
     return Fraction(str(real)) if abs(imaginary) <= sympy.Float("1e-30") * max(1, abs(real)) else None
 
 
-def equals_number(e: Any, number: Plain) -> bool | None:
+def equals_number(e: Any, number: PlainNumber) -> bool | None:
     """Whether an expression without variables equals a plain number; None if unknown."""
     value = real_value(e)
     if value is None:
         return None
-    return close(number, Plain(value) if bounded(e) is not None else Plain(value, DIGITS - 10, DIGITS + 10))
+    return close(number, PlainNumber(value) if bounded(e) is not None else PlainNumber(value, DIGITS - 10, DIGITS + 10))
 
 
 def proportional(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
-from mslime.convert.flops import Widths
+from mslime.convert.flops import ModelSizes
 
 EXPERT_IMBALANCE = 1.25
 """Tokens on the fullest expert-parallel rank, over the mean. An assumption: it depends on routing."""
@@ -19,7 +19,7 @@ FLOAT32_SHARE = 2
 """Elements of the model's 16-bit dtype that one float32 number takes."""
 
 
-def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropped: frozenset[str]) -> float:
+def attention_elements(w: ModelSizes, layout: ParallelLayout, *, linear: bool, dropped: frozenset[str]) -> float:
     """Activations that an attention block keeps, its norm included.
 
     Args:
@@ -47,7 +47,7 @@ def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropp
     return norm + (query + 2 * key_value + normed + query + log_sum) / tp
 
 
-def mlp_elements(w: Widths, layout: ParallelLayout, *, routed: bool, dropped: frozenset[str]) -> float:
+def mlp_elements(w: ModelSizes, layout: ParallelLayout, *, routed: bool, dropped: frozenset[str]) -> float:
     """Activations that an MLP or MoE block keeps, its norm included: inputs of both linear layers and of the
     activation.
 
@@ -67,7 +67,7 @@ def mlp_elements(w: Widths, layout: ParallelLayout, *, routed: bool, dropped: fr
     return norm + router + shared + tokens * (w.hidden * layout.etp + activation)
 
 
-def layer_elements(w: Widths, layout: ParallelLayout, layer: int, dropped: frozenset[str] = frozenset()) -> float:
+def layer_elements(w: ModelSizes, layout: ParallelLayout, layer: int, dropped: frozenset[str] = frozenset()) -> float:
     """Activations that a whole layer keeps."""
     attention = attention_elements(w, layout, linear=layer in w.linear_layers, dropped=dropped)
     return attention + mlp_elements(w, layout, routed=layer in w.moe_layers, dropped=dropped)
@@ -84,7 +84,7 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> float:
     return (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
-def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ...], ...], how: Recompute) -> float:
+def kept_elements(w: ModelSizes, layout: ParallelLayout, chunks: tuple[tuple[int, ...], ...], how: Recompute) -> float:
     """Activations that one micro-batch keeps on a stage until its backward pass begins."""
     total = 0.0
     for chunk in chunks:
@@ -99,7 +99,7 @@ def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ..
 
 
 def working_bytes(
-    w: Widths, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute, tokens: int, width: int
+    w: ModelSizes, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute, tokens: int, width: int
 ) -> int:
     """Peak of one layer's backward pass beside the kept activations, including recomputed ones.
 
@@ -125,7 +125,7 @@ def working_bytes(
     return int(width * tokens * recomputed + max(beside, default=width * tokens * 2 * w.hidden))
 
 
-def _expert_bytes(w: Widths, layout: ParallelLayout, tokens: int, width: int) -> float:
+def _expert_bytes(w: ModelSizes, layout: ParallelLayout, tokens: int, width: int) -> float:
     """Memory of experts beside their activations; measured by `tests/rehearsal/full_size.py --peak`.
 
     While tokens return in the recomputed forward pass: received tokens, the experts' outputs, the same ordered by

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from mslime.config.engines import SGLangConfig
 from mslime.convert.encoding import Encoded
-from mslime.convert.flops import Widths
+from mslime.convert.flops import ModelSizes
 from mslime.convert.safetensors_files import SAFETENSORS_DTYPES
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.tensor_layouts import FusedQKV
@@ -102,7 +102,7 @@ class ServedWeights:
 
 
 def engine_memory(
-    engine: SGLangConfig, served: ServedWeights, widths: Widths, num_layers: int, bucket: int, gpu_bytes: int,
+    engine: SGLangConfig, served: ServedWeights, widths: ModelSizes, num_layers: int, bucket: int, gpu_bytes: int,
     taken: int = 0, adapters: int = 0,
 ) -> EngineMemory:  # fmt: skip
     """Memory of one GPU of an engine of `engine.tp_size`.
@@ -178,7 +178,7 @@ def static_fraction(engine: SGLangConfig, gpu_bytes: int) -> float:
     return max(0.0, round((gpu_bytes - reserve * MIB) / gpu_bytes, 3))
 
 
-def cache_bytes_per_token(engine: SGLangConfig, w: Widths, num_layers: int, width: int) -> int:
+def cache_bytes_per_token(engine: SGLangConfig, w: ModelSizes, num_layers: int, width: int) -> int:
     """Keys and values of one token on one GPU.
 
     Grouped-query attention: 2 x head_dim for each key-value head that the GPU holds, at least one. Multi-latent
@@ -193,7 +193,7 @@ def cache_bytes_per_token(engine: SGLangConfig, w: Widths, num_layers: int, widt
     return layers * max(1, w.groups // engine.tp_size) * (w.head_dim + w.value_dim) * width
 
 
-def _state_bytes(w: Widths, tp: int, width: int) -> int:
+def _state_bytes(w: ModelSizes, tp: int, width: int) -> int:
     """Convolution window of three tokens and float32 state of a request in the gated delta-net layers."""
     if not w.linear_layers:
         return 0

@@ -59,7 +59,7 @@ from mslime_plugins.planner.stages import (
     with_critic,
 )
 from mslime_plugins.planner.sync_bytes import (
-    Rates,
+    LinkRates,
     SenderSync,
     bounds,
     buckets_in_flight,
@@ -134,7 +134,7 @@ class RunPlan:
     syncs: tuple[SenderSync, ...]
     host: HostMemory
     rollouts: RolloutBytes | None
-    rates: Rates
+    rates: LinkRates
     bounds: Mapping[str, float]
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]

@@ -28,11 +28,11 @@ from mslime_plugins.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWei
 from mslime_plugins.planner.parameters import StageParameters, stage_parameters
 from mslime_plugins.planner.plan import RunPlan, make_plan, together
 from mslime_plugins.planner.problems import GIB, TIGHT, USABLE, host_bytes
-from mslime_plugins.planner.space import Space, engine_settings
+from mslime_plugins.planner.space import SearchSpace, engine_settings
 from mslime_plugins.planner.stages import ENGINE_OFFLOADED_BYTES, TRAINER_OFFLOADED_BYTES, StagePlan, phases
 from mslime_plugins.planner.sync_bytes import buckets_in_flight, rates_of
 from mslime_plugins.planner.times import (
-    Speeds,
+    ClusterSpeeds,
     StepWork,
     file_seconds,
     generate_seconds,
@@ -163,12 +163,12 @@ class Search:
         return together(config)
 
     @cached_property
-    def space(self) -> Space:
+    def space(self) -> SearchSpace:
         """The combinations to try."""
-        return Space(self.values, self.model, self.base.cluster.gpus_per_node, self.longest)
+        return SearchSpace(self.values, self.model, self.base.cluster.gpus_per_node, self.longest)
 
     @cached_property
-    def speeds(self) -> Speeds:
+    def speeds(self) -> ClusterSpeeds:
         """Speeds of the cluster."""
         return speeds_of(self.base.cluster, self.gpu)
 

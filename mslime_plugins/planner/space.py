@@ -11,7 +11,7 @@ from typing import Any
 
 from mslime.config.megatron import MegatronConfig
 from mslime.convert.families.family import ModelFields
-from mslime.convert.flops import Widths
+from mslime.convert.flops import ModelSizes
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -37,7 +37,7 @@ MEASURES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The combinations of one search.
 
     Attributes:
@@ -114,7 +114,7 @@ class Space:
         """Recomputation, explicitly off, because the result may follow settings that switch it on."""
         return {} if measures == "as set" else dict.fromkeys(FULL)
 
-    def engine_sizes(self, w: Widths, gpus: int) -> Iterator[dict[str, Any]]:
+    def engine_sizes(self, w: ModelSizes, gpus: int) -> Iterator[dict[str, Any]]:
         """Sizes of engines on at most this number of GPUs, under SGLang's names."""
         tp_size, count, ep_size = (self.given("sglang", name) for name in ("tp_size", "num_engines", "ep_size"))
         for tp in [tp_size] if tp_size else POWERS:

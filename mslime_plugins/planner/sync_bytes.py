@@ -28,7 +28,7 @@ CHANGED = 0.05
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """Bytes a second of the links of a sync: settings, not measurements.
 
     Attributes:
@@ -44,9 +44,9 @@ class Rates:
     directory: float
 
 
-def rates_of(cluster: ClusterConfig) -> Rates:
+def rates_of(cluster: ClusterConfig) -> LinkRates:
     """Rates from the settings."""
-    return Rates(
+    return LinkRates(
         cluster.gpu_network_gbits * 1e9 / 8, cluster.gpu_nvlink_gb_per_s * 1e9, cluster.gpu_host_gb_per_s * 1e9,
         cluster.directory_gb_per_s * 1e9,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def bounds(
 
 
 def _seconds_a_byte(
-    transport: str, weights: WeightsConfig, rates: Rates, receiving: Receiving | None, cluster: ClusterConfig
+    transport: str, weights: WeightsConfig, rates: LinkRates, receiving: Receiving | None, cluster: ClusterConfig
 ) -> float:
     """Seconds per byte into an engine, which reads a bucket at the same time as the others."""
     if receiving is None:
@@ -179,7 +179,7 @@ def _seconds_a_byte(
 
 
 def relay_bounds(
-    syncs: Sequence[SenderSync], rates: Rates, receiving: Receiving, gpus_per_node: int
+    syncs: Sequence[SenderSync], rates: LinkRates, receiving: Receiving, gpus_per_node: int
 ) -> dict[str, float]:
     """Lower bounds of a sync by `relay`.
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mslime.config.cluster import ClusterConfig, Nominal, nominal
+from mslime.config.cluster import ClusterConfig, GpuSpec, nominal
 from mslime.config.layout import ParallelLayout
 from mslime.config.resolved import PolicySpec
 from mslime.config.rollout import RolloutConfig
 from mslime.config.transports import traits_of
 from mslime.convert.families.family import ModelFields
-from mslime.convert.flops import Widths, matrix_elements_per_token
+from mslime.convert.flops import ModelSizes, matrix_elements_per_token
 from mslime.convert.table import RuleTable
 from mslime_plugins.planner.activations import EXPERT_IMBALANCE
 from mslime_plugins.planner.engine import EngineMemory
 from mslime_plugins.planner.parameters import StageParameters, model_parameters
-from mslime_plugins.planner.sync_bytes import CHANGED, Rates
+from mslime_plugins.planner.sync_bytes import CHANGED, LinkRates
 from mslime_plugins.planner.trainer_memory import offloaded_share
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
@@ -44,7 +44,7 @@ or between hosts."""
 
 
 @dataclass(frozen=True)
-class Speeds:
+class ClusterSpeeds:
     """Speeds of one cluster.
 
     Attributes:
@@ -54,7 +54,7 @@ class Speeds:
         host: bytes a second between one GPU and its host's memory, while all GPUs of a host copy.
     """
 
-    gpu: Nominal
+    gpu: GpuSpec
     nvlink: float
     network: float
     per_node: int
@@ -103,14 +103,14 @@ class StepWork:
         return self.responses * self.length
 
 
-def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
+def speeds_of(cluster: ClusterConfig, gpu: str) -> ClusterSpeeds:
     """Speeds of the configured cluster, with GPUs of a name in `config.cluster.GPUS`."""
     known = nominal(gpu)
     assert known is not None, gpu
     set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
     nvlink = cluster.gpu_nvlink_gb_per_s if set_by_hand or not known.nvlink else known.nvlink
     network, host = cluster.gpu_network_gbits / 8 * 1e9, cluster.gpu_host_gb_per_s * 1e9
-    return Speeds(known, nvlink * 1e9, network, cluster.gpus_per_node, host)
+    return ClusterSpeeds(known, nvlink * 1e9, network, cluster.gpus_per_node, host)
 
 
 def work_of(
@@ -134,7 +134,12 @@ def work_of(
 
 
 def train_seconds(
-    spec: PolicySpec, w: Widths, held: Sequence[StageParameters], work: StepWork, micro_batches: int, speeds: Speeds
+    spec: PolicySpec,
+    w: ModelSizes,
+    held: Sequence[StageParameters],
+    work: StepWork,
+    micro_batches: int,
+    speeds: ClusterSpeeds,
 ) -> dict[str, float]:
     """Seconds of log-probs and optimizer steps in a step, by activity.
 
@@ -167,7 +172,7 @@ def train_seconds(
 
 
 def _products(
-    stage: StageParameters, layout: ParallelLayout, w: Widths, work: StepWork, tokens: float, speeds: Speeds
+    stage: StageParameters, layout: ParallelLayout, w: ModelSizes, work: StepWork, tokens: float, speeds: ClusterSpeeds
 ) -> float:
     """Seconds of matrix products in a forward pass of one rank."""
     dense = stage.dense - stage.embedding
@@ -178,7 +183,9 @@ def _products(
     return 2 * tokens * (dense / DENSE + experts / EXPERTS + scores / SCORES) / speeds.flops
 
 
-def _tensor(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+def _tensor(
+    stage: StageParameters, layout: ParallelLayout, w: ModelSizes, tokens: float, speeds: ClusterSpeeds
+) -> float:
     """Sequence parallelism gathers and scatters hidden states around attention, and around a dense or shared MLP."""
     if layout.tp == 1:
         return 0.0
@@ -187,7 +194,9 @@ def _tensor(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: f
     return around * tokens * w.hidden * 2 * (layout.tp - 1) / layout.tp / (link * LINK)
 
 
-def _experts(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+def _experts(
+    stage: StageParameters, layout: ParallelLayout, w: ModelSizes, tokens: float, speeds: ClusterSpeeds
+) -> float:
     """Tokens travel to their experts and back: within a host over NVLink, to others over the network, both at once.
     Ranks of a group are consecutive."""
     routed = sum(layer in w.moe_layers for layer in stage.layers)
@@ -200,7 +209,9 @@ def _experts(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: 
     return max(over_nvlink, moved * (size - near) / size / (speeds.network * LINK))
 
 
-def _context(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: float, speeds: Speeds) -> float:
+def _context(
+    stage: StageParameters, layout: ParallelLayout, w: ModelSizes, tokens: float, speeds: ClusterSpeeds
+) -> float:
     """Keys and values pass around a ring of context-parallel ranks."""
     if layout.cp == 1:
         return 0.0
@@ -210,7 +221,7 @@ def _context(stage: StageParameters, layout: ParallelLayout, w: Widths, tokens: 
     return SEEN * len(stage.layers) * tokens * (layout.cp - 1) * widths * 2 / (link * LINK)
 
 
-def _data(stage: StageParameters, layout: ParallelLayout, speeds: Speeds) -> float:
+def _data(stage: StageParameters, layout: ParallelLayout, speeds: ClusterSpeeds) -> float:
     """Gradients are reduced in float32 and parameters gathered in 16 bits, over the ranks with copies of them."""
     near = layout.stage_size <= speeds.per_node
     link = (speeds.nvlink if near else speeds.network) * LINK
@@ -218,7 +229,7 @@ def _data(stage: StageParameters, layout: ParallelLayout, speeds: Speeds) -> flo
     return SEEN * sum(elements * 6 * (ranks - 1) / ranks for elements, ranks in repeated) / link
 
 
-def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> float:
+def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: ClusterSpeeds) -> float:
     """Adam on a rank's share: on the GPU, or on the host with gradients down and parameters up."""
     layout, sharded = spec.layout, spec.megatron.use_distributed_optimizer
     ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
@@ -228,7 +239,7 @@ def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> floa
     return on_host + own * (1 - away) * ADAM_BYTES / (speeds.gpu.memory * 1e9 * READING)
 
 
-def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork, speeds: Speeds) -> float:
+def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork, speeds: ClusterSpeeds) -> float:
     """All responses of a step, on `engines` of `tp` GPUs: as many at once as fit into the cache, decoded token by
     token.
 
@@ -254,12 +265,12 @@ def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) 
     probe.
 
     Args:
-        host: see `Speeds`.
+        host: see `ClusterSpeeds`.
     """
     return (2 * moved + weights) / (DISK if on_disk else host)
 
 
-def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> float:
+def file_seconds(transport: str, total: int, machines: int, rates: LinkRates) -> float:
     """Rough seconds of a sync through files: memory of one host, or a shared directory.
 
     Args:

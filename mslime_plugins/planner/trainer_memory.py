@@ -18,7 +18,7 @@ from mslime.config.resolved import ModelSpec, PolicySpec, TrainingSpec
 from mslime.config.schema import RunConfig
 from mslime.config.train import TrainConfig
 from mslime.config.transports import traits_of
-from mslime.convert.flops import Widths
+from mslime.convert.flops import ModelSizes
 from mslime.weights.weight_plan import DTYPE_BYTES, Bucket, WeightPlan
 from mslime_plugins.planner.activations import chunks_in_flight, kept_elements, working_bytes
 from mslime_plugins.planner.parameters import StageParameters
@@ -173,7 +173,7 @@ def micro_batch_tokens(train: TrainConfig, layout: ParallelLayout, longest: int)
 
 def trainer_memory(
     spec: TrainingSpec,
-    widths: Widths,
+    widths: ModelSizes,
     tokens: int,
     vocab_rows: int,
     held: StageParameters,

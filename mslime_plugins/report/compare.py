@@ -27,7 +27,7 @@ from mslime_plugins.report.page import (
     with_idle,
     write_page,
 )
-from mslime_plugins.report.sections import SECTIONS, Drawn, choose_charts
+from mslime_plugins.report.sections import SECTIONS, DrawnCharts, choose_charts
 
 FILE_NAME = "compare.html"
 MAX_RUNS = 8
@@ -39,7 +39,7 @@ _STEP = Chart("step-seconds", "Step time", "Wall time of a step.", "seconds", se
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """One of the runs: its name on the page, rows with idle shares, configuration."""
 
     name: str
@@ -58,7 +58,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     configs = [read_config(text_or_empty(path / "config.yaml")) for path in run_dirs]
     names = _names(run_dirs, configs)
     runs = [
-        Compared(name, with_idle(by_step(read_run(path)), read_spans(path)), c)
+        ComparedRun(name, with_idle(by_step(read_run(path)), read_spans(path)), c)
         for name, path, c in zip(names, run_dirs, configs, strict=True)
     ]
     drawn = _drawn(runs)
@@ -84,7 +84,7 @@ def _names(run_dirs: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> li
     return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]
 
 
-def _numbers(runs: Sequence[Compared]) -> str:
+def _numbers(runs: Sequence[ComparedRun]) -> str:
     """Facts and headline numbers, one column per run."""
     columns = [
         {
@@ -96,7 +96,7 @@ def _numbers(runs: Sequence[Compared]) -> str:
     return _table([run.name for run in runs], columns)
 
 
-def _settings(runs: Sequence[Compared]) -> str:
+def _settings(runs: Sequence[ComparedRun]) -> str:
     """The settings that differ between runs; empty if there are none."""
     flat = [dict(_flattened(run.config)) for run in runs]
     columns = [
@@ -131,7 +131,7 @@ def _table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _drawn(runs: Sequence[Compared]) -> Drawn:
+def _drawn(runs: Sequence[ComparedRun]) -> DrawnCharts:
     """The charts of lines, and the step's time; charts of a single run are excluded."""
     sections = {title: [_plain(c) for c in charts if c.kind == "lines"] for title, charts in SECTIONS.items()}
     sections["Time"] = [_STEP, *sections["Time"]]
@@ -145,7 +145,7 @@ def _plain(chart: Chart) -> Chart:
     return replace(chart, series=series, caption="") if bands else chart
 
 
-def overlaid(chart: Chart, runs: Sequence[Compared]) -> dict[str, Any] | None:
+def overlaid(chart: Chart, runs: Sequence[ComparedRun]) -> dict[str, Any] | None:
     """The drawing of a chart with the first lines of every run, each run in a colour; its second line is dashed.
 
     None when no run has the chart's metrics.

@@ -25,7 +25,7 @@ from mslime_plugins.report.sample_tokens import (
     versions_of,
     visible,
 )
-from mslime_plugins.report.samples_command import COLOURS, Wanted, find_file
+from mslime_plugins.report.samples_command import COLOURS, SampleSelection, find_file
 
 ColourBy = Literal["version", "difference", "mask"]
 BOUNDS = (0.01, 0.1, 1.0)
@@ -35,11 +35,11 @@ _MASK = {"trained": "green", "sampled, not trained": "yellow", "from outside": "
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectSelection:
     """Selection of responses.
 
     Attributes:
-        step, evaluation, set_name: see `Wanted`.
+        step, evaluation, set_name: see `SampleSelection`.
         group, sample: this group, and this response of it; None: a list of kept responses, and the most informative
             one.
         colour: meaning of a token's colour.
@@ -55,13 +55,13 @@ class Inspected:
     tokens: bool = False
 
 
-def inspect_run(run_dir: Path, wanted: Inspected, console: Console) -> None:
+def inspect_run(run_dir: Path, wanted: InspectSelection, console: Console) -> None:
     """Print the kept responses of a step.
 
     Raises:
         UserError: the run kept none, or none of this step or group, or a file is damaged.
     """
-    path, step = find_file(run_dir, Wanted(wanted.step, wanted.evaluation))
+    path, step = find_file(run_dir, SampleSelection(wanted.step, wanted.evaluation))
     rows = telling_of_step(run_dir, step, evaluation=wanted.evaluation)
     rows = [row for row in rows if not wanted.set_name or row.get("set") == wanted.set_name]
     if not rows:
@@ -77,7 +77,7 @@ def inspect_run(run_dir: Path, wanted: Inspected, console: Console) -> None:
     console.print(Text(left, style="dim"), soft_wrap=True)
 
 
-def _chosen(rows: Sequence[SampleLine], wanted: Inspected, path: Path) -> list[SampleLine]:
+def _chosen(rows: Sequence[SampleLine], wanted: InspectSelection, path: Path) -> list[SampleLine]:
     """The responses of the selected group. Raises UserError if none of it is kept."""
     for name, value, key in (("--group", wanted.group, "group"), ("--sample", wanted.sample, "index")):
         known = sorted({row[key] for row in rows})
@@ -118,7 +118,7 @@ def _overview(rows: Sequence[SampleLine]) -> Table:
     return table
 
 
-def _show(row: SampleLine, wanted: Inspected, console: Console) -> None:
+def _show(row: SampleLine, wanted: InspectSelection, console: Console) -> None:
     """Print a response: its facts, its prompt, and a block for each turn and each text from outside."""
     tokens = tokens_of(row)
     style = _styles(row, tokens, wanted.colour)

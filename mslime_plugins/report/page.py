@@ -32,7 +32,7 @@ from mslime_plugins.report.charts import Chart, chart_data
 from mslime_plugins.report.headline import BETWEEN, headline_tiles, run_facts
 from mslime_plugins.report.lanes import idle_by_step, timeline_data
 from mslime_plugins.report.samples_page import samples_data, samples_section
-from mslime_plugins.report.sections import Drawn, choose_charts
+from mslime_plugins.report.sections import DrawnCharts, choose_charts
 from mslime_plugins.report.verdict import Tone, irregular, judge_run
 
 FILE_NAME = "report.html"
@@ -152,7 +152,7 @@ def _anchor(title: str) -> str:
     return f"{title.lower().replace(' ', '-')}-section"
 
 
-def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
+def not_drawn(drawn: DrawnCharts, missing: Sequence[str]) -> str:
     """The omitted charts and missing data, with the reason; empty if there are none."""
     parts = [
         ("Never changed", [f"{title} ({values})" for title, values in drawn.flat]),
@@ -165,7 +165,7 @@ def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
     return f'<section id="not-drawn-section"><h2>Not drawn</h2>{cells}</section>' if cells else ""
 
 
-def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: Drawn, irregularity: str) -> str:
+def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: DrawnCharts, irregularity: str) -> str:
     findings, quiet = judge_run(rows, config["algorithm"]["loss"] if config else "")
     lines: list[str] = []
     if progress := progress_of(run_dir, rows, config["train"]["num_steps"] if config else None):

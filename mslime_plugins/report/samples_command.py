@@ -22,7 +22,7 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleSelection:
     """Selection of responses.
 
     Attributes:
@@ -41,7 +41,7 @@ class Wanted:
     kind: str = ""
 
 
-def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool = False) -> None:
+def show_samples(run_dir: Path, wanted: SampleSelection, console: Console, as_json: bool = False) -> None:
     """Print selected responses of a run; as JSON, the unchanged lines of the file.
 
     Raises:
@@ -63,7 +63,7 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
         console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
 
 
-def select(path: Path, wanted: Wanted) -> list[SampleLine]:
+def select(path: Path, wanted: SampleSelection) -> list[SampleLine]:
     """The selected lines of a file."""
     rows = telling(path) if not (wanted.order or wanted.kind) else read_samples(path)
     if wanted.set_name:
@@ -84,7 +84,7 @@ def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name:
     return itertools.chain([first], found)
 
 
-def find_file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
+def find_file(run_dir: Path, wanted: SampleSelection) -> tuple[Path, int]:
     """The file of the selected step, and the step."""
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")

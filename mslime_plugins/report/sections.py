@@ -282,7 +282,7 @@ FLAT_WITHIN = 1e-6
 
 
 @dataclass
-class Drawn:
+class DrawnCharts:
     """Drawn and omitted charts.
 
     Attributes:
@@ -312,13 +312,13 @@ def choose_charts(
     fill: Callable[[Chart], dict[str, Any] | None],
     sections: Mapping[str, Sequence[Chart]] = SECTIONS,
     runs: int = 1,
-) -> Drawn:
+) -> DrawnCharts:
     """Select the charts to draw.
 
     Args:
         fill: a chart's drawing, or None without data. runs: number of runs in it.
     """
-    drawn = Drawn()
+    drawn = DrawnCharts()
     titles = {chart.id: chart.title for charts in sections.values() for chart in charts}
     data = {chart.id: fill(chart) for charts in sections.values() for chart in charts}
     for title, charts in sections.items():

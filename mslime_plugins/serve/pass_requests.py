@@ -24,7 +24,7 @@ _ATTRIBUTES = {"weights": "weights", "logprobs": "log_probs", "advantages": "adv
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """Limits of a model: token ids below `vocab_size`, sequences of at most `positions` tokens."""
 
     vocab_size: int
@@ -64,7 +64,7 @@ def read_header(raw: bytes) -> Any:
     return message
 
 
-def read_pass(message: Any, limits: Limits, stable_reinforce: ClientLoss | None = None) -> PassRequest:
+def read_pass(message: Any, limits: ModelLimits, stable_reinforce: ClientLoss | None = None) -> PassRequest:
     """Parse a request. Raises ServeError for the first mistake.
 
     Args:
@@ -104,7 +104,7 @@ def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
     return LossChoice(cast("ClientLoss", name), low, high, settings.get("beta", 0.05))
 
 
-def _datum(message: Any, where: str, loss: str, limits: Limits) -> Datum:
+def _datum(message: Any, where: str, loss: str, limits: ModelLimits) -> Datum:
     tokens = _tokens(message.model_input, where)
     if not len(tokens):
         raise ServeError(f"{where}.model_input", "no token", "there is nothing to predict from", "leave it out")
@@ -142,7 +142,7 @@ def _tokens(chunks: Sequence[Any], where: str) -> NDArray[np.int32]:
     return np.concatenate(found)
 
 
-def _check_ids(ids: NDArray[np.integer[Any]], where: str, limits: Limits) -> None:
+def _check_ids(ids: NDArray[np.integer[Any]], where: str, limits: ModelLimits) -> None:
     wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if len(wrong):
         raise ServeError(where, int(wrong[0]), f"the model has token ids 0 to {limits.vocab_size - 1}",

@@ -13,13 +13,13 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from mslime_plugins.serve import bodies
 from mslime_plugins.serve.client_errors import ServeError
-from mslime_plugins.serve.pass_requests import Limits
+from mslime_plugins.serve.pass_requests import ModelLimits
 
 LOOK_S = 0.2
 _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
-def requests_of(body: bodies.SampleBody, rid: str, limits: Limits) -> list[GenerateRequest]:
+def requests_of(body: bodies.SampleBody, rid: str, limits: ModelLimits) -> list[GenerateRequest]:
     """The requests to engines: one per continuation, all for one engine. Log-probs are over the whole vocabulary, as
     the trainer computes them; the first request returns those of the prompt. Raises ServeError for the first
     mistake."""
@@ -49,7 +49,7 @@ def requests_of(body: bodies.SampleBody, rid: str, limits: Limits) -> list[Gener
     ]
 
 
-def prompt_of(body: bodies.SampleBody, limits: Limits) -> tuple[int, ...]:
+def prompt_of(body: bodies.SampleBody, limits: ModelLimits) -> tuple[int, ...]:
     """The prompt's token ids. Raises ServeError."""
     for chunk in body.prompt.chunks:
         if not isinstance(chunk, bodies.TextChunk):

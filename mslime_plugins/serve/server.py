@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from mslime.config.errors import UserError
-from mslime.web_server import Listening, admitted, same_key, serve
+from mslime.web_server import ListeningServer, admitted, same_key, serve
 from mslime_plugins.serve import bodies
 from mslime_plugins.serve.client_errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
 from mslime_plugins.serve.futures import JSON
@@ -52,7 +52,7 @@ class Server:
 
     def __init__(self, service: Service, key: str) -> None:
         self._service, self._key = service, key
-        self._listening: Listening | None = None
+        self._listening: ListeningServer | None = None
         self._tidying: asyncio.Task[None] | None = None
 
     async def start(self, listening: socket.socket) -> None:

@@ -23,22 +23,22 @@ from mslime.config.keys import read_secret
 from mslime.config.resolved import policy_spec
 from mslime.logs import hide, log_file
 from mslime.observe.progress import PlainProgress, Progress
-from mslime.rollout.service import Local
+from mslime.rollout.service import LocalHandle
 from mslime.run.adapter_ranks import AdapterRanks
 from mslime.run.fleet import Fleet
-from mslime.run.ray_calls import InLoop
+from mslime.run.ray_calls import LoopHandle
 from mslime.run.ray_cluster import resolved_device
-from mslime.run.rollout_process import Member
+from mslime.run.rollout_process import ManagerEngines
 from mslime.run.run import only_run, owned, write_resolved
 from mslime.run.run_engines import EngineSide, RunEngines
-from mslime.run.started import Started
+from mslime.run.started import StartedRun
 from mslime.run.stop import StopSignals
 from mslime.threads import in_thread
-from mslime_plugins.serve.pass_requests import Limits
+from mslime_plugins.serve.pass_requests import ModelLimits
 from mslime_plugins.serve.sampling import PooledEngines
 from mslime_plugins.serve.served_config import adapted_parts, base_names, served_config
 from mslime_plugins.serve.server import KEY_PREFIX, Server
-from mslime_plugins.serve.tinker_service import Served, Service
+from mslime_plugins.serve.tinker_service import ServedModel, Service
 
 FILE_NAME = "serve.json"
 LOOK_S = 0.5
@@ -65,7 +65,7 @@ def serve(values: Mapping[str, Any]) -> int:
     with only_run(config.name), StopSignals() as stop, owned(config.run_dir), log:
         listening = _listen(config.serve.port)
         write_resolved(run.config, config.run_dir / "config.yaml")
-        with listening, Serving(run, stop) as serving:
+        with listening, ServerResources(run, stop) as serving:
             serving.answer(listening, key)
     return 0
 
@@ -96,7 +96,7 @@ def _listen(port: int) -> socket.socket:
     return listening
 
 
-class Serving(Started):
+class ServerResources(StartedRun):
     """Trainer ranks and engines of a server. A context manager."""
 
     def _start(self) -> None:
@@ -127,13 +127,13 @@ class Serving(Started):
             refused = await side.meet_engines(self._addresses)
             positions = min(config.rollout.longest(self._run.model.max_positions), refused)
             attention, mlp = adapted_parts(config.lora)
-            served = Served(
+            served = ServedModel(
                 base_names(config.model.path, config.serve.model_name), str(config.model.tokenizer.resolve()),
                 self._run.family.architecture,
-                Limits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
+                ModelLimits(self._run.model.vocab_size, positions), config.lora.rank, attention, mlp,
             )  # fmt: skip
-            members = RunEngines([Member(Local(side), Local(side.pool), [*self._addresses])])
-            of_loop = InLoop(members, asyncio.get_running_loop())
+            members = RunEngines([ManagerEngines(LocalHandle(side), LocalHandle(side.pool), [*self._addresses])])
+            of_loop = LoopHandle(members, asyncio.get_running_loop())
             fleet = Fleet(of_loop, self._engines, self._attached, self._at_rest, self.progress)
             await side.pool.join()
             engines = PooledEngines(side.pool, config.serve.engine_adapters, lambda: fleet.expects_engines)
@@ -167,7 +167,7 @@ class Serving(Started):
                     fleet.settled()
                 looking = in_thread(fleet.update_engines)
 
-    def _announce(self, listening: socket.socket, key: str, served: Served) -> None:
+    def _announce(self, listening: socket.socket, key: str, served: ServedModel) -> None:
         """Write the server's address and key to a file readable only by its user, and log it."""
         record = self.config.run_dir / FILE_NAME
         url = network.write_address(record, listening, key, model=served.names[0])

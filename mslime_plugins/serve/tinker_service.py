@@ -21,7 +21,7 @@ from mslime.threads import in_thread
 from mslime_plugins.serve import bodies
 from mslime_plugins.serve.client_errors import ServeError
 from mslime_plugins.serve.futures import PROTOBUF, FutureResult, Futures, Work
-from mslime_plugins.serve.pass_requests import Limits, PassRequest, passed_bytes, sampled_bytes
+from mslime_plugins.serve.pass_requests import ModelLimits, PassRequest, passed_bytes, sampled_bytes
 from mslime_plugins.serve.sampling import PooledEngines, requests_of
 from mslime_plugins.serve.served_config import adapter_config
 from mslime_plugins.serve.sessions import AdapterAsk, Model, Sampler, ServeClient, Sessions
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The served model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Served:
     names: tuple[str, ...]
     tokenizer: str
     architecture: str
-    limits: Limits
+    limits: ModelLimits
     max_rank: int
     attention: bool = True
     mlp: bool = True
@@ -66,7 +66,7 @@ class Service:
     """
 
     def __init__(
-        self, served: Served, config: RunConfig, ranks: AdapterRanks, engines: PooledEngines, root: Path,
+        self, served: ServedModel, config: RunConfig, ranks: AdapterRanks, engines: PooledEngines, root: Path,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.served, self.settings, self._config = served, config.serve, config

@@ -1,8 +1,8 @@
 """Transports on other packages: Mooncake's transfer engine and checkpoint-engine."""
 
-from mslime.config.transports import Traits
+from mslime.config.transports import TransportTraits
 
-MOONCAKE = Traits(
+MOONCAKE = TransportTraits(
     "mslime_plugins.transports.mooncake:MooncakeTransport",
     "out of a sender's memory by Mooncake's transfer engine (the extra mooncake)",
     settings=("mooncake_over",),
@@ -11,7 +11,7 @@ MOONCAKE = Traits(
     keeps_gpu_bucket=True,
     way="adapters",
 )
-CHECKPOINT_ENGINE = Traits(
+CHECKPOINT_ENGINE = TransportTraits(
     "mslime_plugins.transports.checkpoint_engine:CheckpointEngineTransport",
     "for engines on the trainer's GPUs, from rank to rank of the trainer and then within each GPU (the extra "
     "checkpoint-engine)",

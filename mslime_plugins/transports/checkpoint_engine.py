@@ -52,7 +52,7 @@ _POLL_IN, _POLL_OUT = 1, 2
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ArrivedBucket:
     """A bucket that is kept: nothing to wait for."""
 
     def wait(self) -> None:
@@ -60,7 +60,7 @@ class Arrived:
 
 
 @dataclass
-class Failures:
+class UpdateFailures:
     """Errors of one update on any rank; the first report counts.
 
     Args:
@@ -107,7 +107,7 @@ class PatientSocket:
     """
 
     socket: Any
-    failures: Failures
+    failures: UpdateFailures
     whom: str
     given_up: bool = False
 
@@ -144,7 +144,7 @@ class _Server:
     made: Any
     store: TCPStore
     updates: int = 0
-    failures: Failures | None = field(default=None)
+    failures: UpdateFailures | None = field(default=None)
 
 
 class CheckpointEngineTransport(CollectiveTransport):
@@ -160,10 +160,10 @@ class CheckpointEngineTransport(CollectiveTransport):
         """Store the engines; `meet` connects."""
         self._engines = tuple(engines)
 
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> Arrived:
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> ArrivedBucket:
         """Keep a copy in host memory, until `deliver`."""
         self._kept[wire.encode(wire.IpcBucket.of(bucket))] = flat.view(torch.uint8).to("cpu", copy=True)
-        return Arrived()
+        return ArrivedBucket()
 
     def disconnect(self) -> None:
         """Disconnect; pinned memory returns to torch, which reuses it for the next server."""
@@ -234,7 +234,7 @@ class CheckpointEngineTransport(CollectiveTransport):
         assert self._server is not None, "not connected"
         server, made = self._server, self._server.made
         server.updates += 1
-        failures = server.failures = Failures(server.store, f"failed {server.updates}", ends)
+        failures = server.failures = UpdateFailures(server.store, f"failed {server.updates}", ends)
         try:
             made.gather_metas(CHECKPOINT)
             made.update(CHECKPOINT, self._ask(failures))
@@ -250,7 +250,7 @@ class CheckpointEngineTransport(CollectiveTransport):
     def _sends(self) -> bool:
         return self.link.rank in self.link.senders
 
-    def _ask(self, failures: Failures) -> Callable[[Sequence[tuple[str, str]]], None]:
+    def _ask(self, failures: UpdateFailures) -> Callable[[Sequence[tuple[str, str]]], None]:
         """The callback of a ParameterServer, with (GPU, address of its rank's socket) of all ranks: rank 0 requests
         engines."""
 

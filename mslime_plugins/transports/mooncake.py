@@ -19,7 +19,7 @@ from mslime.config.keys import EngineInfo
 from mslime.config.transports import MooncakeOver
 from mslime.engine_plugin import wire
 from mslime.network import own_address
-from mslime.remote_memory import End
+from mslime.remote_memory import MemoryEndpoint
 from mslime.weights.files import FileTransport
 from mslime.weights.transport import Link
 from mslime.weights.weight_plan import Bucket
@@ -35,7 +35,7 @@ class MooncakeTransport(FileTransport):
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
-        self._end: End | None = None
+        self._end: MemoryEndpoint | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
         self._place = Path()
         self._largest = 0
@@ -43,7 +43,9 @@ class MooncakeTransport(FileTransport):
     def open_place(self, engines: Sequence[EngineInfo]) -> tuple[wire.Request, str]:
         """Start this end; every engine tests the connection by reading a few random bytes."""
         try:
-            self._end = End(own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"]))
+            self._end = MemoryEndpoint(
+                own_address(engines[0].url), cast(MooncakeOver, self.link.settings["mooncake_over"])
+            )
             nonce = secrets.token_bytes(GREETING)
             self._share(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
         except ImportError as error:

@@ -16,7 +16,7 @@ from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_er
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.rollout.manager import Manager
-from mslime.run.ray_calls import Host, Remote, call, gather
+from mslime.run.ray_calls import HandleActor, RemoteHandle, call, gather
 from mslime.run.ray_cluster import Cluster, _start_ray
 
 
@@ -77,7 +77,7 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
     """Another manager's engine has died, and the evaluation will begin again."""
 
     @ray.remote
-    class FakeManagerActor(Host):
+    class FakeManagerActor(HandleActor):
         def __init__(self) -> None:
             self.begun, self.given_up = asyncio.Event(), asyncio.Event()
             self.objects = {"rollout": self}
@@ -97,7 +97,7 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
 
     async def main() -> bool:
         actor = FakeManagerActor.remote()
-        manager = Remote[Manager](actor, "rollout", "rollout manager 0", "manager0.log", DeadlineConfig())
+        manager = RemoteHandle[Manager](actor, "rollout", "rollout manager 0", "manager0.log", DeadlineConfig())
         rows = asyncio.create_task(manager.ask(Manager.answer_rows, EvalSetConfig(name="held_out", path="p")))
         assert await actor.has_begun.remote()
         rows.cancel()

@@ -29,7 +29,7 @@ from mslime.config.base import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.probe import NEW_TOKENS, Probed, ProbeDifferences, joined_routes
+from mslime.data.probe import NEW_TOKENS, ProbeDifferences, ProbeScores, joined_routes
 from mslime.engine_plugin.wire import RECORDED
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import PROMPT, are_those_of, change_weights, engine_log_probs, publish
@@ -278,10 +278,10 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
     return said, probes
 
 
-def probe(trainer: MegatronTrainer, engine: Endpoint, version: int) -> tuple[Probed, Any]:
+def probe(trainer: MegatronTrainer, engine: Endpoint, version: int) -> tuple[ProbeScores, Any]:
     """The engine's answer under a version, and this rank's results for it."""
 
-    async def ask() -> Probed:
+    async def ask() -> ProbeScores:
         request = ProbeRequest(f"probe-{version}", PROMPT, version, want_routes=bool(trainer.model.num_experts))
         async with EngineClient(engine.url, "engine", model=trainer.model, keys=engine.keys) as client:
             return await client.probe(request)
@@ -298,12 +298,12 @@ KEEPS: tuple[PauseMode, ...] = ("retract", "in_place")
 
 def probes_beside_a_request(
     trainer: MegatronTrainer, engine: Endpoint, version: int, mode: PauseMode
-) -> list[tuple[Probed, Any]]:
+) -> list[tuple[ProbeScores, Any]]:
     """Two probes of an engine that keeps a request through its pause: before the end of a sync, after which the request
     is lost, and after it, when it is answered under this version. What this rank says of each."""
     request = ProbeRequest(f"beside-{version}", PROMPT, version, want_routes=bool(trainer.model.num_experts))
 
-    async def ask() -> list[Probed]:
+    async def ask() -> list[ProbeScores]:
         async with EngineClient(engine.url, "engine", model=trainer.model, keys=engine.keys) as client:
             pool = EnginePool([client], 2)
             lost = await under_way(pool, f"lost-{mode}")
@@ -345,11 +345,13 @@ async def under_way(pool: EnginePool, rid: str) -> asyncio.Task[GenerateResult]:
     return asked
 
 
-def differences(probed: Sequence[tuple[Probed, Any]]) -> ProbeDifferences:
+def differences(probed: Sequence[tuple[ProbeScores, Any]]) -> ProbeDifferences:
     """Differences between an engine's answer and all ranks' results for it."""
     answer, length = probed[0][0], len(PROMPT) + NEW_TOKENS
     routes = joined_routes([part for _, (_, part) in probed if part is not None], length)
-    found = [ProbeDifferences.between(answer, Probed(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed]
+    found = [
+        ProbeDifferences.between(answer, ProbeScores(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed
+    ]
     return max(found, key=lambda each: each.log_probs)
 
 

@@ -17,7 +17,7 @@ from ray.util import placement_group_table
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.run.placement import Spot, check_tensor_groups, in_order
+from mslime.run.placement import BundleLocation, check_tensor_groups, in_order
 from mslime.run.ray_cluster import Cluster, remote_class
 
 GPUS = 8
@@ -136,12 +136,22 @@ def test_an_address_where_no_ray_runs_is_named(tmp_path: Path) -> None:
 
 
 def test_ranks_are_numbered_by_machine_and_then_by_gpu() -> None:
-    spots = [Spot("10.0.0.10", "b", 1), Spot("10.0.0.9", "a", 1), Spot("10.0.0.10", "b", 0), Spot("10.0.0.9", "a", 0)]
+    spots = [
+        BundleLocation("10.0.0.10", "b", 1),
+        BundleLocation("10.0.0.9", "a", 1),
+        BundleLocation("10.0.0.10", "b", 0),
+        BundleLocation("10.0.0.9", "a", 0),
+    ]
     assert in_order(spots) == [3, 1, 2, 0]
 
 
 def test_a_tensor_parallel_group_on_two_machines_is_refused_by_name() -> None:
-    spots = [Spot("10.0.0.9", "a", 0), Spot("10.0.0.9", "a", 1), Spot("10.0.0.9", "a", 2), Spot("10.0.0.10", "b", 0)]
+    spots = [
+        BundleLocation("10.0.0.9", "a", 0),
+        BundleLocation("10.0.0.9", "a", 1),
+        BundleLocation("10.0.0.9", "a", 2),
+        BundleLocation("10.0.0.10", "b", 0),
+    ]
     check_tensor_groups(spots, 1)
     with pytest.raises(ConfigError, match=r"ranks 2 to 3 .* 10\.0\.0\.9 and 10\.0\.0\.10"):
         check_tensor_groups(spots, 2)

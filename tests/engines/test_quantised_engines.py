@@ -23,7 +23,7 @@ from mslime.engine_plugin.wire import RECORDED
 from mslime.offline.jobs import run_job
 from mslime.offline.lora_checkpoints import MergeLora
 from mslime.offline.requantise import ToFp8, ToInt4, ToPlain
-from mslime.weights.transport import Moved
+from mslime.weights.transport import MovedAmounts
 from tests.engines.conftest import SharedServer, serve
 from tests.engines.test_adapter_sync import hold_version, with_lora
 from tests.engines.test_weight_sync import change_few, config_of, publish
@@ -107,7 +107,7 @@ class Synced:
     compared: int
     buckets: int
     says_quantised: bool
-    moved: tuple[Moved, ...]
+    moved: tuple[MovedAmounts, ...]
 
 
 def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: int) -> Synced:
@@ -116,7 +116,7 @@ def sync_thrice(trainer: MegatronTrainer, engine: Endpoint, export: Path, seed: 
     engine_port = SGLangPort(trainer.spec.deadlines)
     sender = trainer.weight_sender(engine_port)
     sender.connect([engine])
-    compared, moved = 0, list[Moved]()
+    compared, moved = 0, list[MovedAmounts]()
     for version, change in ((1, disturb), (2, disturb), (3, change_few)):
         change(trainer, seed + version)
         compared = publish(sender, version, trainer.parallel.rank)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting
-from mslime.engine_plugin.engine_ranks import Ranks
+from mslime.engine_plugin.copy_plan import ReceivedBucket, buckets_of, fitting
+from mslime.engine_plugin.engine_ranks import EngineRanks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 from tests.engines import test_relay_shares as shares
@@ -42,7 +42,7 @@ class Engine:
             buckets_of(self.updater), self.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
         )
 
-    def load(self, received: Received) -> tuple[bool, str]:
+    def load(self, received: ReceivedBucket) -> tuple[bool, str]:
         assert self.relay._lanes is not None
         self.beside.append(len(self.relay._lanes._on_the_way))
         self.rooms.append((self.relay._buffer.bytes, buckets_of(self.updater).buffer.bytes))
@@ -60,7 +60,7 @@ class Engine:
             else ((), ())
         )
         order = RelaySync(f"{version}", "plan", ("lane0", "lane1"), *known)
-        said = self.relay.obey(order, *news, self.groups, Ranks()).how
+        said = self.relay.obey(order, *news, self.groups, EngineRanks()).how
         buckets_of(self.updater).release()
         expected = shares.FakeModel(0, 1)
         expected.load_weights((name, shares.value(name, version)) for name in names)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.engine_plugin.copy_plan import buckets_of, fitting
-from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, EngineRanks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import HostSlices, Loaded, RelaySync, machine_lane
 from mslime.weights.relay import pack_cut
@@ -61,7 +61,7 @@ class Engine:
         self.rank, self.ranks = whole.index(rank), len(whole)
         among = groups.get(near)
         beside = EngineRankGroup(near.index(rank), len(near), among, among, whole.index(near[0]))
-        self.place = Ranks(EngineRankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
+        self.place = EngineRanks(EngineRankGroup(self.rank, len(whole), groups[whole], groups[whole]), beside, machine)
         self.updater = FakeUpdater(self.rank, self.ranks)
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)

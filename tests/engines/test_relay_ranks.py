@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import NOT_ARRIVED
-from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket
-from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
+from mslime.engine_plugin.copy_plan import ReceivedBucket, RecordedBucket, SyncBuckets
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, EngineRanks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
@@ -57,14 +57,14 @@ class Engine:
         (machine,) = (number for number, near in enumerate(machines) if rank in near)
         whole = tuple(each for near in machines for each in near)
         first = whole.index(machines[machine][0])
-        self.place = Ranks(among(rank, whole, groups), among(rank, machines[machine], groups, first), machine)
+        self.place = EngineRanks(among(rank, whole, groups), among(rank, machines[machine], groups, first), machine)
         self.groups = {f"lane{i}": lanes[i] for i, ranks in enumerate(LANES) if rank in ranks}
-        self.relay = Relay(Buckets("cpu"), self.load, "cpu", nothing_recorded)
+        self.relay = Relay(SyncBuckets("cpu"), self.load, "cpu", nothing_recorded)
         self.held: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.refuses = ""
 
-    def load(self, received: Received) -> tuple[bool, str]:
+    def load(self, received: ReceivedBucket) -> tuple[bool, str]:
         ((name, tensor),) = received
         self.order.append(name)
         if name == self.refuses:
@@ -128,7 +128,7 @@ def work(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         begin = time.monotonic()
         found["alone"] = engine.sync(5, plan_is_known=True)
         found["seconds"] = time.monotonic() - begin
-        another = Relay(Buckets("cpu"), engine.load, "cpu", nothing_recorded)
+        another = Relay(SyncBuckets("cpu"), engine.load, "cpu", nothing_recorded)
         for lane in {id(lane): lane for lane in engine.groups.values()}.values():
             dist.destroy_process_group(lane)
         with pytest.raises(RuntimeError, match="has no plan"):

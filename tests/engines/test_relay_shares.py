@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.base import NOT_ARRIVED
-from mslime.engine_plugin.copy_plan import Received, buckets_of, fitting, load
-from mslime.engine_plugin.engine_ranks import EngineRankGroup, Ranks
+from mslime.engine_plugin.copy_plan import ReceivedBucket, buckets_of, fitting, load
+from mslime.engine_plugin.engine_ranks import EngineRankGroup, EngineRanks
 from mslime.engine_plugin.relay import Relay
 from mslime.engine_plugin.wire import RelaySync
 from tests.engines.megatron_ranks import run_ranks
@@ -92,7 +92,7 @@ class FakeUpdater:
 
     def _assert_weight_cache_inactive(self, what: str) -> None: ...
 
-    def load(self, received: Received) -> tuple[bool, str]:
+    def load(self, received: ReceivedBucket) -> tuple[bool, str]:
         return load(self._by_the_model, self, received)
 
     def _by_the_model(self, _: Any, named: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
@@ -108,7 +108,7 @@ class Engine:
         self.rank, self.updater = rank, FakeUpdater(rank)
         self.rooms: list[Any] = []  # kept, so that another one is another object
         near = EngineRankGroup(rank, RANKS, group, group)
-        self.place, self.groups = Ranks(near, near), {f"lane{i}": lane for i, lane in enumerate(lanes)}
+        self.place, self.groups = EngineRanks(near, near), {f"lane{i}": lane for i, lane in enumerate(lanes)}
         self.relay = Relay(
             buckets_of(self.updater), self.updater.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
         )

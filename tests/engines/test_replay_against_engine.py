@@ -16,7 +16,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
-from mslime.data.probe import Probed, ProbeDifferences, joined_routes, routes_of
+from mslime.data.probe import ProbeDifferences, ProbeScores, joined_routes, routes_of
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
@@ -116,7 +116,7 @@ def test_engine_and_trainer_say_the_same_of_a_probe(
     """At temperature 1, whatever the rollout's is; two texts of other lengths than any layout's multiple."""
     texts = [list(range(40, 91)), [7, 9, 200]]
 
-    async def ask() -> list[Probed]:
+    async def ask() -> list[ProbeScores]:
         async with sglang_server.client() as client:
             version = await client.version()
             requests = [ProbeRequest(f"probe-{len(text)}", text, version, want_routes=True) for text in texts]
@@ -140,7 +140,7 @@ def test_engine_and_trainer_say_the_same_of_a_probe(
         assert np.median(apart[1:]) > 5e-4, "other experts of the first token reach the tokens after it"
         of_ranks = zip(answers, np.split(log_probs, ends[:-1]), np.split(routes, ends[:-1]), strict=True)
         for answer, mine, chosen in of_ranks:
-            trainers = Probed(answer.tokens, answer.given, mine, chosen)
+            trainers = ProbeScores(answer.tokens, answer.given, mine, chosen)
             same = ProbeDifferences.between(answer, trainers)
             assert same.log_probs < 1e-5 and same.routes == 1.0
             assert np.abs(answer.log_probs - mine).max() < 1e-4 and len(answer.routes) == len(answer.tokens) - 1

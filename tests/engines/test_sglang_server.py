@@ -20,7 +20,7 @@ from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.guard import shared_memory_of
-from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
+from mslime.backends.sglang.handshake import DECLARED, EngineNeeds, handshake
 from mslime.backends.sglang.server_process import ServerProcess, SupervisedProcess
 from mslime.config.errors import EngineError
 from mslime.config.resolved import engine_spec
@@ -29,7 +29,7 @@ from tests.fixtures.engine_calls import load
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.processes import alive
 
-ALL_NEEDS = Needs(
+ALL_NEEDS = EngineNeeds(
     routes=True, architectures=("Qwen3MoeForCausalLM",), truncation={"top_p": 0.9, "top_k": 4096, "min_p": 0.01}
 )
 
@@ -39,7 +39,7 @@ async def test_the_handshake_passes_on_the_real_server_and_names_another_model(s
         await handshake(client, ALL_NEEDS)
         assert await client.ready()
         with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
-            await handshake(client, Needs(True, ("LlamaForCausalLM",)))
+            await handshake(client, EngineNeeds(True, ("LlamaForCausalLM",)))
 
 
 @pytest.mark.nightly

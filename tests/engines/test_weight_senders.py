@@ -21,7 +21,7 @@ from mslime.config.keys import Endpoint
 from mslime.convert.hf import HFCheckpoint
 from mslime.weights import sync as weight_sync
 from mslime.weights.memory import MemoryTransport
-from mslime.weights.weight_plan import Entry
+from mslime.weights.weight_plan import BucketEntry
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine
@@ -198,7 +198,7 @@ def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str
     sender.connect([Endpoint(url) for url in urls])
     assert isinstance(sender._transport, MemoryTransport)
     if trainer.parallel.rank == 1:
-        plan, entry = sender.plan.buckets, Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+        plan, entry = sender.plan.buckets, BucketEntry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
         whole = sender._transport.begin
         huge = replace(plan[1], sender=1, entries=(entry,))
         sender._transport.begin = lambda version, buckets: whole(version, [*buckets, huge])

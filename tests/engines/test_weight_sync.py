@@ -27,10 +27,10 @@ from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import RECORDED
 from mslime.network import free_port
-from mslime.remote_memory import End
+from mslime.remote_memory import MemoryEndpoint
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Moved, Pending, Transport
+from mslime.weights.transport import MovedAmounts, Pending, Transport
 from mslime.weights.weight_plan import Bucket
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
@@ -233,7 +233,7 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) 
     (info,) = sender.engines
     said = [refusal_of(engine_port, info, "mapped", Path("/dev/shm/nowhere"))]
     if trainer.spec.weights.transport == "mooncake":
-        end, room = End("127.0.0.1", "tcp"), torch.ones(UNREADABLE_BYTES // 2, dtype=torch.uint8)
+        end, room = MemoryEndpoint("127.0.0.1", "tcp"), torch.ones(UNREADABLE_BYTES // 2, dtype=torch.uint8)
         said.append(refusal_of(engine_port, info, "remote", end.share(room.data_ptr(), room.numel()).as_path()))
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
@@ -279,12 +279,12 @@ def change_few(trainer: MegatronTrainer, seed: int) -> None:
             parameter[chosen] *= 1.01
 
 
-def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> list[tuple[int, Moved, int]]:
+def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> list[tuple[int, MovedAmounts, int]]:
     """(tensors compared, what was moved, buckets that the engine refused) of each sync, where this rank sends.
 
     Before the last but one, somebody else gives the engine other weights.
     """
-    rank, moved = trainer.parallel.rank, list[tuple[int, Moved, int]]()
+    rank, moved = trainer.parallel.rank, list[tuple[int, MovedAmounts, int]]()
     sender = sender_of(trainer)
     sender.connect([engine])
     for version in range(21, 27):

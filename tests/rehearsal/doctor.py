@@ -17,8 +17,7 @@ from typing import Any
 from mslime.checks import environment
 from mslime_plugins.doctor import speeds
 from mslime_plugins.doctor.doctor_command import CHECKS, examine
-from mslime_plugins.doctor.findings import Check as DoctorCheck
-from mslime_plugins.doctor.findings import Finding, Node, Options
+from mslime_plugins.doctor.findings import DoctorOptions, Finding, HostCheck, Node
 from mslime_plugins.doctor.gpus import see_gpus
 from tests.fixtures.fake_nvml import FakeNvml
 from tests.rehearsal.outcomes import Check, attempt, finish, options, true
@@ -35,7 +34,7 @@ class FakeDriver(FakeNvml):
         return 13_000
 
 
-def made(check: DoctorCheck, node: Node) -> list[Check]:
+def made(check: HostCheck, node: Node) -> list[Check]:
     """What a check told, one line each."""
     return [judged(check.name, finding) for finding in examine(check, node).findings]
 
@@ -61,7 +60,7 @@ def main() -> int:
     speeds.WORKER = "tests.rehearsal.doctor_worker"
     gpus, blind = see_gpus()
     assert not blind, blind
-    node = Node(Options(), gpus, blind, dict(os.environ))
+    node = Node(DoctorOptions(), gpus, blind, dict(os.environ))
     work = {
         f"doctor: {check.name}": partial(made, check, node)
         for check in CHECKS

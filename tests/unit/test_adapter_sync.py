@@ -17,7 +17,7 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.engine_pool import EnginePool, UpdateMembers
 from mslime.backends.sglang.flags import command_line, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
-from mslime.backends.sglang.handshake import Needs, handshake
+from mslime.backends.sglang.handshake import EngineNeeds, handshake
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.base import adapter_directory
 from mslime.config.errors import ConfigError, EngineError, WeightSyncError, sync_error
@@ -31,7 +31,7 @@ from mslime.convert.peft import WEIGHTS
 from mslime.engine_plugin.checksums import taken_apart
 from mslime.engine_plugin.wire import AdapterChecksums, encode
 from mslime.run.publish import AdapterPublisher
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from tests.fixtures.full_size import published_config
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
@@ -179,7 +179,7 @@ def test_a_server_that_was_started_for_other_adapters_is_refused(info: dict[str,
             fake.info |= info
             model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
             async with EngineClient(fake.url, "e0", model=model) as client:
-                await handshake(client, Needs(False, lora=ServedLora(4, ("q_proj", "v_proj"), 2)))
+                await handshake(client, EngineNeeds(False, lora=ServedLora(4, ("q_proj", "v_proj"), 2)))
 
     with pytest.raises(EngineError, match=words):
         asyncio.run(work())
@@ -575,7 +575,7 @@ class FakeRun:
 def publisher(run: FakeRun, directory: Path) -> AdapterPublisher:
     made: Any = run
     return AdapterPublisher(
-        config(output_dir=str(directory)), fake_process(made), made, made, made, Apart(lambda: None), run.check,
+        config(output_dir=str(directory)), fake_process(made), made, made, made, SeparateGpus(lambda: None), run.check,
         lambda: "", made, made,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 
 from mslime.config.errors import EngineError, RewardError, TrainerError
 from mslime.observe.progress import NamedProgress, Progress
-from mslime.run.adapter_session import AdaptersSession, AdapterStop, Ending
+from mslime.run.adapter_session import AdaptersSession, AdapterStop, RunEnding
 from mslime.run.stop import Stopped, StopSignals
 from mslime.run.trainer_turn import TrainerTurn
 
@@ -52,7 +52,7 @@ class FakeAdapter:
 
 def session(signals: StopSignals, *names: str) -> tuple[Any, dict[str, FakeAdapter]]:
     made: Any = AdaptersSession.__new__(AdaptersSession)
-    made._stop, made._ending, made.progress = signals, Ending(), Lines()
+    made._stop, made._ending, made.progress = signals, RunEnding(), Lines()
     made.ranks = SimpleNamespace(turn=TrainerTurn())
     fakes = {name: FakeAdapter(name, AdapterStop(signals, made._ending, name)) for name in names}
     made.adapters = list(fakes.values())
@@ -87,7 +87,7 @@ def test_the_first_failure_ends_all_is_named_and_the_others_are_saved() -> None:
 
 
 def test_what_befalls_the_others_says_who_failed_and_waits_for_a_step_under_way() -> None:
-    ending = Ending()
+    ending = RunEnding()
     ending.note("bad", EngineError("engine0", "x", "died", ""))
     with pytest.raises(TrainerError, match="adapters.good = 'stopped': adapter bad failed: engine0 = 'x': died"):
         ending.check("good", 0)

@@ -17,7 +17,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
 from mslime.weights import groups, transport_contract
-from mslime.weights.bucket_sender import BucketSender, Seconds, SendOrder
+from mslime.weights.bucket_sender import BucketSender, PhaseSeconds, SendOrder
 from mslime.weights.transport import Transport
 from mslime.weights.weight_plan import Bucket, Senders, WeightPlan
 from tests.fixtures.forked import forking, preload
@@ -70,7 +70,7 @@ class Noting(Transport):
 
 def bucket_sender_of(transport: Noting, turns: LateTurns) -> BucketSender:
     ends = time.monotonic() + 30
-    return BucketSender(transport, cast(SendOrder, turns), ends, 30, Seconds(), None)
+    return BucketSender(transport, cast(SendOrder, turns), ends, 30, PhaseSeconds(), None)
 
 
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:

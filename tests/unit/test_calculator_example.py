@@ -11,7 +11,7 @@ import pytest
 from examples.calculator import make_task
 from examples.calculator.agent import multiply
 from examples.tiny_model import CHAT_TEMPLATE, make_chat_tokenizer
-from mslime.checks.user_functions import check_seams, seams_of
+from mslime.checks.user_functions import check_functions, run_functions
 from mslime.config.loader import build, read_yaml
 from mslime.rollout.agents.template import TemplateRenderer
 from mslime.rollout.function_contract import check_rollout
@@ -124,5 +124,5 @@ def test_words_are_tokens_and_all_else_is_spelled(tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", ["sft", "run"])
 def test_the_settings_hold_and_name_the_agent(name: str) -> None:
     config = build(read_yaml(EXAMPLE / f"{name}.yaml"))
-    check_seams(seams_of(config))
+    check_functions(run_functions(config))
     assert (config.rollout.function == AGENT) == (name == "run")

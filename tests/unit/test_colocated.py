@@ -17,8 +17,8 @@ from mslime.config.resolved import engine_spec, policy_spec, teacher_spec
 from mslime.config.schema import RunConfig
 from mslime.engine_plugin.memory_release import backup_of, restore, to_release, to_resume
 from mslime.engine_plugin.wire import Released
-from mslime.run.placement import Spot, gpus_of
-from mslime.run.sharing import PHASES, Shared
+from mslime.run.placement import BundleLocation, gpus_of
+from mslime.run.sharing import PHASES, SharedGpus
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.least import least, refused
 from tests.fixtures.remote import fake_process
@@ -161,9 +161,9 @@ def test_state_sleeps_where_it_was_asked_to() -> None:
 
 
 def test_an_engine_has_neighbouring_gpus_of_one_machine() -> None:
-    assert gpus_of([Spot("a", "n", 4), Spot("a", "n", 5)]) == ("4", "5")
+    assert gpus_of([BundleLocation("a", "n", 4), BundleLocation("a", "n", 5)]) == ("4", "5")
     with pytest.raises(ConfigError, match="would share are on"):
-        gpus_of([Spot("a", "n", 7), Spot("b", "m", 0)])
+        gpus_of([BundleLocation("a", "n", 7), BundleLocation("b", "m", 0)])
 
 
 # --------------------------------------------------------------------------------------------- what an engine is told
@@ -266,10 +266,10 @@ class FakeSides:
         self.starting = self.starting[1:]
 
 
-def shared_of(sides: FakeSides, teacher: bool = False) -> Shared:
+def shared_of(sides: FakeSides, teacher: bool = False) -> SharedGpus:
     made: Any = sides
     sides.teachers = sides.teachers if teacher else set()
-    return Shared(fake_process(made), made, made, sides.update_engines, lambda: None, made if teacher else None)
+    return SharedGpus(fake_process(made), made, made, sides.update_engines, lambda: None, made if teacher else None)
 
 
 def fits(sides: FakeSides) -> bool:

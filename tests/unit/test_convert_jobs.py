@@ -18,7 +18,7 @@ import pytest
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert.hf import HFCheckpoint, staging_directory
 from mslime.offline.inspect import HFSide, compare
-from mslime.offline.jobs import CHECKSUMS, JOURNAL, Silent, run_job
+from mslime.offline.jobs import CHECKSUMS, JOURNAL, SilentProgress, run_job
 from mslime.offline.requantise import ToFp8
 from tests.fixtures.convert_tools import write_model
 from tests.fixtures.marks import nightly_except
@@ -149,7 +149,7 @@ def test_a_disk_without_enough_space_is_noticed_before_writing(
     assert not (tmp_path / "out").exists()
 
 
-class Meddling(Silent):
+class Meddling(SilentProgress):
     """A progress display that does something at the start of a phase."""
 
     def __init__(self, phase: str, what: object) -> None:
@@ -197,7 +197,7 @@ def stop_after(source: Path, out: Path, files: int, **options: int) -> None:
     """Convert, and stop when so many files are finished."""
     first = job(source, **options)
 
-    class Stopping(Silent):
+    class Stopping(SilentProgress):
         def advance(self, nbytes: int) -> None:
             if finished(out) >= files:
                 raise Stopped

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mslime.engine_plugin import dispatch
-from mslime.engine_plugin.copy_plan import Buckets, Copies, RecordedBucket, record
+from mslime.engine_plugin.copy_plan import BucketCopies, RecordedBucket, SyncBuckets, record
 
 Loader = Callable[["FakeModel", str, torch.Tensor], None]
 SENT = {"q": (4, 6), "k": (2, 6), "up": (6, 4), "router": (3, 6), "scale": (1,)}
@@ -50,14 +50,14 @@ def values(seed: int, names: Iterable[str] = SENT) -> dict[str, torch.Tensor]:
     return {name: torch.randn(SENT[name], generator=generator).bfloat16() for name in names}
 
 
-def arrived(buckets: Buckets, sent: dict[str, torch.Tensor]) -> RecordedBucket:
+def arrived(buckets: SyncBuckets, sent: dict[str, torch.Tensor]) -> RecordedBucket:
     """The bucket, as a broadcast leaves it."""
     bucket = buckets.of(list(sent), ["bfloat16"] * len(sent), [tuple(tensor.shape) for tensor in sent.values()])
     bucket.flat.copy_(torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()]))
     return bucket
 
 
-def recorded(model: torch.nn.Module, bucket: RecordedBucket) -> Copies:
+def recorded(model: torch.nn.Module, bucket: RecordedBucket) -> BucketCopies:
     def load() -> tuple[bool, str]:
         model.load_weights(iter(bucket.named))  # type: ignore[operator]
         return True, "loaded"
@@ -82,11 +82,11 @@ def no_updaters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def buckets() -> Buckets:
-    return Buckets("cpu")
+def buckets() -> SyncBuckets:
+    return SyncBuckets("cpu")
 
 
-def test_recorded_copies_load_newer_values_as_the_models_loader_does(buckets: Buckets) -> None:
+def test_recorded_copies_load_newer_values_as_the_models_loader_does(buckets: SyncBuckets) -> None:
     model = FakeModel()
     copies = recorded(model, arrived(buckets, values(0)))
     assert not copies.why_not and len(copies.into) == len(SENT)
@@ -98,7 +98,7 @@ def test_recorded_copies_load_newer_values_as_the_models_loader_does(buckets: Bu
         torch.testing.assert_close(model.state(), expected(values(seed)), rtol=0, atol=0)
 
 
-def test_buckets_of_several_sizes_share_one_buffer_that_is_given_back(buckets: Buckets) -> None:
+def test_buckets_of_several_sizes_share_one_buffer_that_is_given_back(buckets: SyncBuckets) -> None:
     model = FakeModel()
     small, large = values(0, ["k"]), values(0, ["q", "up", "router", "scale"])
     known = [recorded(model, arrived(buckets, part)) for part in (small, large)]
@@ -130,7 +130,7 @@ class Turned(FakeModel):
             self.up.data.copy_(self.change(up.t().contiguous().narrow(0, 1, 2).narrow(1, 3, 3)))
 
 
-def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: Buckets) -> None:
+def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: SyncBuckets) -> None:
     model = Turned()
     copies = recorded(model, arrived(buckets, values(0)))
     assert not copies.why_not
@@ -145,7 +145,7 @@ def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: Bu
     lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2)),
 ], ids=["another tensor", "written over", "another view"])  # fmt: skip
 def test_what_is_done_to_a_turned_tensor_is_left_to_the_models_loader(
-    buckets: Buckets, change: Callable[[torch.Tensor], torch.Tensor]
+    buckets: SyncBuckets, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     assert "aten.copy_" in recorded(Turned(change), arrived(buckets, values(0))).why_not
 
@@ -179,19 +179,21 @@ def replaced(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
         (replaced, "FakeModel replaces parameters"),
     ],
 )  # fmt: skip
-def test_what_is_more_than_a_copy_is_left_to_the_models_loader(buckets: Buckets, loader: Loader, why: str) -> None:
+def test_what_is_more_than_a_copy_is_left_to_the_models_loader(buckets: SyncBuckets, loader: Loader, why: str) -> None:
     model = FakeModel(loader)
     copies = recorded(model, arrived(buckets, values(0)))
     assert why in copies.why_not and not copies.fit(model)
     torch.testing.assert_close(model.state(), expected(values(0), loader), rtol=0, atol=0)
 
 
-def test_a_value_that_is_filled_in_may_be_0_the_first_time(buckets: Buckets) -> None:
+def test_a_value_that_is_filled_in_may_be_0_the_first_time(buckets: SyncBuckets) -> None:
     sent = values(0) | {"scale": torch.zeros(1, dtype=torch.bfloat16)}
     assert "aten.fill_" in recorded(FakeModel(filled), arrived(buckets, sent)).why_not
 
 
-def test_copies_that_a_loader_leaves_to_other_threads_are_recorded_and_others_stay_in_theirs(buckets: Buckets) -> None:
+def test_copies_that_a_loader_leaves_to_other_threads_are_recorded_and_others_stay_in_theirs(
+    buckets: SyncBuckets,
+) -> None:
     """As SGLang's for DeepSeek."""
     others: list[int] = []
 
@@ -216,7 +218,7 @@ def test_copies_that_a_loader_leaves_to_other_threads_are_recorded_and_others_st
         assert pool.submit(threading.get_ident).result() != main, "only while it is recorded"
 
 
-def test_what_fails_in_a_thread_of_a_loader_fails_the_load(buckets: Buckets) -> None:
+def test_what_fails_in_a_thread_of_a_loader_fails_the_load(buckets: SyncBuckets) -> None:
     class Failing(FakeModel):
         def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             with ThreadPoolExecutor() as pool:
@@ -226,7 +228,7 @@ def test_what_fails_in_a_thread_of_a_loader_fails_the_load(buckets: Buckets) -> 
         recorded(Failing(), arrived(buckets, values(0)))
 
 
-def test_a_rank_that_holds_nothing_of_a_bucket_loads_nothing(buckets: Buckets) -> None:
+def test_a_rank_that_holds_nothing_of_a_bucket_loads_nothing(buckets: SyncBuckets) -> None:
     class Elsewhere(FakeModel):
         def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             list(named)
@@ -253,7 +255,7 @@ def replaced_qk(model: FakeModel) -> FakeModel:
     (lambda model: moved(model, "scale"), True),
 ], ids=["moved", "replaced", "another model, whose id may be the same later", "another parameter moved"])  # fmt: skip
 def test_copies_are_repeated_only_into_the_parameters_that_they_were_recorded_for(
-    buckets: Buckets, change: Callable[[FakeModel], FakeModel], fits: bool
+    buckets: SyncBuckets, change: Callable[[FakeModel], FakeModel], fits: bool
 ) -> None:
     model = FakeModel()
     copies = recorded(model, arrived(buckets, values(0, ["q"])))
@@ -305,7 +307,7 @@ def test_what_a_model_derives_from_its_weights_it_derives_once_at_the_end_of_a_s
             for part in (["q", "k"], ["up", "router", "scale"]):
                 sent = {name: tensor for name, tensor in values(seed).items() if name in part}
                 bucket = arrived(plug_in.buckets_of(updater), sent)
-                assert plug_in.load(updater.original, updater, plug_in.Received(bucket))[0]
+                assert plug_in.load(updater.original, updater, plug_in.ReceivedBucket(bucket))[0]
             assert model.times == (2 if seed == 0 else 2 + seed - 1)
             for _ in "ab":  # two plug-ins are hooked
                 dispatch.end(updater.end, updater, run_post_load=False)
@@ -320,11 +322,11 @@ def test_an_updater_records_once_and_says_how_it_loads() -> None:
     for loader, says in ((None, plug_in.RECORDED), (added, plug_in.OWN_LOADER + "aten.add_")):
         updater = FakeUpdater(FakeModel(loader))
         said = []
-        refused = plug_in.Received(arrived(plug_in.buckets_of(updater), {"unknown": torch.zeros(3).bfloat16()}))
+        refused = plug_in.ReceivedBucket(arrived(plug_in.buckets_of(updater), {"unknown": torch.zeros(3).bfloat16()}))
         assert [plug_in.load(updater.original, updater, refused) for _ in "ab"] == [(False, "no such tensor")] * 2
         for seed in (0, 1, 2):
             bucket = arrived(plug_in.buckets_of(updater), values(seed))
-            loaded, message = plug_in.load(updater.original, updater, plug_in.Received(bucket))
+            loaded, message = plug_in.load(updater.original, updater, plug_in.ReceivedBucket(bucket))
             assert loaded
             said.append(message)
             torch.testing.assert_close(updater.get_model().state(), expected(values(seed), loader), rtol=0, atol=0)
@@ -345,11 +347,14 @@ def test_a_share_is_not_loaded_into_parameters_that_were_moved() -> None:
 
     updater = FakeUpdater(FakeModel())
     bucket = arrived(plug_in.buckets_of(updater), values(0))
-    assert plug_in.load(updater.original, updater, plug_in.Received(bucket))[0]
+    assert plug_in.load(updater.original, updater, plug_in.ReceivedBucket(bucket))[0]
     (copies,) = bucket.copies.values()
     packed = [view.clone() + 1 for view in copies.out_of]
-    assert plug_in.load(updater.original, updater, plug_in.Received(bucket, packed=packed)) == (True, plug_in.RECORDED)
+    assert plug_in.load(updater.original, updater, plug_in.ReceivedBucket(bucket, packed=packed)) == (
+        True,
+        plug_in.RECORDED,
+    )
     assert torch.equal(updater.get_model().up.data[:3], values(0)["up"][3:] + 1)
     updater.get_model().up.data = updater.get_model().up.data.clone()
-    loaded, why = plug_in.load(updater.original, updater, plug_in.Received(bucket, packed=packed))
+    loaded, why = plug_in.load(updater.original, updater, plug_in.ReceivedBucket(bucket, packed=packed))
     assert not loaded and "were moved" in why and updater.own == 1

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
-from mslime.data.source import Prompt, Row, tokenised
+from mslime.data.source import Prompt, RowContent, tokenised
 from mslime.data.supervised import labelled
 from mslime.data.tokenizer import HFTokenizer, begins_with_blank, check_vocabulary, encode_after, load_tokenizer
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_tokenizer
@@ -103,7 +103,7 @@ def made(specials: list[str], opening: list[str]) -> HFTokenizer:
 def test_a_prompt_that_was_rendered_before_it_was_saved_begins_once(specials: list[str], opening: list[str]) -> None:
     tokenizer, config = made(specials, opening), DataConfig(prompts=["x"])
     once, plain = (
-        tokenised(Row(text, "x", {}, "rows:1"), config, tokenizer) for text in ("".join(opening) + "Hi", "Hi")
+        tokenised(RowContent(text, "x", {}, "rows:1"), config, tokenizer) for text in ("".join(opening) + "Hi", "Hi")
     )
     assert once.tokens == plain.tokens and plain.tokens[: len(opening)] == [256 + i for i in range(len(opening))]
 

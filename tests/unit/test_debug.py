@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mslime.cli import main
-from mslime.config.cluster import Parts
+from mslime.config.cluster import RunParts
 from mslime.config.errors import CheckpointError, DataError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
@@ -128,9 +128,11 @@ def test_routes_and_scores_that_a_run_does_not_use_are_left_out(tmp_path: Path) 
 
 def test_a_part_of_a_run_claims_its_own_processes_only() -> None:
     config = config_of(cluster={"device": "cuda", "trainer_ranks": 8}, sglang={"num_engines": 2, "tp_size": 4})
-    counted = {parts: {c.what: c.count for c in config.claims(parts)} for parts in (Parts(), Parts(trainers=False))}
-    assert counted[Parts()] == {"trainer": 8, "engines": 2} and counted[Parts(trainers=False)] == {"engines": 2}
-    assert {c.what: c.count for c in config.claims(Parts(engines=False))} == {"trainer": 8}
+    counted = {
+        parts: {c.what: c.count for c in config.claims(parts)} for parts in (RunParts(), RunParts(trainers=False))
+    }
+    assert counted[RunParts()] == {"trainer": 8, "engines": 2} and counted[RunParts(trainers=False)] == {"engines": 2}
+    assert {c.what: c.count for c in config.claims(RunParts(engines=False))} == {"trainer": 8}
 
 
 RUN = ["--model.path", "m", "--data.prompts", "p.jsonl", "--cluster.device", "cpu"]

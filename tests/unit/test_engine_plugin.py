@@ -13,8 +13,8 @@ import pytest
 from mslime.backends.cpu.sglang import SGLANG_VERSION
 from mslime.config.keys import BucketVersion
 from mslime.engine_plugin import dispatch, wire
-from mslime.engine_plugin.copy_plan import Buckets, Received
-from mslime.engine_plugin.relay import Relayed
+from mslime.engine_plugin.copy_plan import ReceivedBucket, SyncBuckets
+from mslime.engine_plugin.relay import RelayedBucket
 from mslime.engine_plugin.wire import HostSlices, Slice
 
 CUTS = HostSlices.of([None, ((Slice(3, 4, (2, 5), (70, 8)), Slice(0, 1)), ())])
@@ -109,9 +109,9 @@ def loaded_by_model(updater: Any, named: Any) -> tuple[bool, str]:
 
 
 def test_the_models_loader_takes_buckets_if_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = Buckets("cpu").of(["a"], ["float32"], [[2]])
+    bucket = SyncBuckets("cpu").of(["a"], ["float32"], [[2]])
     monkeypatch.setattr(dispatch, "RECORDS", False)
-    loaded, how = dispatch.load(loaded_by_model, None, Received(bucket))
+    loaded, how = dispatch.load(loaded_by_model, None, ReceivedBucket(bucket))
     assert loaded and how.startswith(wire.OWN_LOADER)
     assert dispatch.load(lambda *_: (False, "no"), None, []) == (False, "no")
     assert wire.CANNOT in dispatch._weight_checksums(None)
@@ -119,9 +119,9 @@ def test_the_models_loader_takes_buckets_if_nothing_is_recorded(monkeypatch: pyt
 
 def test_a_sync_that_was_relayed_is_answered_by_the_updater_that_loaded_it() -> None:
     updater, done = SimpleNamespace(), wire.Loaded(wire.RECORDED, CUTS)
-    loaded, message = dispatch.load(loaded_by_model, updater, Relayed(id(updater), done))
+    loaded, message = dispatch.load(loaded_by_model, updater, RelayedBucket(id(updater), done))
     assert loaded and wire.decode(message) == done
-    loaded, message = dispatch.load(loaded_by_model, SimpleNamespace(), Relayed(id(updater), done))
+    loaded, message = dispatch.load(loaded_by_model, SimpleNamespace(), RelayedBucket(id(updater), done))
     assert not loaded and "draft model" in message
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mslime.checks.user_functions import check_environment, check_seams, seams_of
+from mslime.checks.user_functions import check_environment, check_functions, run_functions
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
 from tests.fixtures.pages import ROOT, blocks, read_page
@@ -46,8 +46,8 @@ def test_the_pages_settings_name_classes_that_can_be_used(block: str) -> None:
     given = yaml.safe_load(block)
     own_prompts = given["rollout"]["function"] == "atropos"
     config = build({"model": {"path": "m"}, "data": {} if own_prompts else {"prompts": ["p.jsonl"]}, **given})
-    check_seams(seams_of(config))
-    assert own_prompts or "rollout.environment" in {seam.setting for seam in seams_of(config)}
+    check_functions(run_functions(config))
+    assert own_prompts or "rollout.environment" in {each.setting for each in run_functions(config)}
 
 
 def test_the_example_answers_whatever_a_model_says() -> None:

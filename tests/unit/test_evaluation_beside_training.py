@@ -26,10 +26,10 @@ from mslime.run.fleet import Fleet
 from mslime.run.loop import train_rl
 from mslime.run.publish import Publisher
 from mslime.run.rollout_process import Evaluation
-from mslime.run.run_rollouts import Evaluated, StepShards
-from mslime.run.sharing import Apart
+from mslime.run.run_rollouts import HeldOutScores, StepShards
+from mslime.run.sharing import SeparateGpus
 from mslime.run.stop import Stopped
-from mslime.run.trainers import Trained
+from mslime.run.trainers import StepResult
 from mslime.run.training_run import TrainingRun
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
@@ -104,9 +104,9 @@ class FakeRollouts:
         self.tell(f"evaluate {step}")
         return Evaluation(step, cast("Any", SimpleNamespace(done=self.done, step=step)))
 
-    def _wait(self, pending: Any) -> Evaluated:
+    def _wait(self, pending: Any) -> HeldOutScores:
         self.tell(f"scores {pending.step}")
-        return Evaluated({"eval/a/accuracy": (5 - pending.step) / 10}, self.version, 1.0, 2.0)
+        return HeldOutScores({"eval/a/accuracy": (5 - pending.step) / 10}, self.version, 1.0, 2.0)
 
 
 class FakeTrainers:
@@ -115,9 +115,9 @@ class FakeTrainers:
     def __init__(self, rollouts: FakeRollouts) -> None:
         self._tell, self._update = rollouts.tell, rollouts.update
 
-    def train(self, shards: object, on_progress: object, policy: bool, step: int, watched: object) -> Trained:
+    def train(self, shards: object, on_progress: object, policy: bool, step: int, watched: object) -> StepResult:
         self._tell("train")
-        return Trained([{"loss/total": 1.0, "loss/tokens": 1.0}], {}, {})
+        return StepResult([{"loss/total": 1.0, "loss/tokens": 1.0}], {}, {})
 
     def send_weights(self, version: int, verify: bool, on_progress: object) -> tuple[Any, dict[str, Any]]:
         self._tell(f"send {version}")
@@ -168,7 +168,7 @@ class FakeParts(TrainingRun):
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
         self._fleet = Fleet(self._rollouts.engines, self._engines, cast("Any", None), lambda: None, self.progress)
-        self._memory = Apart(self._fleet.update_engines)
+        self._memory = SeparateGpus(self._fleet.update_engines)
         self._publisher = Publisher(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._memory, lambda: None,
             lambda: "other", self.progress, self._timeline,

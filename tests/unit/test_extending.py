@@ -15,7 +15,7 @@ from examples.extending import advantage, correction, filter, reward
 from mslime.algorithms.advantages import group_rewards, rollout_advantages
 from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import finalise
-from mslime.checks.user_functions import check_seams, seams_of
+from mslime.checks.user_functions import check_functions, run_functions
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.loader import build
@@ -52,8 +52,8 @@ def test_the_settings_on_the_page_are_those_of_the_examples() -> None:
         for section, values in yaml.safe_load(block).items():
             settings.setdefault(section, {}).update(values)
     config = build(settings)
-    check_seams(seams_of(config))
-    named = {seam.function.split(":")[0].rpartition(".")[2] for seam in seams_of(config)} | {"reward"}
+    check_functions(run_functions(config))
+    named = {each.function.split(":")[0].rpartition(".")[2] for each in run_functions(config)} | {"reward"}
     assert named == {path.stem for path in EXAMPLES}
 
 

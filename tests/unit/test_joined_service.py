@@ -18,8 +18,8 @@ from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.source import open_prompts
 from mslime.observe.progress import RolloutCounts
 from mslime.rollout.generation import EngineLimits
-from mslime.rollout.manager import Manager, Report, share_of
-from mslime.rollout.service import Local, RolloutService, StepBatch
+from mslime.rollout.manager import Manager, ManagerReport, share_of
+from mslime.rollout.service import LocalHandle, RolloutService, StepBatch
 from mslime.rollout.state import open_state, unpack_groups
 from tests.fixtures.least import least, refused
 from tests.unit.rollout_fakes import (
@@ -42,9 +42,9 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def asked(managers: Sequence[Manager]) -> list[Local[Manager]]:
+def asked(managers: Sequence[Manager]) -> list[LocalHandle[Manager]]:
     """Managers of this process."""
-    return [Local(manager) for manager in managers]
+    return [LocalHandle(manager) for manager in managers]
 
 
 def make_joined(
@@ -374,7 +374,7 @@ async def test_a_manager_whose_engines_have_died_ends_the_run(tmp_path: Path) ->
 class FakeLostManager(Manager):
     """Its process dies when the first group has ended."""
 
-    async def moved(self) -> Report:
+    async def moved(self) -> ManagerReport:
         await super().moved()
         raise TrainerError("rollout: moved", "rollout manager 1", "the process died", "read its log")
 
@@ -425,7 +425,7 @@ async def test_a_late_step_counts_the_groups_of_all_managers(tmp_path: Path) -> 
 class FakeTardyManager(Manager):
     """Its reports are long on their way."""
 
-    async def moved(self) -> Report:
+    async def moved(self) -> ManagerReport:
         report = await super().moved()
         await ticks(40)
         return report

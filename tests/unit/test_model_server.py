@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from mslime.config.errors import ConfigError, EngineError
-from mslime.rollout.agents.app import ModelEndpoint, ModelServer, Patience, ServedRollout
+from mslime.rollout.agents.app import ModelEndpoint, ModelServer, ServedRollout, ServerTimings
 from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]
@@ -48,7 +48,7 @@ class Served(Chat):
 
 
 def serve(
-    work: Callable[[Served], Awaitable[None]], *texts: str, patience: Patience | None = None, **given: Any
+    work: Callable[[Served], Awaitable[None]], *texts: str, patience: ServerTimings | None = None, **given: Any
 ) -> None:
     async def run() -> None:
         chat = Served(*texts, **given)
@@ -374,7 +374,7 @@ def test_a_turn_that_waits_outlasts_the_clients_time_out(client: str) -> None:
         chat.engine.gate.set()
         assert await task == "x" and chat.session.forest.turns[0].delivered
 
-    serve(work, "x", patience=Patience(quiet=0.05, beat=0.05))
+    serve(work, "x", patience=ServerTimings(quiet=0.05, beat=0.05))
 
 
 def test_11_12_a_marked_retry_joins_the_attempt_or_is_told_its_reply() -> None:
@@ -461,7 +461,7 @@ def test_24_a_turn_under_way_at_the_end_is_refused_and_leaves_no_trace(begun: bo
             await task
         assert not chat.session.forest.turns and not any(s.loss_mask.any() for s in chat.engine.samples)
 
-    serve(work, "x", patience=Patience(quiet=0.02 if begun else 5, beat=0.02))
+    serve(work, "x", patience=ServerTimings(quiet=0.02 if begun else 5, beat=0.02))
 
 
 def test_an_engine_that_fails_is_told_as_503_and_the_clients_retry_is_answered() -> None:
@@ -529,7 +529,7 @@ def test_a_body_that_never_ends_is_given_up() -> None:
         async with chat.post("/v1/chat/completions", data=endless()) as r:
             assert r.status == 408 and "did not arrive" in (await r.json())["error"]["message"]
 
-    serve(work, patience=Patience(body=0.1))
+    serve(work, patience=ServerTimings(body=0.1))
 
 
 @pytest.mark.parametrize("key", ["", "Bearer ", "Bearer wrong", "Bearer ключ"])

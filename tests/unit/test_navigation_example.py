@@ -6,7 +6,7 @@ from pathlib import Path
 
 from examples.navigation import make_task
 from examples.navigation.grid import MOVES, SIZE, Grid, distance, moved, told
-from mslime.checks.user_functions import check_environment, check_seams, seams_of
+from mslime.checks.user_functions import check_environment, check_functions, run_functions
 from mslime.config.loader import build, read_yaml
 from mslime.data.source import Prompt
 from mslime.rollout.environments import EnvironmentTask, Step
@@ -48,6 +48,6 @@ def test_a_demonstration_is_what_the_environment_would_say() -> None:
 
 
 def test_the_runs_environment_can_be_used_and_survives_whatever_is_said() -> None:
-    check_seams(seams_of(build(read_yaml(EXAMPLE / "run.yaml"))))
+    check_functions(run_functions(build(read_yaml(EXAMPLE / "run.yaml"))))
     said = check_environment("examples.navigation.grid:Grid", {}, Prompt([1], "2", WALK, "made_up:1", "(20)"))
     assert said[1] == "step(''): '', reward 0, done"

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, ProbeRequest
-from mslime.backends.sglang.handshake import Needs, handshake
+from mslime.backends.sglang.handshake import EngineNeeds, handshake
 from mslime.backends.sglang.pair import client_of
 from mslime.backends.sglang.port import compare
 from mslime.backends.sglang.server_process import EngineAddress
@@ -261,17 +261,17 @@ async def test_a_probe_has_the_text_of_one_half_and_the_new_tokens_of_the_other(
 async def test_the_handshake_wants_each_half_in_its_role() -> None:
     async with pair() as (client, prefill, decode):
         decode.info["max_req_input_len"] = 40
-        assert await handshake(client, Needs(routes=True)) == 40
+        assert await handshake(client, EngineNeeds(routes=True)) == 40
         prefill.model["disaggregation_mode"] = "null"
         with pytest.raises(EngineError, match="engine0_prefill.*--disaggregation-mode null"):
-            await handshake(client, Needs(routes=True))
+            await handshake(client, EngineNeeds(routes=True))
         prefill.model["disaggregation_mode"] = "prefill"
         prefill.info["enable_return_routed_experts"] = False
         with pytest.raises(EngineError, match="engine0_prefill.*routed experts"):
-            await handshake(client, Needs(routes=True))
+            await handshake(client, EngineNeeds(routes=True))
         with pytest.raises(EngineError, match="one half of a pair"):
             async with EngineClient(decode.url, "alone", model=MODEL) as alone:
-                await handshake(alone, Needs(routes=False))
+                await handshake(alone, EngineNeeds(routes=False))
 
 
 def test_all_servers_of_a_pair_take_weights() -> None:

@@ -20,10 +20,19 @@ from mslime.checks.resolve import resolve
 from mslime.config.base import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
-from mslime.data.probe import NEW_TOKENS, TEXT, Probed, ProbeDifferences, RoutedRows, fitted, joined_routes, shard_of
+from mslime.data.probe import (
+    NEW_TOKENS,
+    TEXT,
+    ProbeDifferences,
+    ProbeScores,
+    RoutedRows,
+    fitted,
+    joined_routes,
+    shard_of,
+)
 from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from mslime.run.weight_probe import WeightProbe
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
@@ -35,11 +44,11 @@ LOG_PROBS = np.linspace(-3, -1, 12, dtype=np.float32)
 ROUTES = np.random.default_rng(0).permuted(np.tile(np.arange(8), (12, 2, 1)), axis=-1)[:, :, :2]
 
 
-def probed(log_probs: Any = LOG_PROBS, routes: Any = ROUTES, tokens: Any = TOKENS) -> Probed:
-    return Probed(tokens, 4, np.asarray(log_probs, np.float32), routes)
+def probed(log_probs: Any = LOG_PROBS, routes: Any = ROUTES, tokens: Any = TOKENS) -> ProbeScores:
+    return ProbeScores(tokens, 4, np.asarray(log_probs, np.float32), routes)
 
 
-def off(places: slice, by: float) -> Probed:
+def off(places: slice, by: float) -> ProbeScores:
     changed = LOG_PROBS.copy()
     changed[places] += by
     return probed(changed)
@@ -57,7 +66,7 @@ def off(places: slice, by: float) -> Probed:
         (off(slice(4, 7), 9.0), ProbeDifferences(0.0, 1.0)),  # where rounding chose other experts
     ],
 )
-def test_differences(engine: Probed, expected: ProbeDifferences) -> None:
+def test_differences(engine: ProbeScores, expected: ProbeDifferences) -> None:
     found = ProbeDifferences.between(engine, probed())
     assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
     assert found.routes == pytest.approx(expected.routes, abs=0.1)
@@ -71,12 +80,12 @@ def test_half_of_the_routes_are_enough_and_no_number_is_not() -> None:
 
 
 def test_the_first_token_is_nobodys_prediction() -> None:
-    engine, trainer = (Probed(TOKENS[:3], 2, np.asarray([first, -1, -2], np.float32)) for first in (9, 0))
+    engine, trainer = (ProbeScores(TOKENS[:3], 2, np.asarray([first, -1, -2], np.float32)) for first in (9, 0))
     assert ProbeDifferences.between(engine, trainer).log_probs == 0
 
 
 @pytest.mark.parametrize("other", [probed(tokens=TOKENS + 1), probed(routes=ROUTES[:, :1])])
-def test_what_is_of_something_else_is_not_compared(other: Probed) -> None:
+def test_what_is_of_something_else_is_not_compared(other: ProbeScores) -> None:
     with pytest.raises(AssertionError):
         ProbeDifferences.between(probed(), other)
 
@@ -169,7 +178,7 @@ class FakeClient(EngineClient):
     async def end_weight_update(self) -> None:
         self.calls.append("end")
 
-    async def probe(self, request: ProbeRequest) -> Probed:
+    async def probe(self, request: ProbeRequest) -> ProbeScores:
         self.calls.append("probe")
         if self.fails is not None:
             raise self.fails
@@ -185,7 +194,7 @@ def test_engines_answer_between_two_pauses() -> None:
     refusal = EngineError("b", "r", "HTTP 400", "")
     clients = [FakeClient("a"), FakeClient("b", refusal)]
 
-    async def main() -> tuple[dict[str, Probed], list[str]]:
+    async def main() -> tuple[dict[str, ProbeScores], list[str]]:
         pool = EnginePool(clients, 1)
         await pool.pause("in_place")
         return await pool.probe(REQUEST), [*pool.dead]
@@ -282,15 +291,15 @@ class Model:
         return [(LOG_PROBS, ROUTES) for _ in sequences], {"trainer 0": (1.0, 2.0)}
 
 
-def ask(found: dict[str, Probed], trainers: Model | None = None, follows: bool = True) -> tuple[Any, Model]:
+def ask(found: dict[str, ProbeScores], trainers: Model | None = None, follows: bool = True) -> tuple[Any, Model]:
     rollouts = fake_process(SimpleNamespace(probe=lambda version: found))
     asked = trainers or Model(LOG_PROBS)
     facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
-    probe = WeightProbe(rollouts, cast("Any", asked), 0.01, Apart(lambda: None), facts, follows=follows)
+    probe = WeightProbe(rollouts, cast("Any", asked), 0.01, SeparateGpus(lambda: None), facts, follows=follows)
     return probe.ask(3), asked
 
 
-def flipped(by: float = 0.02) -> Probed:
+def flipped(by: float = 0.02) -> ProbeScores:
     """An engine for which rounding chose another expert of the first token: all tokens after it differ."""
     routes = ROUTES[:11].copy()
     routes[0, 0, 0] = next(expert for expert in range(8) if expert not in routes[0, 0])
@@ -320,7 +329,7 @@ def test_an_engine_with_another_expert_is_compared_by_its_own_routes() -> None:
     ],
 )
 def test_no_routes_excuse_an_engine_that_computes_something_else(
-    engine: Probed, follows: bool, asked: list[int]
+    engine: ProbeScores, follows: bool, asked: list[int]
 ) -> None:
     trainers = Model(LOG_PROBS)
     with pytest.raises(WeightSyncError, match="http://a: log-probs off by 0.0"):
@@ -328,7 +337,7 @@ def test_no_routes_excuse_an_engine_that_computes_something_else(
     assert trainers.asked == asked
 
 
-def asking(trainers: Model, answers: list[dict[str, Probed]], memory: Apart) -> WeightProbe:
+def asking(trainers: Model, answers: list[dict[str, ProbeScores]], memory: SeparateGpus) -> WeightProbe:
     """A probe after each of several syncs; what engines say each time comes when the trainer was asked."""
     facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
     rollouts = fake_process(SimpleNamespace(probe=lambda version: answers[version]))
@@ -338,7 +347,7 @@ def asking(trainers: Model, answers: list[dict[str, Probed]], memory: Apart) -> 
 def test_the_trainer_scores_beside_the_engines_what_they_added_the_last_time() -> None:
     same, other = {"a": probed()}, {"a": probed(tokens=TOKENS + 1)}
     trainers = Model(LOG_PROBS)
-    probe = asking(trainers, [same, same, other, other], Apart(lambda: None))
+    probe = asking(trainers, [same, same, other, other], SeparateGpus(lambda: None))
     found = [(probe.ask(version), [*trainers.asked]) for version in range(4)]
     assert [asked for _, asked in found] == [[1], [1, 1], [1, 1, 1, 1], [1, 1, 1, 1, 1]]
     assert all(answered is not None and answered.spans for answered, _ in found)
@@ -346,19 +355,19 @@ def test_the_trainer_scores_beside_the_engines_what_they_added_the_last_time() -
 
 def test_what_was_scored_beside_the_engines_is_what_they_are_compared_with() -> None:
     trainers = Model(LOG_PROBS)
-    probe = asking(trainers, [{"a": probed()}, {"a": off(slice(1, 12), 0.02)}], Apart(lambda: None))
+    probe = asking(trainers, [{"a": probed()}, {"a": off(slice(1, 12), 0.02)}], SeparateGpus(lambda: None))
     probe.ask(0)
     with pytest.raises(WeightSyncError, match="a: log-probs off by 0.02"):
         probe.ask(1)
     assert trainers.asked == [1, 1]
 
 
-class SharedGpus(Apart):
+class OnSharedGpus(SeparateGpus):
     shared = True
 
 
-@pytest.mark.parametrize(("memory", "both"), [(Apart, True), (SharedGpus, False)])
-def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type[Apart], both: bool) -> None:
+@pytest.mark.parametrize(("memory", "both"), [(SeparateGpus, True), (OnSharedGpus, False)])
+def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type[SeparateGpus], both: bool) -> None:
     trainers, begun, seen = Model(LOG_PROBS), threading.Event(), list[bool]()
     probe = asking(trainers, [{"a": probed()}], memory(lambda: None))
     probe.ask(0)
@@ -368,7 +377,7 @@ def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type
         begun.set()
         return score(*asked)
 
-    def answered(_: int) -> dict[str, Probed]:
+    def answered(_: int) -> dict[str, ProbeScores]:
         seen.append(begun.wait(10 if both else 0.2))
         return {"a": probed()}
 
@@ -380,7 +389,7 @@ def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type
 
 def test_where_engines_fail_the_ranks_are_waited_for() -> None:
     trainers, ended = Model(LOG_PROBS), threading.Event()
-    probe = asking(trainers, [{"a": probed()}], Apart(lambda: None))
+    probe = asking(trainers, [{"a": probed()}], SeparateGpus(lambda: None))
     probe.ask(0)
 
     def slow(*_: Any) -> Any:

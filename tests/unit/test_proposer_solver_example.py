@@ -9,7 +9,7 @@ import pytest
 from examples.proposer_solver import make_task
 from examples.proposer_solver.agents import LONGEST, SOLVERS, right, valid, worth
 from examples.tiny_model import make_chat_tokenizer
-from mslime.checks.user_functions import check_seams, seams_of
+from mslime.checks.user_functions import check_functions, run_functions
 from mslime.config.loader import build, read_yaml
 from mslime.data.sample import check_invariants
 from mslime.rollout import function_contract
@@ -94,5 +94,5 @@ def test_a_role_is_one_token_and_the_longest_reply_has_room() -> None:
 @pytest.mark.parametrize("name", ["sft", "run"])
 def test_the_settings_hold_and_name_the_agents(name: str) -> None:
     config = build(read_yaml(EXAMPLE / f"{name}.yaml"))
-    check_seams(seams_of(config))
+    check_functions(run_functions(config))
     assert (config.rollout.function == AGENTS) == (name == "run")

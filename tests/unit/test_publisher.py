@@ -16,10 +16,10 @@ from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build
-from mslime.run.endpoint import Order
+from mslime.run.endpoint import ScaleOrder
 from mslime.run.fleet import FORGIVEN_AFTER, Fleet
 from mslime.run.publish import Publisher
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
 from tests.fixtures.remote import fake_process
 
@@ -163,7 +163,7 @@ def publisher_of(fakes: Fakes) -> Publisher:
     numbers = itertools.count(1)
     fakes.fleet = fleet_of(fakes)
     publisher = Publisher(
-        CONFIG, fake_process(made), made, made, fakes.fleet, Apart(lambda: None), fakes.check,
+        CONFIG, fake_process(made), made, made, fakes.fleet, SeparateGpus(lambda: None), fakes.check,
         lambda: f"g{next(numbers)}", made, made,
     )  # fmt: skip
     publisher._proven = frozenset(URLS.values())
@@ -479,12 +479,12 @@ def test_engines_are_added_and_let_go_as_asked() -> None:
     fakes = Fakes(["abc"], [None])
     publish(fakes)
     fleet, orders = fakes.fleet, fakes.fleet.orders
-    number = orders.give(Order(engines=4))
+    number = orders.give(ScaleOrder(engines=4))
     assert not fleet.update_engines() and orders.standing()["results"] == {str(number): "starting n1"}
     fakes.back = {"n1": EngineAddress("n1", "http://n1")}
     assert fleet.update_engines() and state_of(fakes, "n1") == "joining"
     fleet.settled()
-    orders.give(Order(engines=2))
+    orders.give(ScaleOrder(engines=2))
     fleet.update_engines()
     assert fakes.calls[-3:-1] == ["retire n1", "retire c"]
     assert [state_of(fakes, name) for name in ("a", "c", "n1")] == ["serving", "leaving", "leaving"]
@@ -494,7 +494,7 @@ def test_engines_are_added_and_let_go_as_asked() -> None:
 
 
 def test_an_engine_that_is_gone_for_good_can_be_let_go_and_is_replaced() -> None:
-    for order, left in ((Order(drain="b"), ["a", "c"]), (Order(engines=3), ["a", "c", "n1"])):
+    for order, left in ((ScaleOrder(drain="b"), ["a", "c"]), (ScaleOrder(engines=3), ["a", "c", "n1"])):
         fakes = Fakes([], [])
         fakes.most_starts, fakes.silent, fakes.gone = 0, {"b"}, {"b": "exit status 1"}
         fleet = fleet_of(fakes)
@@ -511,22 +511,22 @@ def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)
     orders = fleet.orders
-    orders.give(Order(attach="http://x", keys=EngineKeys("k", "k")))
+    orders.give(ScaleOrder(attach="http://x", keys=EngineKeys("k", "k")))
     assert fleet.update_engines() and fakes.calls[:2] == ["take over http://x", "greet x"]
     fleet.settled()
-    orders.give(Order(drain="http://x"))
+    orders.give(ScaleOrder(drain="http://x"))
     fleet.update_engines()
     fleet.settled()
     assert fakes.calls[-3:] == ["release http://x", "end x", "x has left"]
 
 
 @pytest.mark.parametrize(("order", "said"), [
-    (Order(attach="http://b"), "is an engine of this run"),
-    (Order(drain="z"), "is no engine of this run"),
-    (Order(attach="http://broken"), "it lacks routes"),
-    (Order(engines=0), "no other engine serves now"),
+    (ScaleOrder(attach="http://b"), "is an engine of this run"),
+    (ScaleOrder(drain="z"), "is no engine of this run"),
+    (ScaleOrder(attach="http://broken"), "it lacks routes"),
+    (ScaleOrder(engines=0), "no other engine serves now"),
 ])  # fmt: skip
-def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: Order, said: str) -> None:
+def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: ScaleOrder, said: str) -> None:
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)
     number = fleet.orders.give(order)
@@ -540,7 +540,7 @@ def test_engines_that_others_run_are_not_started_by_number() -> None:
     fakes = Fakes([], [])
     fakes.launches = False
     fleet = fleet_of(fakes)
-    fleet.orders.give(Order(engines=3))
+    fleet.orders.give(ScaleOrder(engines=3))
     fleet.update_engines()
     assert "use --attach and --drain" in fleet.orders.standing()["results"]["1"]
 
@@ -549,7 +549,7 @@ def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
     fakes = Fakes([], [])
     fleet = fleet_of(fakes)
     for name in "abc":
-        fleet.orders.give(Order(drain=name))
+        fleet.orders.give(ScaleOrder(drain=name))
     fleet.update_engines()
     told = list(fleet.orders.standing()["results"].values())
     assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]

@@ -216,7 +216,7 @@ class FakeCluster:
         return "Ray says so"
 
 
-class FakeStarted(started.Started):
+class FakeStarted(started.StartedRun):
     def _start(self) -> None: ...
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mslime.config.base import SHARES_AT_MOST
-from mslime.engine_plugin.copy_plan import Copies, RecordedBucket
+from mslime.engine_plugin.copy_plan import BucketCopies, RecordedBucket
 from mslime.engine_plugin.relay import ArrivalSlot, arrival_slots
 from mslime.engine_plugin.slices import (
     ElementView,
@@ -192,9 +192,9 @@ def test_buckets_of_several_lanes_are_handed_on_at_once_up_to_what_is_larger_or_
     assert steps([0, 1], [200, 2000], one_takes_all) == [ExchangeStep((0, 1), True)]
 
 
-def copies(*views: torch.Tensor) -> Copies:
+def copies(*views: torch.Tensor) -> BucketCopies:
     into = [torch.empty_like(view) for view in views]
-    return Copies(torch.nn.Module(), into, list(views))
+    return BucketCopies(torch.nn.Module(), into, list(views))
 
 
 def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:

@@ -14,13 +14,13 @@ from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import WorkerError
 from mslime.config.schema import DeadlineConfig
 from mslime.run import ray_calls, rollout_process
-from mslime.run.ray_calls import Host, PendingCall, Remote, verb
+from mslime.run.ray_calls import HandleActor, PendingCall, RemoteHandle, verb
 from mslime.run.rollout_process import ManagerProcesses
 
 DEADLINES = DeadlineConfig(engine_control_s=7, rollout_step_s=50)
 
 
-class Work(Host):
+class Work(HandleActor):
     """An actor, and the object in it."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Work(Host):
 class FakeActor:
     """In the place of a Ray actor: the answer of a call is its "reference"."""
 
-    def __init__(self, host: Host, dead: bool = False) -> None:
+    def __init__(self, host: HandleActor, dead: bool = False) -> None:
         self._host, self._dead = host, dead
 
     @property
@@ -51,12 +51,12 @@ class FakeActor:
 
 
 def test_a_call_reaches_the_method_of_the_named_object() -> None:
-    work = Remote[Work](FakeActor(Work()), "work", "who", "who.log", DEADLINES)
+    work = RemoteHandle[Work](FakeActor(Work()), "work", "who", "who.log", DEADLINES)
     assert asyncio.run(work.ask(Work.double, 4, more=1)) == 9
 
 
 def test_a_process_that_died_is_named_with_its_log() -> None:
-    work = Remote[Work](FakeActor(Work(), dead=True), "work", "manager 3", "manager3.log", DEADLINES)
+    work = RemoteHandle[Work](FakeActor(Work(), dead=True), "work", "manager 3", "manager3.log", DEADLINES)
     with pytest.raises(WorkerError, match=r"work: double.*\n?.*manager 3(.|\n)*process died(.|\n)*manager3.log"):
         asyncio.run(work.ask(Work.double, 4))
 
@@ -82,7 +82,7 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
 
     monkeypatch.setattr(ray_calls, "call", call)
     monkeypatch.setattr(PendingCall, "done", False)
-    work = Remote[Work](FakeHandle, "work", "who", "who.log", DEADLINES, check)
+    work = RemoteHandle[Work](FakeHandle, "work", "who", "who.log", DEADLINES, check)
     pending = work.begin(method, *args)
     assert pending.ref == ("work", method.__name__, *args)
     assert work.wait(pending) == 8
@@ -93,7 +93,7 @@ def test_a_verb_says_what_is_waited_for_and_how_long(
 def test_what_has_ended_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_calls, "call", lambda *args: args[-1])
     monkeypatch.setattr(PendingCall, "done", True)
-    work = Remote[Work](None, "work", "who", "who.log", DEADLINES, lambda: None)
+    work = RemoteHandle[Work](None, "work", "who", "who.log", DEADLINES, lambda: None)
     found: Any = work.wait(PendingCall(None, ray_calls._VERBS[Work.wait], "wait"))
     assert found is None, "no check is handed on"
 
@@ -101,7 +101,7 @@ def test_what_has_ended_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_engines_are_divided_and_the_first_to_refuse_an_input_limits_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    class FakeManager(Host):
+    class FakeManager(HandleActor):
         def __init__(self, index: int) -> None:
             self.index, self.asked, self.objects = index, list[Any](), {"process": self}
 

@@ -14,7 +14,7 @@ from mslime.run import ray_cluster as cluster_module
 from mslime.run.engine_actors import EngineGroup
 from mslime.run.ray_cluster import Cluster
 from mslime.run.run import Attempts, can_go_on
-from mslime.run.started import Resources
+from mslime.run.started import RunResources
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def run(**cluster: Any) -> RunConfig:
 
 
 def test_a_run_without_ray_or_on_shared_gpus_does_not_go_on() -> None:
-    resources = Resources()
+    resources = RunResources()
     assert not can_go_on(resources, colocated=False), "nothing was started"
     resources.ray = cast("Any", SimpleNamespace(gone=False))
     assert can_go_on(resources, colocated=False)
@@ -59,7 +59,7 @@ def test_a_run_without_ray_or_on_shared_gpus_does_not_go_on() -> None:
 def test_resources_are_left_to_the_sweeper_when_ray_is_gone() -> None:
     ended: list[str] = []
     for gone in (False, True):
-        with Resources() as resources:
+        with RunResources() as resources:
             resources.stack.callback(ended.append, f"gone {gone}")
             resources.ray = cast("Any", SimpleNamespace(left=lambda gone=gone: gone))
     assert ended == ["gone False"]

@@ -14,7 +14,7 @@ from mslime.data.sample_log import SampleLog
 from mslime.rollout.service import StepBatch
 from mslime.run import assemble as assembly
 from mslime.run import run_rollouts
-from mslime.run.assemble import Assembled
+from mslime.run.assemble import AssembledStep
 from mslime.run.run_rollouts import RunRollouts
 from tests.fixtures.model_facts import model_facts
 from tests.unit.test_assemble import make_config
@@ -33,9 +33,9 @@ class FakeService:
 async def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answered = threading.Event()
 
-    def slow_assemble(*args: Any) -> Assembled:
+    def slow_assemble(*args: Any) -> AssembledStep:
         assert answered.wait(20), "nothing else was done meanwhile"
-        return Assembled([], {}, [], [])
+        return AssembledStep([], {}, [], [])
 
     monkeypatch.setattr(assembly, "assemble", slow_assemble)
     config = make_config()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mslime.checks.user_functions import check_seams, seams_of
+from mslime.checks.user_functions import check_functions, run_functions
 from mslime.config.errors import RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import Sample, check_invariants
@@ -38,8 +38,8 @@ def test_the_settings_on_the_page_name_the_examples() -> None:
     named = set[str]()
     for settings in settings_of(PAGE):
         config = build(settings)
-        check_seams(seams_of(config))
-        named |= {seam.function.split(":")[0].rpartition(".")[2] for seam in seams_of(config)}
+        check_functions(run_functions(config))
+        named |= {each.function.split(":")[0].rpartition(".")[2] for each in run_functions(config)}
     assert named == {path.stem for path in EXAMPLES}
 
 

@@ -17,7 +17,7 @@ from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.reward_kinds import RewardJob
-from mslime.rollout.rewards.reward_pool import MODULE, Worker
+from mslime.rollout.rewards.reward_pool import MODULE, RewardProcess
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.step_metrics import pass_at_k, summarise
 from mslime.rollout.worker_process import WorkerLostError, end_process
@@ -104,7 +104,7 @@ def test_what_is_no_number_is_said_at_once(what: str, said: str):
 
 async def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
     """Of a frame: the parent would wait for it until the process's time is up."""
-    worker = await Worker.start("tests.unit.user_frames", RewardJob("x:y", "reward.function", 50.0))
+    worker = await RewardProcess.start("tests.unit.user_frames", RewardJob("x:y", "reward.function", 50.0))
     try:
         with pytest.raises(WorkerLostError, match="its answer cannot be sent"):
             await worker.ask("lambda", 50.0)
@@ -125,15 +125,15 @@ def test_the_traceback_of_a_reward_is_in_the_log_of_the_run_and_not_on_a_termina
 
 def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     """Where one sample in three ends its process: never more processes than workers, and none at the end."""
-    started: list[Worker] = []
-    start = Worker.start.__func__
+    started: list[RewardProcess] = []
+    start = RewardProcess.start.__func__
 
-    async def noted(kind: type[Worker], module: str, job: RewardJob) -> Worker:
+    async def noted(kind: type[RewardProcess], module: str, job: RewardJob) -> RewardProcess:
         started.append(worker := await start(kind, module, job))
         assert sum(w.alive for w in started) <= 2
         return worker
 
-    monkeypatch.setattr(Worker, "start", classmethod(noted))
+    monkeypatch.setattr(RewardProcess, "start", classmethod(noted))
     samples = [sample("" if i % 3 else "exit", index=i) for i in range(12)]
     assert score("moody", *samples, on_error="zero") == [0.0 if i % 3 == 0 else 1.0 for i in range(12)]
     assert len(started) >= 4 and not any(w.alive for w in started)
@@ -273,7 +273,7 @@ async def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
 
 
 async def test_a_dead_worker_answers_at_once_that_it_is_dead(capfd: pytest.CaptureFixture[str]):
-    worker = await Worker.start(MODULE, RewardJob(f"{USER}:length", "reward.function", 20.0))
+    worker = await RewardProcess.start(MODULE, RewardJob(f"{USER}:length", "reward.function", 20.0))
     await worker.kill()
     with pytest.raises(WorkerLostError):
         await worker.ask(sample("abc"), 3600.0)

@@ -9,8 +9,8 @@ import pytest
 
 from mslime.backends.sglang.server_process import EngineAddress
 from mslime.config.errors import ConfigError, EngineError
-from mslime.rollout.service import Local
-from mslime.run.rollout_process import Member
+from mslime.rollout.service import LocalHandle
+from mslime.run.rollout_process import ManagerEngines
 from mslime.run.run_engines import RunEngines
 
 
@@ -37,10 +37,10 @@ def engine(index: int, url: str = "") -> EngineAddress:
 
 def engines_of(
     *shares: list[EngineAddress], answers: list[dict[str, Any]] | None = None
-) -> tuple[RunEngines, list[FakeManager], list[Member]]:
+) -> tuple[RunEngines, list[FakeManager], list[ManagerEngines]]:
     managers = [FakeManager(given) for given in answers or [{} for _ in shares]]
-    asked = [cast("Any", Local(manager)) for manager in managers]
-    members = [Member(each, each, share) for each, share in zip(asked, shares, strict=True)]
+    asked = [cast("Any", LocalHandle(manager)) for manager in managers]
+    members = [ManagerEngines(each, each, share) for each, share in zip(asked, shares, strict=True)]
     return RunEngines(members), managers, members
 
 

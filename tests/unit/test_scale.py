@@ -18,21 +18,21 @@ from aiohttp import web
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys
-from mslime.run.endpoint import FILE_NAME, LARGEST_BODY, ControlEndpoint, EngineState, Order, Orders, ask
+from mslime.run.endpoint import FILE_NAME, LARGEST_BODY, ControlEndpoint, EngineState, ScaleOrder, ScaleOrders, ask
 
 SERVING = EngineState("engine0", "http://127.0.0.1:1", True, "serving")
 DEAD = EngineState("engine1", "http://127.0.0.1:2", False, "gone", "the connection broke\nits log")
 
 
 @pytest.fixture
-def orders() -> Orders:
-    orders = Orders()
+def orders() -> ScaleOrders:
+    orders = ScaleOrders()
     orders.show([SERVING, DEAD])
     return orders
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, orders: Orders) -> Iterator[Path]:
+def run_dir(tmp_path: Path, orders: ScaleOrders) -> Iterator[Path]:
     with ControlEndpoint(tmp_path, orders):
         yield tmp_path
 
@@ -57,7 +57,7 @@ def test_a_body_that_is_no_order_by_its_size_is_not_read(run_dir: Path) -> None:
 
 
 def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
-    tmp_path: Path, orders: Orders, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, orders: ScaleOrders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = web.AppRunner.setup
 
@@ -80,14 +80,14 @@ def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
     ('{"engines": -1}', "number of engines"), ('{"engines": 1.5}', "number of engines"), ('{"drain": 1}', "is a text"),
     ('{"engines": 99999}', "more than 4096"), ('{"engins": 1}', "nothing that can be asked"),
 ])  # fmt: skip
-def test_what_is_no_order_is_refused_by_name(run_dir: Path, orders: Orders, body: str, said: str) -> None:
+def test_what_is_no_order_is_refused_by_name(run_dir: Path, orders: ScaleOrders, body: str, said: str) -> None:
     found = record(run_dir)
     headers = {"Authorization": f"Bearer {found['key']}"}
     answer = httpx.post(f"{found['url']}/engines", headers=headers, content=body)
     assert answer.status_code == 400 and said in answer.json()["error"] and orders.take() == []
 
 
-def test_an_order_waits_for_the_run_and_its_result_is_shown(run_dir: Path, orders: Orders) -> None:
+def test_an_order_waits_for_the_run_and_its_result_is_shown(run_dir: Path, orders: ScaleOrders) -> None:
     found = asyncio.run(ask(run_dir, {"attach": "http://x/", "api_key": "secret"}))
     assert found["number"] == 1 and found["waiting"] == [1] and "secret" not in json.dumps(found)
     ((number, order),) = orders.take()
@@ -107,7 +107,7 @@ def test_a_run_that_is_not_there_or_has_died_is_said_to_be(tmp_path: Path) -> No
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(ask(tmp_path))
-    with ControlEndpoint(tmp_path, Orders()):
+    with ControlEndpoint(tmp_path, ScaleOrders()):
         killed = file.read_text()
     file.write_text(killed)
     with pytest.raises(ConfigError, match="has ended, or was killed"):
@@ -119,11 +119,11 @@ def test_a_run_that_is_not_there_or_has_died_is_said_to_be(tmp_path: Path) -> No
 
 def test_a_new_session_replaces_the_record_of_one_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("of a killed one")
-    with ControlEndpoint(tmp_path, Orders()):
+    with ControlEndpoint(tmp_path, ScaleOrders()):
         assert asyncio.run(ask(tmp_path))["engines"] == []
 
 
-def obey(orders: Orders, told: str, states: list[list[EngineState]]) -> None:
+def obey(orders: ScaleOrders, told: str, states: list[list[EngineState]]) -> None:
     """The run's side, which goes through these states of its engines."""
     while not (taken := orders.take()):
         time.sleep(0.02)
@@ -140,7 +140,7 @@ def test_the_command_shows_the_engines(run_dir: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_command_waits_until_it_is_done(
-    run_dir: Path, orders: Orders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, orders: ScaleOrders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mslime.cli.scale.LOOK_EVERY_S", 0.05)
     third = [EngineState("engine2", "", True, "starting"), EngineState("engine2", "http://c", True, "joining")]
@@ -154,7 +154,7 @@ def test_the_command_waits_until_it_is_done(
 
 
 def test_the_command_fails_when_the_run_refuses(
-    run_dir: Path, orders: Orders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, orders: ScaleOrders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mslime.cli.scale.LOOK_EVERY_S", 0.05)
     run = threading.Thread(target=obey, args=(orders, "refused: no other engine serves now", [[SERVING]]))
@@ -170,11 +170,11 @@ def test_the_command_returns_at_once_when_asked_to(run_dir: Path, capsys: pytest
 
 
 def test_keys_are_read_where_they_are_and_belong_to_an_attached_server(
-    run_dir: Path, orders: Orders, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, orders: ScaleOrders, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTHER_KEY", "the-key")
     assert main(["scale", str(run_dir), "--attach", "http://x", "--key", "env:OTHER_KEY", "--no-wait"]) == 0
-    assert orders.take()[0][1] == Order(attach="http://x", keys=EngineKeys("the-key", "the-key"))
+    assert orders.take()[0][1] == ScaleOrder(attach="http://x", keys=EngineKeys("the-key", "the-key"))
     assert main(["scale", str(run_dir), "--engines", "2", "--key", "env:OTHER_KEY"]) == 2
     assert main(["scale", str(run_dir), "--attach", "http://x", "--key", "env:NOT_SET"]) == 2
     told = capsys.readouterr().err

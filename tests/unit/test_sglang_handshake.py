@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
+from mslime.backends.sglang.handshake import DECLARED, EngineNeeds, handshake
 from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 DRAWS = {"top_p": 0.9, "top_k": 20, "min_p": 0.01}
-ALL = Needs(routes=True, architectures=("Qwen3MoeForCausalLM",), truncation=DRAWS)
+ALL = EngineNeeds(routes=True, architectures=("Qwen3MoeForCausalLM",), truncation=DRAWS)
 
 
-def shake(spoil: Callable[[FakeEngine], Any], needs: Needs = ALL) -> None:
+def shake(spoil: Callable[[FakeEngine], Any], needs: EngineNeeds = ALL) -> None:
     async def work() -> None:
         async with FakeEngine() as engine:
             spoil(engine)
@@ -114,7 +114,7 @@ def test_features_that_the_run_does_not_use_are_not_demanded() -> None:
         engine.info["enable_return_routed_experts"] = engine.masks = False
         engine.info["enable_deterministic_inference"] = True
 
-    shake(spoil, Needs(routes=False))
+    shake(spoil, EngineNeeds(routes=False))
 
 
 def fields(engine: FakeEngine, route: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mslime.cli import main
 from mslime.config.errors import DataError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
-from mslime.data.conversation import Supervised, supervised_turns
+from mslime.data.conversation import SupervisedSequence, supervised_turns
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.supervised import SupervisedSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
@@ -64,15 +64,17 @@ def tokenizer_with(directory: Path, template: str) -> HFTokenizer:
     return HFTokenizer(inner)
 
 
-def turns(directory: Path, template: str, messages: list[dict[str, Any]], loss_on: Any = "all") -> list[Supervised]:
+def turns(
+    directory: Path, template: str, messages: list[dict[str, Any]], loss_on: Any = "all"
+) -> list[SupervisedSequence]:
     return supervised_turns(messages, {}, tokenizer_with(directory, template), "x.jsonl:1", loss_on)
 
 
-def mask(one: Supervised) -> list[int]:
+def mask(one: SupervisedSequence) -> list[int]:
     return [int(any(start <= t < end for start, end in one.spans)) for t in range(len(one.tokens))]
 
 
-def trained(one: Supervised) -> list[str]:
+def trained(one: SupervisedSequence) -> list[str]:
     return [one.text[start:end] for start, end in one.characters]
 
 

@@ -28,11 +28,11 @@ from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.engine_plugin import wire
 from mslime.run.publish import Publisher
-from mslime.run.sharing import Apart
+from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
 from mslime.weights import transport_contract
-from mslime.weights.bucket_sender import BucketSender, Seconds
+from mslime.weights.bucket_sender import BucketSender, PhaseSeconds
 from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, Transport, find_transport
 from tests.fixtures.remote import fake_process
@@ -75,7 +75,9 @@ class Sender:
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         spoilt = self.spoilt.pop(0) if self.spoilt else ""
         self._transport.begin(version, BUCKETS)
-        bucket_sender = BucketSender(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
+        bucket_sender = BucketSender(
+            self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, PhaseSeconds(), None
+        )
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
             flat = transport_contract._filled(bucket, version)
@@ -148,8 +150,8 @@ class Plane:
                                       note=self.notes.append, weights=None)  # fmt: skip
         sender, rollouts = cast(TrainerGroup, self.sender), fake_process(self.rollouts)
         self._publisher = Publisher(
-            CONFIG, rollouts, sender, others, others, Apart(lambda: None), lambda: None, lambda: next(GROUPS), others,
-            others,
+            CONFIG, rollouts, sender, others, others, SeparateGpus(lambda: None), lambda: None, lambda: next(GROUPS),
+            others, others,
         )  # fmt: skip
         self._publisher.connect(next(GROUPS))
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from mslime import network, web_server
 from mslime.config.rollout import AtroposConfig
 from mslime.rollout.agents.app import ModelEndpoint, ModelServer
-from mslime.run.endpoint import FILE_NAME, ControlEndpoint, Orders
+from mslime.run.endpoint import FILE_NAME, ControlEndpoint, ScaleOrders
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
 from mslime_plugins.atropos.atropos_server import AtroposServer
 from mslime_plugins.environments.nemo_gym import GymRequestRouter
@@ -115,7 +115,7 @@ async def model_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
 
 @asynccontextmanager
 async def control_endpoint(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
-    with ControlEndpoint(directory, Orders()):
+    with ControlEndpoint(directory, ScaleOrders()):
         found = json.loads((directory / FILE_NAME).read_text())
         url = f"{found['url']}/engines"
         yield ("GET", url, {"Authorization": f"Bearer {found['key']}"}), ("GET", url, {"Authorization": "Bearer x"})
@@ -157,7 +157,7 @@ async def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trusted = list[str]()
-    monkeypatch.setattr(web_server.Listening, "trust", lambda self, http: trusted.append(http.path))
+    monkeypatch.setattr(web_server.ListeningServer, "trust", lambda self, http: trusted.append(http.path))
 
     async with opened(tmp_path) as (right, wrong), aiohttp.ClientSession() as http:
         for (method, url, headers), counted in ((wrong, 0), (right, 1)):

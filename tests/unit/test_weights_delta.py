@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from mslime.config.base import version_name
 from mslime.config.errors import WeightSyncError
-from mslime.engine_plugin.copy_plan import Buckets, Copies, Received
+from mslime.engine_plugin.copy_plan import BucketCopies, ReceivedBucket, SyncBuckets
 from mslime.engine_plugin.copy_plan import RecordedBucket as EngineBucket
 from mslime.engine_plugin.delta import changed as changed_by
 from mslime.engine_plugin.delta import put, read_delta, record_loaded, take_back
 from mslime.tensor_sums import word_sum
 from mslime.weights import delta as weights_delta
 from mslime.weights.delta import DeltaTransport, find_changes
-from mslime.weights.transport import Link, Moved, find_transport
-from mslime.weights.weight_plan import Bucket, Entry
+from mslime.weights.transport import Link, MovedAmounts, find_transport
+from mslime.weights.weight_plan import Bucket, BucketEntry
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
 
@@ -36,7 +36,7 @@ BITS = {"float32": (torch.float32, torch.int32, np.int32), "bfloat16": (torch.bf
 
 
 def bucket_of(index: int, dtype: str) -> Bucket:
-    entries = (Entry(f"{dtype}.a", (SIZES[dtype] - 7,), 0), Entry(f"{dtype}.b", (7,), SIZES[dtype] - 7))
+    entries = (BucketEntry(f"{dtype}.a", (SIZES[dtype] - 7,), 0), BucketEntry(f"{dtype}.b", (7,), SIZES[dtype] - 7))
     return Bucket(index, 0, 0, (0,), dtype, (), entries, entries, in_order=True)
 
 
@@ -77,7 +77,7 @@ def change(weights: dict[int, torch.Tensor], fraction: float, seed: int) -> int:
     return count
 
 
-def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]) -> Moved:
+def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]) -> MovedAmounts:
     transport.begin(version, BUCKETS)
     for bucket in BUCKETS:
         if version % 2:  # as a sender's bucket_sender does, or without, as transports of users may
@@ -129,7 +129,7 @@ def assert_held(engines: list[StandInEngine], weights: dict[int, torch.Tensor]) 
 
 def deliver_changes(
     engines: list[StandInEngine], transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]
-) -> Moved:
+) -> MovedAmounts:
     """Change one element in a hundred and send that: all engines hold it then."""
     change(weights, 0.01, version)
     moved = deliver(transport, version, weights)
@@ -156,7 +156,7 @@ def test_fifty_updates_are_exact_and_move_what_changed(
     engines: list[StandInEngine], carried: Link, transport: DeltaTransport
 ) -> None:
     weights, whole = new_weights(), sum(bucket.hf_bytes for bucket in BUCKETS)
-    assert deliver(transport, 1, weights) == Moved(whole)
+    assert deliver(transport, 1, weights) == MovedAmounts(whole)
     assert_written(carried, WHOLE)
     for version in range(2, 52):
         count = change(weights, (0.01, 0.05, 0.0)[version % 3], version)
@@ -191,7 +191,7 @@ def test_more_changes_than_weights_go_as_a_whole_and_may_be_followed_by_changes(
     weights, whole = new_weights(), sum(bucket.hf_bytes for bucket in BUCKETS)
     deliver(transport, 1, weights)
     count = change(weights, 1.0, 1)
-    assert deliver(transport, 2, weights) == Moved(whole, count, count)
+    assert deliver(transport, 2, weights) == MovedAmounts(whole, count, count)
     assert_written(carried, WHOLE)
     change(weights, 0.001, 2)
     deliver(transport, 3, weights)
@@ -314,7 +314,7 @@ def test_changes_are_those_that_numpy_finds_of_any_bits_size_and_address(
 # -------------------------------------------------------------------------------------------------------- in an engine
 
 
-def changed(path: Path, bucket: EngineBucket, model: torch.nn.Module) -> Received:
+def changed(path: Path, bucket: EngineBucket, model: torch.nn.Module) -> ReceivedBucket:
     """The bucket with the changes of a file."""
     return changed_by(read_delta(path), path.parent, bucket, model)
 
@@ -331,10 +331,10 @@ class Holding(torch.nn.Module):
 def loaded(half: bool, version: Path) -> tuple[EngineBucket, Holding]:
     """A model that has loaded 0, 1, .. 10 and recorded how."""
     model = Holding(half=half)
-    bucket = Buckets("cpu").of(["a", "b"], ["float32"] * 2, [[8], [3]])
+    bucket = SyncBuckets("cpu").of(["a", "b"], ["float32"] * 2, [[8], [3]])
     first, second = (tensor for _, tensor in bucket.named)
     into, out_of = [model.first.data, model.second.data], [first[4:] if half else first, second]
-    bucket.copies[id(model)] = Copies(model, into, out_of)
+    bucket.copies[id(model)] = BucketCopies(model, into, out_of)
     bucket.flat.view(torch.float32).copy_(torch.arange(11.0))
     bucket.copies[id(model)].make()
     record_loaded(bucket, model, version)

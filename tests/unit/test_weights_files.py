@@ -21,15 +21,15 @@ from torch.multiprocessing import reductions
 
 from mslime.config.errors import WeightSyncError
 from mslime.convert.hf import INDEX_NAME
-from mslime.engine_plugin.bucket_files import Files, open_handle
-from mslime.engine_plugin.copy_plan import Buckets
+from mslime.engine_plugin.bucket_files import SenderFiles, open_handle
+from mslime.engine_plugin.copy_plan import SyncBuckets
 from mslime.engine_plugin.wire import Answer, take_handle, write_handle
 from mslime.weights import memory, transport_contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.files import DiskTransport
 from mslime.weights.memory import MemoryTransport, device_memory, handle_of
 from mslime.weights.transport import Link, find_transport
-from mslime.weights.weight_plan import Bucket, Entry
+from mslime.weights.weight_plan import Bucket, BucketEntry
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import BUCKETS, check_contract, deliver, engines, expect, infos, link, obedient
 
@@ -233,7 +233,7 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one_but_not_what_a_liv
 def test_too_little_shared_memory_is_an_error_before_anything_is_sent(
     engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
-    entry = Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+    entry = BucketEntry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
     bucket = Bucket(0, 0, 0, (0,), "float32", (), (entry,), (entry,), in_order=True)
     transport = MemoryTransport(link)
     transport.connect(infos(engines))
@@ -247,7 +247,7 @@ def test_too_little_shared_memory_is_an_error_before_anything_is_sent(
 def test_a_file_of_another_user_or_size_is_not_mapped(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = shared_memory / "x"
     file.write_bytes(b"1234")
-    target, files = torch.empty(8, dtype=torch.uint8), Files()
+    target, files = torch.empty(8, dtype=torch.uint8), SenderFiles()
     with pytest.raises(ValueError, match="4 bytes, and the bucket 8"):
         files.read("mapped", file, [], target)
     (shared_memory / "link").symlink_to(file)
@@ -255,13 +255,13 @@ def test_a_file_of_another_user_or_size_is_not_mapped(shared_memory: Path, monke
         files.read("mapped", shared_memory / "link", [], target)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ValueError, match="is not a file of user 12345"):
-        Files().read("mapped", file, [], target)
+        SenderFiles().read("mapped", file, [], target)
     for path in shared_memory.iterdir():
         path.unlink()
 
 
 def test_memory_of_a_sender_that_lives_is_kept_when_another_one_comes(shared_memory: Path) -> None:
-    file, files, target = shared_memory / "x", Files(), torch.empty(4, dtype=torch.uint8)
+    file, files, target = shared_memory / "x", SenderFiles(), torch.empty(4, dtype=torch.uint8)
     file.write_bytes(b"1234")
     lock = os.open(file, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -354,7 +354,7 @@ def test_a_directory_that_cannot_be_written_to_or_is_too_small_is_named(link: Li
     (tmp_path / "file").touch()
     with pytest.raises(WeightSyncError, match=r"weights\.directory = .*file.*cannot be written to.*\n.*all machines"):
         DiskTransport(replace(link, directory=tmp_path / "file")).open_directory()
-    entry = Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+    entry = BucketEntry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
     transport = DiskTransport(link)
     transport.open_directory()
     with pytest.raises(WeightSyncError, match=r"weights\.directory = .*4,294,967,296"):
@@ -371,7 +371,7 @@ def saved(path: Path, names: list[str]) -> Path:
 
 def test_a_file_with_other_tensors_or_another_length_is_refused(tmp_path: Path) -> None:
     named = [("a", torch.empty(2)), ("b", torch.empty(2))]
-    flat, files = torch.empty(16, dtype=torch.uint8), Files()
+    flat, files = torch.empty(16, dtype=torch.uint8), SenderFiles()
     files.read("safetensors", saved(tmp_path / "right", ["a", "b"]), named, flat)
     assert flat.tolist() == list(range(16))
     with pytest.raises(ValueError, match="holds other tensors"):
@@ -389,9 +389,9 @@ def test_a_file_with_other_tensors_or_another_length_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["mapped", "safetensors"])
 def test_a_buffer_that_was_read_into_can_be_given_back(kind: Any, shared_memory: Path) -> None:
     """An engine's buffer lives as long as a sync; torch never resizes what was once shown to numpy."""
-    buckets, file = Buckets("cpu"), saved(shared_memory / "x", ["a", "b"])
+    buckets, file = SyncBuckets("cpu"), saved(shared_memory / "x", ["a", "b"])
     bucket = buckets.of(["a", "b"], ["float32"] * 2, [[2], [2]])
-    Files().read(kind, file, bucket.named, bucket.flat)
+    SenderFiles().read(kind, file, bucket.named, bucket.flat)
     assert bucket.flat.tolist() == list(file.read_bytes()[:16] if kind == "mapped" else range(16))
     buckets.release()
     file.unlink()
@@ -428,4 +428,4 @@ def test_an_engine_on_another_machine_is_refused_when_it_is_met(
 
 
 def test_a_directory_that_is_there_can_be_read() -> None:
-    assert Files().see(Path("/")) == Answer()
+    assert SenderFiles().see(Path("/")) == Answer()

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.weights.bucket_sender import BucketSender, Seconds
+from mslime.weights.bucket_sender import BucketSender, PhaseSeconds
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Transport
 from mslime.weights.weight_plan import Bucket
@@ -196,7 +196,9 @@ class FakeRank:
         queues: dict[str, Any] = {"queue": deque()} if one_queue else {}
         self.fill, self.lane, own = (FakeStream(**queues) for _ in range(3))
         self.transport = HeldRelay(rank)
-        self.bucket_sender = BucketSender(self.transport, None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
+        self.bucket_sender = BucketSender(
+            self.transport, None, time.monotonic() + 60, 60, PhaseSeconds(), cast(Any, own)
+        )
 
     def gather(self, *collectives: FakeCollective) -> None:
         for collective in collectives:
@@ -283,7 +285,7 @@ def test_all_that_a_transport_does_is_on_the_couriers_stream() -> None:
 
         def disconnect(self) -> None: ...
 
-    bucket_sender = BucketSender(FakeTransport(), None, time.monotonic() + 60, 60, Seconds(), cast(Any, own))
+    bucket_sender = BucketSender(FakeTransport(), None, time.monotonic() + 60, 60, PhaseSeconds(), cast(Any, own))
     bucket: Any = SimpleNamespace(index=0, describe=lambda: "bucket 0")
     with fake_current(fill):
         bucket_sender.put(bucket, cast(Any, FakeFlat(own, FakeCollective(1))))

@@ -32,7 +32,7 @@ from mslime.network import ephemeral_ports
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Carrier, Link, find_transport, make_transport, transport_for
+from mslime.weights.transport import ChangeCarrier, Link, find_transport, make_transport, transport_for
 from mslime.weights.weight_plan import Bucket
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
@@ -337,7 +337,7 @@ def test_the_table_of_transports_names_settings_and_carriers_that_are_there() ->
     assert {name for traits in transports().values() for name in traits.settings} <= set(WeightsConfig.model_fields)
     for name in get_args(DeltaOver):
         made: Any = find_transport(name)
-        assert issubclass(made, Carrier) and not transports()[name].sends_changes
+        assert issubclass(made, ChangeCarrier) and not transports()[name].sends_changes
 
 
 # ---------------------------------------------------------------------------------------------- weights.transport: auto

@@ -15,7 +15,7 @@ from mslime.backends.sglang.port import compare, why_not
 from mslime.config.errors import WeightSyncError
 from mslime.engine_plugin import copy_plan
 from mslime.engine_plugin.checksums import weight_sums
-from mslime.engine_plugin.copy_plan import Buckets, Received, RecordedBucket, buckets_of, record
+from mslime.engine_plugin.copy_plan import ReceivedBucket, RecordedBucket, SyncBuckets, buckets_of, record
 from mslime.engine_plugin.wire import format_sum
 from mslime.tensor_sums import BLOCK, all_places, place_sum, whole_sum
 from tests.fixtures.marks import nightly_except
@@ -122,7 +122,7 @@ class FakeEngine:
         self.sent = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SENT.items()}
         self.ranks, self.buckets = (
             [FakeRank(rank, ranks) for rank in range(ranks)],
-            [Buckets("cpu") for _ in range(ranks)],
+            [SyncBuckets("cpu") for _ in range(ranks)],
         )
         self.send()
 
@@ -244,7 +244,7 @@ def test_what_one_rank_has_not_recorded_is_left_out_and_the_reason_told(
 def test_tensors_that_are_joined_before_they_are_copied_are_recorded_as_their_parts() -> None:
     """As SGLang's loader does with the down projections of latent attention."""
     model = torch.nn.Linear(6, 5, bias=False).bfloat16()
-    buckets = Buckets("cpu")
+    buckets = SyncBuckets("cpu")
     bucket = buckets.of(["a", "b"], ["bfloat16"] * 2, [(2, 6), (3, 6)])
 
     def load(how: str = "") -> tuple[bool, str]:
@@ -282,6 +282,6 @@ def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatc
         bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
         bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
         assert weight_sums(model, [buckets]) == {}
-        copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
+        copy_plan.load(own_loader if loaded else lambda *_: (False, "not today"), updater, ReceivedBucket(bucket))
         assert weight_sums(model, [buckets]) == {"a": format_sum(*whole_sum(model.weight.data))}
         copy_plan.buckets_of(updater).release()

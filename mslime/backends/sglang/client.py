@@ -43,7 +43,7 @@ from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
-from mslime.data.probe import Probed
+from mslime.data.probe import ProbeScores
 from mslime.engine_plugin import wire
 from mslime.threads import in_thread
 
@@ -156,7 +156,7 @@ class EngineClient:
         with self.reading(f"request {request.rid}"):
             return parse_scores(request, answer, None if self.model is None else self.model.vocab_size)
 
-    async def probe(self, request: ProbeRequest) -> Probed:
+    async def probe(self, request: ProbeRequest) -> ProbeScores:
         """Log-probs, routes and continuation of a fixed text; see `generating.parse_probe`.
 
         Raises EngineDied and EngineError as `generate` does, within the deadline of a weight sync.

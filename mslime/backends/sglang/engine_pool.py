@@ -27,7 +27,7 @@ from mslime.backends.sglang.port import Sums, compare, why_not
 from mslime.backends.sglang.serving_adapters import AdapterVersion, interrupt_older, load_version
 from mslime.config.base import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
-from mslime.data.probe import Probed
+from mslime.data.probe import ProbeScores
 
 T = TypeVar("T")
 MAX_SESSIONS = 65536
@@ -481,12 +481,12 @@ class EnginePool:
         """Make every engine with requests report `version` for tokens sampled from now on."""
         await self.broadcast(lambda client: client.stamp(version), spare=True)
 
-    async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
+    async def probe(self, request: ProbeRequest) -> dict[str, ProbeScores]:
         """Probe results of every engine for a fixed text, by its URL. Engines are paused again afterwards. An engine
         that kept requests continues them, but their answers wait for `resume`, or are lost in `restart_update`. An
         engine that refuses, or sends an invalid answer, is declared dead, unless all do."""
 
-        async def one(client: EngineClient) -> tuple[str, Probed]:
+        async def one(client: EngineClient) -> tuple[str, ProbeScores]:
             if client.adapters.of_version(request.version, request.adapter) is not None:  # it generates meanwhile
                 return client.url, await client.probe(request)
             slot = next(slot for slot in self._slots if slot.client is client)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.engine_reply import MASKS, ROUTES, IntegerRows
 from mslime.config.errors import DataError, EngineError, reading
 from mslime.config.model_facts import ModelFacts, eos_ids
-from mslime.data.probe import NEW_TOKENS, Probed
+from mslime.data.probe import NEW_TOKENS, ProbeScores
 from mslime.data.routes import Supports, narrowest_dtype
 from mslime.data.tokenizer import Tokenizer
 from mslime.engine_plugin.wire import NARROW
@@ -424,7 +424,7 @@ class ProbeRequest:
 
 def parse_probe(
     request: ProbeRequest, answer: dict[str, Any], engine: str, model: ModelFacts, adapter: bool = False
-) -> Probed:
+) -> ProbeScores:
     """Parse a probe's answer. Raises one of MALFORMED, also for another weight version.
 
     Args:
@@ -436,7 +436,7 @@ def parse_probe(
 
 def probed(
     request: ProbeRequest, text: NDArray[np.float32], new: GenerateResult, model: ModelFacts, adapter: bool = False
-) -> Probed:
+) -> ProbeScores:
     """Combine log-probs and continuation; returns and raises like `parse_probe`.
 
     Args:
@@ -446,7 +446,7 @@ def probed(
     assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
     versions = {version for version, _, _ in new.versions}
     assert adapter or versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"
-    return Probed(
+    return ProbeScores(
         np.concatenate([np.asarray(request.input_ids, np.int32), new.output_ids]),
         len(text),
         np.concatenate([text, new.log_probs]),

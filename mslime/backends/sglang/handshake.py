@@ -31,7 +31,7 @@ PROBE_TOKENS = 2
 
 
 @dataclass(frozen=True)
-class Needs:
+class EngineNeeds:
     """Features that a run needs from its engines.
 
     Attributes:
@@ -54,7 +54,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredFeature:
     """A feature declared in the server's schema: a POST route, and fields or choices of its body."""
 
     feature: str
@@ -63,25 +63,27 @@ class Declared:
     choices: tuple[str, ...] = ()
 
 
-DECLARED: tuple[Declared, ...] = (
-    Declared("log-probs", "/generate", ("input_ids", "return_logprob", "rid")),
-    Declared("routed experts", "/generate", ("return_routed_experts", "routed_experts_start_len")),
-    Declared("sampling mask", "/generate", ("return_sampling_mask",)),
-    Declared("cache keys", "/generate", ("extra_key",)),
-    Declared("abort", "/abort_request", ("rid", "abort_all")),
-    Declared("pause modes", "/pause_generation", ("mode",), get_args(PauseMode)),
-    Declared("resume", "/continue_generation"),
+DECLARED: tuple[DeclaredFeature, ...] = (
+    DeclaredFeature("log-probs", "/generate", ("input_ids", "return_logprob", "rid")),
+    DeclaredFeature("routed experts", "/generate", ("return_routed_experts", "routed_experts_start_len")),
+    DeclaredFeature("sampling mask", "/generate", ("return_sampling_mask",)),
+    DeclaredFeature("cache keys", "/generate", ("extra_key",)),
+    DeclaredFeature("abort", "/abort_request", ("rid", "abort_all")),
+    DeclaredFeature("pause modes", "/pause_generation", ("mode",), get_args(PauseMode)),
+    DeclaredFeature("resume", "/continue_generation"),
     # Not tested: the end of a session processes the weights again, and corrupts quantised ones that were not loaded.
-    Declared("weight-update sessions", "/begin_weight_update"),
-    Declared("weight-update sessions", "/end_weight_update"),
-    Declared("weight groups", "/init_weights_update_group", ("master_address", "rank_offset", "group_name")),
-    Declared("flattened buckets", "/update_weights_from_distributed", ("names", "dtypes", "shapes", "load_format")),
-    Declared("weight versions", "/update_weight_version", ("new_version", "abort_all_requests")),
-    Declared("weight checksums", "/weights_checker"),
+    DeclaredFeature("weight-update sessions", "/begin_weight_update"),
+    DeclaredFeature("weight-update sessions", "/end_weight_update"),
+    DeclaredFeature("weight groups", "/init_weights_update_group", ("master_address", "rank_offset", "group_name")),
+    DeclaredFeature(
+        "flattened buckets", "/update_weights_from_distributed", ("names", "dtypes", "shapes", "load_format")
+    ),
+    DeclaredFeature("weight versions", "/update_weight_version", ("new_version", "abort_all_requests")),
+    DeclaredFeature("weight checksums", "/weights_checker"),
 )
 
 
-async def handshake(client: EngineClient, needs: Needs) -> int:
+async def handshake(client: EngineClient, needs: EngineNeeds) -> int:
     """Check one engine, which must be idle. Raises EngineError naming the first missing feature.
 
     Args:
@@ -105,7 +107,7 @@ async def handshake(client: EngineClient, needs: Needs) -> int:
         return limit
 
 
-async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
+async def _check_server(client: EngineClient, role: str, needs: EngineNeeds) -> int:
     """Check a server's own description, before it generates anything; see `handshake`.
 
     Args:
@@ -175,7 +177,7 @@ def _missing(client: EngineClient, feature: str, found: str) -> EngineError:
     return client.error(f"without {feature}", f"mslime needs the engine feature {feature!r}, but {found}")
 
 
-def _check_declared(client: EngineClient, declared: Declared, schema: Mapping[str, Any]) -> None:
+def _check_declared(client: EngineClient, declared: DeclaredFeature, schema: Mapping[str, Any]) -> None:
     operations = schema.get("paths", {}).get(declared.route)
     if operations is None:
         raise _missing(client, declared.feature, f"it has no route {declared.route}")

@@ -33,7 +33,7 @@ from mslime.backends.sglang.generating import (
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
-from mslime.data.probe import Probed
+from mslime.data.probe import ProbeScores
 from mslime.engine_plugin import wire
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PairClient(EngineClient):
         """Not supported: teachers are never pairs."""
         raise self.error("score", "a pair of servers generates")
 
-    async def probe(self, request: ProbeRequest) -> Probed:
+    async def probe(self, request: ProbeRequest) -> ProbeScores:
         assert self.model is not None, "a probe needs a client with the model"
         self._check_ids(request.generation)
         limit_s = self.deadlines.weight_sync_s

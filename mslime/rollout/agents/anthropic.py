@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mslime.rollout.agents.messages import (
-    Call,
     ChatError,
     Message,
+    ToolCall,
     as_list,
     as_object,
     as_text,
@@ -94,7 +94,7 @@ def _read_message(value: object, where: str) -> Iterator[Message]:
 
 
 def _assistant(blocks: Sequence[object], where: str) -> Message:
-    collected, thoughts, calls, echo = list[object](), list[str](), list[Call](), ""
+    collected, thoughts, calls, echo = list[object](), list[str](), list[ToolCall](), ""
     for i, value in enumerate(blocks):
         at = f"{where}[{i}]"
         block = as_object(value, at)
@@ -104,7 +104,7 @@ def _assistant(blocks: Sequence[object], where: str) -> Message:
         elif block.get("type") == "tool_use":
             arguments = canonical_json(json.dumps(as_object(block.get("input"), f"{at}.input")))
             name = as_text(block.get("name"), f"{at}.name")
-            calls.append(Call(as_text(block.get("id") or "", f"{at}.id"), name, arguments))
+            calls.append(ToolCall(as_text(block.get("id") or "", f"{at}.id"), name, arguments))
         elif block.get("type") != "redacted_thinking":
             collected.append(block)
     text = text_of(collected, where)

@@ -30,7 +30,7 @@ from mslime.rollout.agents.openai_chat import ChatCompletions, Completions
 from mslime.rollout.agents.requests import MODEL, Dialect, Request, ServedReply
 from mslime.rollout.agents.responses import Responses
 from mslime.rollout.agents.session import ChatSession, ReplyTurn
-from mslime.web_server import Listening, admitted, same_key, serve
+from mslime.web_server import ListeningServer, admitted, same_key, serve
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ _SSE = "text/event-stream"
 
 
 @dataclass(frozen=True)
-class Patience:
+class ServerTimings:
     """Timings of the server, in seconds.
 
     Attributes:
@@ -172,13 +172,13 @@ class ModelServer:
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, token: str = "", max_body: int = 64 << 20,
-        patience: Patience | None = None,
+        patience: ServerTimings | None = None,
     ) -> None:  # fmt: skip
         self._host, self._port, self._token = host, port, token
-        self._max_body, self._patience = max_body, patience or Patience()
+        self._max_body, self._patience = max_body, patience or ServerTimings()
         self._sessions: dict[str, ServedRollout] = {}
         self._ended: dict[str, None] = {}
-        self._listening: Listening | None = None
+        self._listening: ListeningServer | None = None
         self._starting = asyncio.Lock()
         self._address = ""
 
@@ -282,7 +282,7 @@ class ModelServer:
 
 
 async def deliver(
-    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: Patience
+    http: web.Request, dialect: Dialect, session: ServedRollout, request: Request, raw: bytes, patience: ServerTimings
 ) -> web.StreamResponse:
     """Answer a request for replies of a session.
 
@@ -307,7 +307,7 @@ async def deliver(
 
 
 async def _wait(
-    http: web.Request, attempt: asyncio.Task[list[ReplyTurn]], stream: bool, patience: Patience
+    http: web.Request, attempt: asyncio.Task[list[ReplyTurn]], stream: bool, patience: ServerTimings
 ) -> web.StreamResponse | None:
     """Wait for the replies. Returns the response if it was begun as a keep-alive."""
     await asyncio.wait([attempt], timeout=patience.quiet)

@@ -99,7 +99,7 @@ Piece = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Block:
+class TagBlock:
     """Model output from an opening tag on.
 
     Attributes:
@@ -145,7 +145,7 @@ class CallForm:
     opens: str
     closes: str
     within: tuple[str, ...] = ()
-    read: Callable[[Block], ParsedCalls] = field(kw_only=True)
+    read: Callable[[TagBlock], ParsedCalls] = field(kw_only=True)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -198,12 +198,12 @@ def _made(name: object, arguments: object, raw: str, written_id: str = "") -> Pa
 # ----------------------------------------------------------------------------------------------- one call in a block
 
 
-def _single(read: Callable[[Block], ParsedCall], block: Block) -> ParsedCalls:
+def _single(read: Callable[[TagBlock], ParsedCall], block: TagBlock) -> ParsedCalls:
     """A block that is one call, if it is closed."""
     return ParsedCalls([read(block) if block.closing else broken(block.raw, "unclosed_block")])
 
 
-def _hermes(block: Block) -> ParsedCall:
+def _hermes(block: TagBlock) -> ParsedCall:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
     return object_call(block.body, block.raw)
 
@@ -212,7 +212,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-def _coder(block: Block) -> ParsedCall:
+def _coder(block: TagBlock) -> ParsedCall:
     """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, of Qwen3-Coder."""
     function = _FUNCTION.fullmatch(block.body)
     if function is None or _PARAMETER.sub("", function[2]).strip():
@@ -224,7 +224,7 @@ def _coder(block: Block) -> ParsedCall:
 _PAIR = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
-def _glm(block: Block) -> ParsedCall:
+def _glm(block: TagBlock) -> ParsedCall:
     """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, of GLM-4.5 and later."""
     (_, name), *pairs = block.pieces
     between = "".join(text for tag, text in pairs if tag.startswith("</"))
@@ -235,7 +235,7 @@ def _glm(block: Block) -> ParsedCall:
     return _of_values(name.strip(), written, block)
 
 
-def _of_values(name: str, written: Sequence[tuple[str, str]], block: Block) -> ParsedCall:
+def _of_values(name: str, written: Sequence[tuple[str, str]], block: TagBlock) -> ParsedCall:
     """A call whose arguments are written one by one, without types."""
     if not name:
         return broken(block.raw, "missing_name")
@@ -250,7 +250,7 @@ def _of_values(name: str, written: Sequence[tuple[str, str]], block: Block) -> P
 # ------------------------------------------------------------------------------------------- several calls in a block
 
 
-def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], ParsedCall], block: Block) -> ParsedCalls:
+def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], ParsedCall], block: TagBlock) -> ParsedCalls:
     """A block with a pair of tags around each call."""
     calls, text = list[ParsedCall](), block.pieces[0][1]
     for pieces in _from_each(begin, block.pieces[1:]):
@@ -266,7 +266,7 @@ def _section(begin: str, end: str, read: Callable[[Sequence[Piece], str], Parsed
     return ParsedCalls(calls, text) if calls else _no_call(block)
 
 
-def _no_call(block: Block) -> ParsedCalls:
+def _no_call(block: TagBlock) -> ParsedCalls:
     return ParsedCalls([broken(block.raw, "malformed_structure" if block.closing else "unclosed_block")])
 
 
@@ -303,7 +303,7 @@ def _kimi(pieces: Sequence[Piece], raw: str) -> ParsedCall:
     return call_of(name, pieces[1][1], raw, written_id)
 
 
-def _mistral_list(block: Block) -> ParsedCalls:
+def _mistral_list(block: TagBlock) -> ParsedCalls:
     """[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]: Mixtral, and Mistral up to its tokenizers' v7.
 
     A list that was cut off holds the calls that are whole.
@@ -329,7 +329,7 @@ def _past(pattern: str, text: str, at: int) -> int:
     return found.end() if found is not None else 0
 
 
-def _mistral_named(block: Block) -> ParsedCalls:
+def _mistral_named(block: TagBlock) -> ParsedCalls:
     """[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}, the id optional: Mistral from its tokenizers' v11 on."""
     (_, name), *others = block.pieces
     tags = [tag for tag, _ in others]

@@ -54,7 +54,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call.
 
     Attributes:
@@ -82,7 +82,7 @@ class Message:
 
     role: str
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
     answers: str = ""
     echo: str = ""
@@ -151,7 +151,7 @@ def is_copy(sent: Message, recorded: Message) -> bool:
     return len(sent.calls) == len(recorded.calls) and all(map(_is_call_copy, sent.calls, recorded.calls))
 
 
-def _is_call_copy(sent: Call, recorded: Call) -> bool:
+def _is_call_copy(sent: ToolCall, recorded: ToolCall) -> bool:
     named = not sent.id or sent.id == recorded.id
     return named and (sent.name, sent.arguments) == (recorded.name, recorded.arguments)
 
@@ -197,14 +197,14 @@ def from_chat(value: object, where: str) -> Message:
     )
 
 
-def _call(value: object, where: str) -> Call:
+def _call(value: object, where: str) -> ToolCall:
     call = as_object(value, where)
     function = as_object(call.get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = json.dumps(arguments)
-    return Call(as_text(call.get("id") or "", f"{where}.id"), name, canonical_json(as_text(arguments or "", where)))
+    return ToolCall(as_text(call.get("id") or "", f"{where}.id"), name, canonical_json(as_text(arguments or "", where)))
 
 
 def text_of(content: object, where: str) -> str:
@@ -264,7 +264,7 @@ def _template_message(m: Message, native: Mapping[str, str]) -> dict[str, Any]:
     return shown
 
 
-def _template_call(call: Call, native: Mapping[str, str]) -> dict[str, Any]:
+def _template_call(call: ToolCall, native: Mapping[str, str]) -> dict[str, Any]:
     found = parsed_json(call.arguments)
     arguments = found if isinstance(found, dict) else call.arguments
     name = {"name": call.name, "arguments": arguments}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mslime.rollout.agents.call_forms import Block, CallForm, ParsedCalls, Piece, joined
+from mslime.rollout.agents.call_forms import CallForm, ParsedCalls, Piece, TagBlock, joined
 from mslime.rollout.agents.messages import NO_JSON, Tools, canonical_json, parsed_json
 from mslime.rollout.agents.renderer import Parsed, ParsedCall
 
@@ -90,7 +90,7 @@ class TaggedParser:
             ends = [i for i in range(at + 1, len(pieces)) if pieces[i][0] == (form.closes or form.opens)]
             end = ends[0] if ends else len(pieces)
             closing = form.closes if ends else ""
-            yield form.read(Block(_of_form(pieces[at:end], form), closing, tools))
+            yield form.read(TagBlock(_of_form(pieces[at:end], form), closing, tools))
             if closing:
                 yield pieces[end][1]
             at = end + bool(closing)

@@ -9,9 +9,9 @@ from typing import Any
 
 from mslime.rollout.agents.messages import (
     ROLES,
-    Call,
     ChatError,
     Message,
+    ToolCall,
     as_list,
     as_object,
     as_text,
@@ -144,7 +144,7 @@ def _read_item(value: object, where: str, recorded: Mapping[str, ReplyTurn]) -> 
         return Message("assistant", reasoning=text if parts else None, echo=_echo(item))
     if kind == "function_call":
         arguments = canonical_json(as_text(item.get("arguments") or "", f"{where}.arguments"))
-        call = Call(
+        call = ToolCall(
             as_text(item.get("call_id") or "", f"{where}.call_id"),
             as_text(item.get("name"), f"{where}.name"),
             arguments,

@@ -1,8 +1,8 @@
 """The conversations of one rollout: messages in, a reply out, and every token recorded exactly in a trained sequence.
 
-`Forest` places a request among the recorded turns. The renderer's extension of the turn is appended to the exact tokens
-that the model saw and sampled. If that is impossible, a new sequence is rendered and the reason is counted. A turn is
-trained once, in the sequence in which it was sampled.
+`TurnForest` places a request among the recorded turns. The renderer's extension of the turn is appended to the exact
+tokens that the model saw and sampled. If that is impossible, a new sequence is rendered and the reason is counted. A
+turn is trained once, in the sequence in which it was sampled.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mslime.config.rollout import AgentLimits
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
 from mslime.rollout.agents.messages import (
-    Call,
     ChatError,
     ContextFull,
     LimitReached,
     Message,
     SessionOver,
+    ToolCall,
     Tools,
     echoes,
     from_chat,
@@ -125,7 +125,7 @@ class ConversationPlace:
         return (*(self.turn.messages() if self.turn is not None else ()), *self.rest)
 
 
-class Forest:
+class TurnForest:
     """All turns of a rollout.
 
     Attributes:
@@ -275,7 +275,7 @@ class Reply:
     message: dict[str, Any]
     text: str
     reasoning: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     finish: str
     sample: Sample
     start: int
@@ -318,7 +318,7 @@ class ChatSession:
     ) -> None:  # fmt: skip
         self._engine, self._rendering, self._limits = engine, rendering, limits
         self._clock = AgentClock(limits, on_expiry)
-        self.forest, self.completions = Forest(), Forest()
+        self.forest, self.completions = TurnForest(), TurnForest()
         self.counts: Counter[str] = Counter()
         self.closed = self.full = False
         self.failure: UserError | None = None
@@ -510,7 +510,7 @@ class ChatSession:
         )  # fmt: skip
         return self._recorded(self.completions, turn)
 
-    def _recorded(self, forest: Forest, turn: ReplyTurn) -> ReplyTurn:
+    def _recorded(self, forest: TurnForest, turn: ReplyTurn) -> ReplyTurn:
         forest.add(turn)
         self._tokens += turn.end - turn.start
         self._native |= {c.id: c.native for c in turn.reply.calls if c.native}
@@ -525,7 +525,7 @@ class ChatSession:
         self.counts["malformed_calls"] += sum(not call.callable for call in parsed.calls)
         self.counts["unknown_tools"] += sum(call.callable and call.name not in offered for call in parsed.calls)
         calls = tuple(
-            Call(f"call_{self._nonce}_{number}_{i}", c.name, c.arguments, c.id)
+            ToolCall(f"call_{self._nonce}_{number}_{i}", c.name, c.arguments, c.id)
             for i, c in enumerate(c for c in parsed.calls if c.callable)
         )
         broken = "".join(c.raw for c in parsed.calls if not c.callable and c.raw not in parsed.text)

@@ -8,7 +8,7 @@ import time
 from typing import Any, cast
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, Failure, Observation, Step
+from mslime.rollout.environments.protocol import EnvironmentJob, EnvironmentTask, FailureReason, Observation, Step
 from mslime.rollout.worker_process import WorkerLostError, WorkerProcess
 
 MODULE = "mslime.rollout.environments.environment_worker"
@@ -106,8 +106,8 @@ class OpenEnvironment:
             self.seconds += time.monotonic() - began
         if failure is None:
             return answer
-        self._home.retired |= failure is Failure.LATE
-        raise self._lost(answer) if failure is Failure.MEMORY else self._failed(answer)
+        self._home.retired |= failure is FailureReason.LATE
+        raise self._lost(answer) if failure is FailureReason.MEMORY else self._failed(answer)
 
     def _lost(self, why: str, suspect: bool = True) -> Exception:
         lost = self._alone is None

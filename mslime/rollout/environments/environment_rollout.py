@@ -120,7 +120,7 @@ class ChatTurns:
         return self._tokenizer.render(messages, self._options)
 
 
-class ChatTalk:
+class ChatConversation:
     """A conversation in messages: the run's renderer extends the tokens of the model's turns. If the family's template
     rewrites history, another sequence of the rollout begins (docs/agents.md)."""
 
@@ -214,9 +214,9 @@ class EnvironmentRollout:
             raise self._pool.failed("reset returned what leaves no room for a turn")
         return self._episode(samples, steps)
 
-    def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatTalk:
+    def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatConversation:
         if self._turns is None:
-            return ChatTalk(task, engine, first)
+            return ChatConversation(task, engine, first)
         try:
             return OneSequence(engine, self._turns.begin(task, engine, first), self._turns)
         except NoRoomError as error:

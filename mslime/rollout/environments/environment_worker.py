@@ -17,7 +17,7 @@ from mslime.extensions import raised
 from mslime.rollout.environments.protocol import (
     METHODS,
     EnvironmentJob,
-    Failure,
+    FailureReason,
     WrongAnswerError,
     checked_observation,
     checked_step,
@@ -91,7 +91,7 @@ class _Episodes:
         self._open = dict[int, _Episode]()
         self._methods = {"reset": self._reset, "step": self._step, "close": self._close}
 
-    async def answer(self, asked: tuple[str, int, Any]) -> tuple[Failure | None, object]:
+    async def answer(self, asked: tuple[str, int, Any]) -> tuple[FailureReason | None, object]:
         """(None, result), or (Failure, reason)."""
         method, number, argument = asked
         limit = asyncio.timeout(self._job.limit_of(method))
@@ -102,7 +102,7 @@ class _Episodes:
             if isinstance(error, TimeoutError) and limit.expired():
                 if number in self._open:
                     self._open[number].leave_thread()
-                return Failure.LATE, f"{method} took longer than {self._job.limit_of(method):g} s"
+                return FailureReason.LATE, f"{method} took longer than {self._job.limit_of(method):g} s"
             return self._failure(method, error)
 
     async def _reset(self, number: int, task: object) -> object:
@@ -140,12 +140,15 @@ class _Episodes:
         finally:
             episode.running = None
 
-    def _failure(self, method: str, error: Exception) -> tuple[Failure, str]:
+    def _failure(self, method: str, error: Exception) -> tuple[FailureReason, str]:
         if isinstance(error, WrongAnswerError):
-            return Failure.RAISED, str(error)
+            return FailureReason.RAISED, str(error)
         if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-            return Failure.MEMORY, f"{method} needed more memory than the {self._job.memory_mib:g} MiB of its process"
-        return Failure.RAISED, f"{method} {raised(error)}"
+            return (
+                FailureReason.MEMORY,
+                f"{method} needed more memory than the {self._job.memory_mib:g} MiB of its process",
+            )
+        return FailureReason.RAISED, f"{method} {raised(error)}"
 
     def _set_limits(self) -> None:
         """Set the process's memory limit, and the stack size for the thread of each environment."""

@@ -163,7 +163,7 @@ CLOSE_S = 10.0
 """Time limit for closing an environment, in seconds: runs wait for it when they stop."""
 
 
-class Failure(Enum):
+class FailureReason(Enum):
     """Reasons why an environment returned no answer."""
 
     RAISED = "raised"

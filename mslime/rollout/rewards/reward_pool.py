@@ -22,7 +22,7 @@ Asked = Sample | list[Sample]
 Answer = RewardResult | list[RewardResult]
 
 
-class Worker(WorkerProcess):
+class RewardProcess(WorkerProcess):
     """One reward process.
 
     Attributes:
@@ -47,7 +47,7 @@ class WorkerPool:
 
     def __init__(self, job: RewardJob, workers: int) -> None:
         self._job, self._size = job, workers
-        self._workers: list[Worker] = []
+        self._workers: list[RewardProcess] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._moved = asyncio.Event()
@@ -114,7 +114,7 @@ class WorkerPool:
             worker.reserved = False
             self._moved.set()
 
-    async def _claim(self, alone: bool) -> Worker:
+    async def _claim(self, alone: bool) -> RewardProcess:
         """A process with a free slot, or an idle one if `alone`; waits until one is available."""
         self._want_alone += alone
         try:
@@ -130,7 +130,7 @@ class WorkerPool:
         finally:
             self._want_alone -= alone
 
-    def _capacity(self, worker: Worker, alone: bool) -> int:
+    def _capacity(self, worker: RewardProcess, alone: bool) -> int:
         return ASYNC_SLOTS if worker.concurrent and not alone and not self._want_alone else 1
 
     def _refill(self) -> None:
@@ -142,7 +142,7 @@ class WorkerPool:
             task.add_done_callback(self._started)
 
     async def _start_one(self) -> None:
-        worker = await Worker.start(MODULE, self._job)
+        worker = await RewardProcess.start(MODULE, self._job)
         self._workers.append(worker)  # looked up after the wait: `_refill` binds another list meanwhile
 
     def _started(self, task: asyncio.Task[None]) -> None:

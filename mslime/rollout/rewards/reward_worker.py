@@ -22,7 +22,7 @@ from mslime.rollout.worker_process import limit_memory, run
 REPEAT_S = 0.2  # libraries that catch everything are interrupted again
 
 
-class Interrupted(BaseException):
+class TimeLimitReached(BaseException):
     """The time limit has passed. Not an Exception, because sympy and its users catch those."""
 
 
@@ -44,7 +44,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
     def ring(number: int, frame: FrameType | None) -> None:
         if _inside:
-            raise Interrupted
+            raise TimeLimitReached
 
     began = time.monotonic()
     others, interval = signal.getitimer(signal.ITIMER_REAL)
@@ -72,7 +72,7 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> 
             if inspect.isawaitable(value):
                 value = await value
         return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
-    except Interrupted:
+    except TimeLimitReached:
         return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
     except (Exception, asyncio.CancelledError) as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():

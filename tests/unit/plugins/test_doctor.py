@@ -16,7 +16,7 @@ from mslime.cli import main
 from mslime.config.cluster import GPUS, nominal
 from mslime.config.errors import ConfigError
 from mslime_plugins.doctor import doctor_command, gpus, host, network_checks, packages, speeds, step
-from mslime_plugins.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
+from mslime_plugins.doctor.findings import DoctorOptions, Finding, Gpu, HostCheck, Node, fail, ok, unseen, warn
 from mslime_plugins.doctor.gpus import REASONS, see_gpus
 from mslime_plugins.doctor.speeds import MATMUL
 from tests.fixtures.fake_nvml import GIB, H100, FakeNvml
@@ -27,7 +27,7 @@ def machine(*changes: Mapping[str, Any], **node: Any) -> Node:
     healthy, blind = see_gpus(lambda: FakeNvml(max(1, len(changes)) if changes else 2))
     assert not blind
     changed = tuple(replace(gpu, **dict(change)) for gpu, change in zip(healthy, changes or ({}, {}), strict=True))
-    return Node(Options(), changed, **node)
+    return Node(DoctorOptions(), changed, **node)
 
 
 def told(findings: Iterator[Finding]) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def test_what_a_gpu_does_not_tell_is_none_and_stops_nothing() -> None:
     silent = tuple(FakeNvml().answers.keys() - {"nvmlDeviceGetName"})
     [gpu], _ = see_gpus(lambda: FakeNvml(1, silent=silent))
     assert (gpu.ecc, gpu.power_limit, gpu.persistence, gpu.slowed_by, gpu.mig) == (None, None, None, (), False)
-    node = Node(Options(), (gpu,))
+    node = Node(DoctorOptions(), (gpu,))
     assert ("cannot see", "the driver does not report ECC") in told(gpus.check_gpus(node))
     assert "fail" not in {status for status, _ in told(gpus.check_clocks(node)) + told(gpus.check_links(node))}
 
@@ -80,7 +80,7 @@ def test_without_a_driver_or_the_library_it_is_said_which() -> None:
     assert see_gpus(missing) == ((), "nvidia-ml-py is not installed")
     assert see_gpus(lambda: FakeNvml(driver=False)) == ((), "no NVIDIA driver answers (Driver Not Loaded)")
     assert see_gpus(lambda: FakeNvml(0)) == ((), "the NVIDIA driver shows no GPU")
-    blind = Node(Options(), (), "no NVIDIA driver answers")
+    blind = Node(DoctorOptions(), (), "no NVIDIA driver answers")
     for check in (gpus.check_gpus, gpus.check_clocks, gpus.check_links):
         assert told(check(blind)) == [("cannot see", "no NVIDIA driver answers")]
 
@@ -121,7 +121,7 @@ def test_the_driver_is_compared_with_the_cuda_of_torch(monkeypatch: pytest.Monke
         monkeypatch.setattr(gpus, "cuda_of_driver", lambda: newest)
         monkeypatch.setattr(gpus, "_torch_build", lambda: built)
         monkeypatch.setattr(gpus, "failure", lambda code: broken)
-        return worst(gpus.check_driver(Node(Options(), root=tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""})))
+        return worst(gpus.check_driver(Node(DoctorOptions(), root=tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""})))
 
     assert pretend("580.65.06", 13000, "13.0").status == "ok"
     assert "CUDA 13 needs 580" in pretend("550.54", 13000, "13.0").found
@@ -224,7 +224,7 @@ def test_a_name_that_means_loopback_is_no_name_for_others(
         return address
 
     monkeypatch.setattr(network_checks.socket, "gethostbyname", lookup)
-    assert worst(network_checks.check_address(Node(Options(nodes=nodes)))).status == status
+    assert worst(network_checks.check_address(Node(DoctorOptions(nodes=nodes)))).status == status
 
 
 # -------------------------------------------------------------------------------------------------------------- host
@@ -232,7 +232,7 @@ def test_a_name_that_means_loopback_is_no_name_for_others(
 
 def test_the_disk_of_the_checkpoints_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     place = tmp_path / "outputs" / "not" / "there"
-    found = list(host.check_disk(Node(Options(directory=place))))
+    found = list(host.check_disk(Node(DoctorOptions(directory=place))))
     assert [each.status for each in found] == ["ok", "ok"] and found[1].values["mb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -245,7 +245,7 @@ def test_a_full_or_slow_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return [each.status for each in host.check_disk(machine_at(tmp_path))]
 
     def machine_at(directory: Path) -> Node:
-        return replace(machine(), options=Options(directory=directory))
+        return replace(machine(), options=DoctorOptions(directory=directory))
 
     original = host.shutil.disk_usage
     for free, speed, statuses in (
@@ -277,7 +277,7 @@ def test_open_files_are_counted(soft: int, hard: int, status: str, monkeypatch: 
         host.resource, "getrlimit",
         lambda which: (soft, hard) if which == host.resource.RLIMIT_NOFILE else (-1, real(which)[1]),
     )  # fmt: skip
-    assert worst(host.check_limits(Node(Options(), root=Path("/nowhere")))).status == status
+    assert worst(host.check_limits(Node(DoctorOptions(), root=Path("/nowhere")))).status == status
 
 
 def test_rdma_needs_memory_that_may_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_a_kernel_that_computes_something_else_is_a_failure() -> None:
 
 @pytest.mark.nightly
 def test_this_machines_kernels_agree_with_plain_torch_and_its_speed_is_told() -> None:
-    here = Node(Options(), (), "no driver")
+    here = Node(DoctorOptions(), (), "no driver")
     first, second = packages.check_kernels(here)
     assert first.status == "ok" and 0 < first.values["difference"] < 1e-5 and second.status == "cannot see"
     [speed] = speeds.check_speed(here)
@@ -409,7 +409,7 @@ def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytes
 
 @pytest.mark.slow
 def test_a_process_that_breaks_gives_its_last_words() -> None:
-    with pytest.raises(speeds.Broken, match="CUDA|NVIDIA"):
+    with pytest.raises(speeds.MeasurementFailed, match="CUDA|NVIDIA"):
         speeds.measured([["speed", "--device", "cuda:99", "--seconds", "0.1"]])
 
 
@@ -444,7 +444,7 @@ def test_the_step_takes_the_gpus_that_are_there(tmp_path: Path) -> None:
 
     model = step.write_tiny_model(tmp_path / "model")
     for node, device, placement in (
-        (Node(Options()), "cpu", "separate"), (machine({}), "cuda", "colocated"), (machine(), "cuda", "separate"),
+        (Node(DoctorOptions()), "cpu", "separate"), (machine({}), "cuda", "colocated"), (machine(), "cuda", "separate"),
     ):  # fmt: skip
         config = build(step.run_settings(node, model, tmp_path))
         assert (config.cluster.device, config.cluster.placement) == (device, placement)
@@ -459,7 +459,7 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_go_on() -> None:
         yield ok("half way")
         raise OSError("the bus is gone")
 
-    found = doctor_command.examine(Check("bus", "", breaks), machine())
+    found = doctor_command.examine(HostCheck("bus", "", breaks), machine())
     assert [each.status for each in found.findings] == ["ok", "fail"]
     assert found.findings[1].found == "could not be examined: OSError: the bus is gone"
 
@@ -468,7 +468,7 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_go_on() -> None:
     ((ok("a"), unseen("b")), False, False), ((warn("a", "b"),), False, True), ((fail("a", "b"), ok("c")), True, True),
 ])  # fmt: skip
 def test_what_fails_decides_the_status(findings: tuple[Finding, ...], plain: bool, strict: bool) -> None:
-    examined = [doctor_command.Examined("x", 0.1, findings)]
+    examined = [doctor_command.CheckFindings("x", 0.1, findings)]
     assert (
         doctor_command.failed(examined, strict=False) is plain
         and doctor_command.failed(examined, strict=True) is strict
@@ -489,10 +489,10 @@ def test_checks_are_chosen_by_name() -> None:
 
 
 @pytest.mark.parametrize(("options", "field"), [
-    (Options(nodes=0), "--nodes"), (Options(nodes=2, node_rank=2, head="a:1"), "--node-rank"),
-    (Options(nodes=2), "--head"), (Options(model=Path("/nowhere")), "--model"),
+    (DoctorOptions(nodes=0), "--nodes"), (DoctorOptions(nodes=2, node_rank=2, head="a:1"), "--node-rank"),
+    (DoctorOptions(nodes=2), "--head"), (DoctorOptions(model=Path("/nowhere")), "--model"),
 ])  # fmt: skip
-def test_options_that_contradict_are_refused(options: Options, field: str) -> None:
+def test_options_that_contradict_are_refused(options: DoctorOptions, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         doctor_command.check_options(options)
     assert caught.value.field == field and caught.value.hint

@@ -12,11 +12,11 @@ import pytest
 from mslime.config.errors import RewardError
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.reward_worker import Interrupted, interrupted_after
+from mslime.rollout.rewards.reward_worker import TimeLimitReached, interrupted_after
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime_plugins.graders.kinds import MATH
 from mslime_plugins.graders.mathematics import UngradedError, graded_answer_line, graded_math
-from mslime_plugins.graders.numbers import Plain, close, read_number
+from mslime_plugins.graders.numbers import PlainNumber, close, read_number
 from tests.fixtures.hedged_answers import hedged
 from tests.fixtures.math_answers import EQUAL, RESPONSES, TOWERS, UNEQUAL
 
@@ -83,7 +83,7 @@ def test_answers_that_nobody_can_compute_are_refused_at_once_or_interrupted():
                 assert graded_math(sample(f"\\boxed{{{tower}}}", "7")) == 0.0, tower
         except UngradedError:
             refused += 1
-        except Interrupted:
+        except TimeLimitReached:
             pass
     assert refused >= 20, "most are seen before anything is computed"
 
@@ -98,7 +98,7 @@ def test_a_tower_equals_itself_as_text():
 )
 def test_long_nonsense_is_graded(piece: str, length: int):
     for response in (piece * (length // len(piece)), f"\\boxed{{{piece * (length // len(piece))}}}"):
-        with suppress(UngradedError, Interrupted), interrupted_after(5.0):
+        with suppress(UngradedError, TimeLimitReached), interrupted_after(5.0):
             graded_math(sample(response, "7"))
 
 
@@ -122,12 +122,12 @@ def test_plain_numbers_are_read_exactly(text: str, value: Fraction | None):
 
 
 def test_decimals_equal_what_they_are_the_rounding_of_and_small_ones_are_compared_relatively():
-    def decimal(text: str) -> Plain:
+    def decimal(text: str) -> PlainNumber:
         found = read_number(text)
         assert found is not None
         return found
 
-    third = Plain(Fraction(1, 3))
+    third = PlainNumber(Fraction(1, 3))
     assert close(decimal("0.333333"), third) and not close(decimal("0.3333"), third)
     assert not close(decimal("1e-5"), decimal("2e-5")) and not close(decimal("0.000001"), decimal("0"))
     assert not close(decimal("1000000.1"), decimal("1000000")) and close(decimal("2.50"), decimal("2.5"))

@@ -18,10 +18,10 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import bucket_files, wire
-from mslime.engine_plugin.bucket_files import Files, RdmaReader
+from mslime.engine_plugin.bucket_files import RdmaReader, SenderFiles
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.wire import Answer, ReadMemory
-from mslime.remote_memory import End, RemoteMemory
+from mslime.remote_memory import MemoryEndpoint, RemoteMemory
 from mslime.weights import transport_contract
 from mslime.weights.transport import Link
 from mslime_plugins.transports import mooncake
@@ -102,8 +102,8 @@ def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_buck
 
 @with_package
 def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() -> None:
-    end, room = End("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
-    place, files = end.share(room.data_ptr(), 16).as_path(), Files()
+    end, room = MemoryEndpoint("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
+    place, files = end.share(room.data_ptr(), 16).as_path(), SenderFiles()
     assert files.remote.reach(ReadMemory(place, bytes(range(16)).hex())) == Answer()
     why_not = files.remote.reach(ReadMemory(place, bytes(16).hex())).why_not
     assert "something else lies in the memory of 127.0.0.1" in why_not
@@ -116,10 +116,10 @@ def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() ->
 def test_tcp_is_forced_for_this_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang makes ends of its own in the same process."""
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    End("127.0.0.1", "tcp")
+    MemoryEndpoint("127.0.0.1", "tcp")
     assert "MC_FORCE_TCP" not in os.environ
     monkeypatch.setenv("MC_FORCE_TCP", "0")
-    End("127.0.0.1", "tcp")
+    MemoryEndpoint("127.0.0.1", "tcp")
     assert os.environ["MC_FORCE_TCP"] == "0"
 
 
@@ -238,7 +238,7 @@ def test_what_is_missing_is_named_with_a_way_out(
     broken: Exception, rule: str, hint: str, link: Link, engines: list[StandInEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def fails(host: str, over: str) -> End:
+    def fails(host: str, over: str) -> MemoryEndpoint:
         raise broken
 
     monkeypatch.setattr(mooncake, "End", fails)

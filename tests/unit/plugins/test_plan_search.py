@@ -27,7 +27,7 @@ from mslime_plugins.planner.plan_command import as_flags, as_yaml, found_by, pla
 from mslime_plugins.planner.problems import GIB
 from mslime_plugins.planner.search import NothingFits, Search, _order
 from mslime_plugins.planner.space import MEASURES
-from mslime_plugins.planner.times import Speeds, StepWork, generate_seconds, train_seconds
+from mslime_plugins.planner.times import ClusterSpeeds, StepWork, generate_seconds, train_seconds
 from tests.fixtures.marks import nightly_except
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
@@ -248,7 +248,7 @@ def setting(model: str, ranks: int, **megatron: Any) -> tuple[Any, Any, Any, Ste
     return spec, read_widths(family.transformer_fields(hf), fields.moe_layer_ids), held, work
 
 
-H100 = Speeds(GPUS["NVIDIA H100"], 450e9, 50e9, 8, 25e9)
+H100 = ClusterSpeeds(GPUS["NVIDIA H100"], 450e9, 50e9, 8, 25e9)
 
 
 def test_computing_is_operations_over_the_rate() -> None:

@@ -34,7 +34,7 @@ from mslime_plugins.report.compare import write_comparison
 from mslime_plugins.report.headline import model_name
 from mslime_plugins.report.lanes import idle_by_step
 from mslime_plugins.report.page import write_report
-from mslime_plugins.report.samples_command import Wanted, find_file
+from mslime_plugins.report.samples_command import SampleSelection, find_file
 from mslime_plugins.report.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
 from tests.unit.test_several_adapters import config as several
@@ -543,7 +543,7 @@ def test_a_report_of_a_run_of_several_adapters_compares_them(tmp_path: Path) -> 
     assert page == run.run_dir / "compare.html" and "maths" in page.read_text() and "code-v2" in page.read_text()
     assert report(run.adapter_runs["maths"].run_dir).name == "report.html"
     with pytest.raises(UserError, match="is of several adapters(?s:.*)maths"):
-        find_file(run.run_dir, Wanted(None, False, "", "", 0, ""))
+        find_file(run.run_dir, SampleSelection(None, False, "", "", 0, ""))
 
 
 def test_a_report_is_written_without_torch_and_without_sinks() -> None:

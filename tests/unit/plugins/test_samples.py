@@ -16,10 +16,10 @@ from mslime.config.errors import UserError
 from mslime.config.loader import build
 from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample, SampleStatus
-from mslime.data.sample_log import BYTES_A_FILE, ROUTE_BYTES, Logged, SampleLog, choose, routes_row, token_texts
+from mslime.data.sample_log import BYTES_A_FILE, ROUTE_BYTES, LogBatch, SampleLog, choose, routes_row, token_texts
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.observe.samples import begin, file_of, read_samples, recorded_steps, trainer_file_of
-from mslime_plugins.report.inspect_command import Inspected, inspect_run
+from mslime_plugins.report.inspect_command import InspectSelection, inspect_run
 from mslime_plugins.report.sample_tokens import by_source, decoded, telling, telling_of_step, tokens_of, visible
 from tests.fixtures.tiny_models import make_tokenizer
 
@@ -56,7 +56,7 @@ def step_of(tokenizer: HFTokenizer, size: int = 4, groups: int = 6) -> list[Grou
     return made
 
 
-def write(tokenizer: HFTokenizer, path: Path, parts: list[Logged], keep: Kept = "some", step: int = 7) -> list[str]:
+def write(tokenizer: HFTokenizer, path: Path, parts: list[LogBatch], keep: Kept = "some", step: int = 7) -> list[str]:
     log = SampleLog(keep, tokenizer)
     log.write(path, step, parts)
     log.close(60)
@@ -91,7 +91,7 @@ def test_a_line_says_where_every_token_came_from(tokenizer: HFTokenizer, tmp_pat
     sample.mask_before(4)
     advantage = np.where(sample.loss_mask, 0.5, 9.0)
     path = file_of(tmp_path, 6)
-    assert write(tokenizer, path, [Logged([Group(1, [sample], "p.jsonl:1")], 5, [advantage])], step=6) == []
+    assert write(tokenizer, path, [LogBatch([Group(1, [sample], "p.jsonl:1")], 5, [advantage])], step=6) == []
     (row,) = read_samples(path)
     told = {k: row[k] for k in ("step", "of", "group", "index", "source", "prompt", "label", "metadata", "reward")}
     assert told == {
@@ -131,8 +131,8 @@ def test_some_stay_below_their_bytes_and_all_keep_everything_whole(tokenizer: HF
     for group in groups:
         group.samples[0].metadata = {"blob": "b" * 100_000}
     some, every = tmp_path / "some.jsonl", tmp_path / "all.jsonl"
-    assert write(tokenizer, some, [Logged(groups, 3), Logged(groups, 3), Logged(groups, 3)]) == []
-    assert write(tokenizer, every, [Logged(groups, 3)], "all") == []
+    assert write(tokenizer, some, [LogBatch(groups, 3), LogBatch(groups, 3), LogBatch(groups, 3)]) == []
+    assert write(tokenizer, every, [LogBatch(groups, 3)], "all") == []
     assert BYTES_A_FILE / 2 < some.stat().st_size <= BYTES_A_FILE < every.stat().st_size
     row = next(read_samples(some))
     assert len(row["response"]) < 20_000
@@ -161,7 +161,7 @@ def test_values_that_are_not_json_are_written_as_text_and_told_once(tokenizer: H
         for sample in groups[place].samples:
             sample.metadata = value
     path = file_of(tmp_path, 7)
-    notes = write(tokenizer, path, [Logged(groups, 3)], "all")
+    notes = write(tokenizer, path, [LogBatch(groups, 3)], "all")
     assert len(notes) == 1 and "not JSON" in notes[0]
     assert len(list(read_samples(path))) == 24
 
@@ -170,7 +170,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_ends_nothing(tokenizer: HFTo
     (tmp_path / "rollouts").write_text("a file where a directory should be")
     log = SampleLog("some", tokenizer)
     for step in range(2):
-        log.write(file_of(tmp_path, step), step, [Logged(step_of(tokenizer), 3)])
+        log.write(file_of(tmp_path, step), step, [LogBatch(step_of(tokenizer), 3)])
     log.close(60)
     (note,) = log.notes()
     assert "step_000000.jsonl: responses cannot be written" in note and "goes on" in note and log.notes() == []
@@ -180,11 +180,11 @@ def test_an_earlier_file_of_a_step_is_replaced_whole_and_steps_to_come_again_are
     tokenizer: HFTokenizer, tmp_path: Path
 ):
     for step in (1, 2, 3):
-        write(tokenizer, file_of(tmp_path, step), [Logged(step_of(tokenizer), 3)], step=step)
-    write(tokenizer, file_of(tmp_path, 2, evaluation=True), [Logged(step_of(tokenizer), 2, None, "held_out")], step=2)
+        write(tokenizer, file_of(tmp_path, step), [LogBatch(step_of(tokenizer), 3)], step=step)
+    write(tokenizer, file_of(tmp_path, 2, evaluation=True), [LogBatch(step_of(tokenizer), 2, None, "held_out")], step=2)
     begin(tmp_path, 2)
     assert recorded_steps(tmp_path) == [1, 2] and recorded_steps(tmp_path, evaluation=True) == [2]
-    write(tokenizer, file_of(tmp_path, 2), [Logged(step_of(tokenizer, groups=4), 3)], step=2)
+    write(tokenizer, file_of(tmp_path, 2), [LogBatch(step_of(tokenizer, groups=4), 3)], step=2)
     assert {row["of"] for row in read_samples(file_of(tmp_path, 2))} == {16}
     assert sorted(p.suffix for p in (tmp_path / "rollouts").iterdir()) == [".jsonl"] * 3
     begin(tmp_path, 0)
@@ -206,8 +206,8 @@ def test_true_and_false_are_all_and_none(tmp_path: Path):
 def run_dir(tokenizer: HFTokenizer, tmp_path: Path) -> Path:
     groups = step_of(tokenizer)
     for step in (1, 2, 3, 5):
-        write(tokenizer, file_of(tmp_path, step), [Logged(groups, 5, [0.5] * 24)], "all", step)
-    sets = [Logged(groups, 5, None, "held_out"), Logged(groups[:1], 5, None, "other")]
+        write(tokenizer, file_of(tmp_path, step), [LogBatch(groups, 5, [0.5] * 24)], "all", step)
+    sets = [LogBatch(groups, 5, None, "held_out"), LogBatch(groups[:1], 5, None, "other")]
     write(tokenizer, file_of(tmp_path, 0, evaluation=True), sets, step=0)
     return tmp_path
 
@@ -234,7 +234,7 @@ def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
     tokenizer: HFTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     sample = answered(tokenizer, 1, 0, ["[bold]evil\x1b[2J\u202e ", "then more"], 1.0)
-    write(tokenizer, file_of(tmp_path, 4), [Logged([Group(1, [sample], "p:1")], 5, [0.75])], step=4)
+    write(tokenizer, file_of(tmp_path, 4), [LogBatch([Group(1, [sample], "p:1")], 5, [0.75])], step=4)
     assert main(["samples", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     parts = [
@@ -243,11 +243,11 @@ def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
     ]  # fmt: skip
     assert [part for part in parts if part not in out] == []
     assert "\x1b" not in out and visible("a\x9bb\tc") == "a<U+009B>b\tc"
-    from mslime_plugins.report.samples_command import Wanted, show_samples
+    from mslime_plugins.report.samples_command import SampleSelection, show_samples
 
     console = Console(force_terminal=True, color_system="standard", width=100)
     with console.capture() as captured:
-        show_samples(tmp_path, Wanted(), console)
+        show_samples(tmp_path, SampleSelection(), console)
     drawn = captured.get()
     assert "\x1b[36m[bold]" in drawn and "\x1b[33mthen more" in drawn, "each weight version has its colour"
 
@@ -317,7 +317,7 @@ def kept(tokenizer: HFTokenizer, run_dir: Path, samples: list[Sample], trained: 
     log = SampleLog("some", tokenizer, layers)
     watched = log.watch(6, samples, samples)
     groups = [Group(s.group_id, [s], "p.jsonl:1") for s in samples]
-    log.write(file_of(run_dir, 6), 6, [Logged(groups, 4, [0.5] * len(samples))])
+    log.write(file_of(run_dir, 6), 6, [LogBatch(groups, 4, [0.5] * len(samples))])
     log.write_trained(trainer_file_of(run_dir, 6), 6, {n: trained(samples[n]) for n in watched} if trained else {})
     log.close(60)
     assert log.notes() == []
@@ -469,7 +469,7 @@ def inspected(tokenizer: HFTokenizer, tmp_path: Path) -> Path:
 def printed(inspected: Path, **wanted: Any) -> str:
     console = Console(force_terminal=True, color_system="standard", width=140)
     with console.capture() as captured:
-        inspect_run(inspected, Inspected(**wanted), console)
+        inspect_run(inspected, InspectSelection(**wanted), console)
     return captured.get()
 
 

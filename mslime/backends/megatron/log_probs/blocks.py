@@ -30,7 +30,7 @@ from mslime.backends.megatron.log_probs.vocab_parallel import (
     is_fused,
     softmax_of,
 )
-from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, ShardSums, Softmax, VocabShard
 
 COLUMNS = 128
 """Block widths are multiples of this many columns: rows of logits are then aligned for matrix products and 16-byte
@@ -71,7 +71,7 @@ def hidden_log_probs(
     assert labels.shape == hidden.shape[:1] and hidden.dtype == weight.dtype, (labels.shape, hidden.dtype, weight.dtype)
     check_labels(labels, vocab_size, support)
     columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
-    shard = Shard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, hidden))
+    shard = VocabShard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, hidden))
     width = block_columns(columns, hidden.shape[0] * hidden.element_size(), most_bytes)
     log_probs, entropy = _BlockedLogProbs.apply(hidden, weight, labels, _Asked(shard, width, support, with_entropy))
     return LogProbs(log_probs, entropy)
@@ -88,12 +88,12 @@ def block_columns(columns: int, column_bytes: int, most_bytes: int) -> int:
 class _Asked:
     """Non-tensor arguments of the two passes: columns, block width, requested outputs."""
 
-    shard: Shard
+    shard: VocabShard
     width: int
     support: LabelSupport | None
     with_entropy: bool
 
-    def blocks(self) -> Iterator[tuple[slice, Shard]]:
+    def blocks(self) -> Iterator[tuple[slice, VocabShard]]:
         """(rows of the weight, shard) of every block."""
         for first in range(0, self.shard.columns, self.width):
             last = min(first + self.width, self.shard.columns)

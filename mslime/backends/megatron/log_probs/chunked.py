@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.vocab_shard import FAR, Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import FAR, Gradients, ShardSums, Softmax, VocabShard
 
 # A CPU works on blocks that stay in its second-level cache: twice as fast as blocks of 1024 rows of a large vocabulary
 # (benchmarks/log_probs.py). On an accelerator each block costs kernel launches, and large ones are better.
 CPU_BLOCK_BYTES = 512 * 2**10
 
 
-def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> ShardSums:
+def row_sums(logits: Tensor, column: Tensor, shard: VocabShard, *, with_entropy: bool) -> ShardSums:
     """The sums of every row of `logits` [n, V_local].
 
     Two float32 blocks of a chunk are in memory at once, one without the entropy.
@@ -47,7 +47,7 @@ def _exponential_sums(d: Tensor, *, with_moment: bool) -> tuple[Tensor, Tensor |
 
 
 def write_gradient(
-    out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+    out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: VocabShard
 ) -> None:
     """Write the gradient with respect to `logits` into `out`, both [n, V_local]; padding columns get zeros.
 
@@ -67,7 +67,7 @@ def write_gradient(
 
 
 def _chunk_gradient(
-    rows: slice, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+    rows: slice, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: VocabShard
 ) -> Tensor:
     """[chunk, columns] float32."""
     log_p = _distances(logits[rows, : shard.columns], softmax.top[rows], shard)
@@ -89,7 +89,7 @@ def _chunk_gradient(
     return grad.div_(shard.temperature)
 
 
-def _chunks(logits: Tensor, shard: Shard) -> Iterator[slice]:
+def _chunks(logits: Tensor, shard: VocabShard) -> Iterator[slice]:
     """Rows of each block: at most `shard.chunk`; none if this rank holds only padding."""
     if not shard.columns:
         return
@@ -100,7 +100,7 @@ def _chunks(logits: Tensor, shard: Shard) -> Iterator[slice]:
         yield slice(start, min(start + step, n))
 
 
-def _distances(logits: Tensor, top: Tensor, shard: Shard) -> Tensor:
+def _distances(logits: Tensor, top: Tensor, shard: VocabShard) -> Tensor:
     """[chunk, columns] float32, (logit - top) / temperature, in newly allocated memory."""
     d = logits.to(torch.float32, copy=True).sub_(top[:, None])
     return d if shard.temperature == 1 else d.div_(shard.temperature)

@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs.vocab_shard import Gradients, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, ShardSums, Softmax, VocabShard
 
 BLOCK = 4096  # columns in a program's registers: 16 a thread
 WARPS = 8
 LOG2_E = math.log2(math.e)
 
 
-def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> ShardSums:
+def row_sums(logits: Tensor, column: Tensor, shard: VocabShard, *, with_entropy: bool) -> ShardSums:
     """The sums of every row of `logits` [n, V_local]: `chunked.row_sums` in one pass.
 
     Allocates 16 bytes a row.
@@ -44,7 +44,7 @@ def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool
 
 
 def write_gradient(
-    out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+    out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: VocabShard
 ) -> None:
     """Write the gradient with respect to `logits` into `out`: `chunked.write_gradient` in one pass.
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs import chunked
-from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, Shard, ShardSums, Softmax
+from mslime.backends.megatron.log_probs.vocab_shard import Gradients, LabelSupport, ShardSums, Softmax, VocabShard
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def vocab_parallel_log_probs(
     assert logits.ndim == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     check_labels(labels, vocab_size, support)
     columns = min(max(vocab_size - vocab_start, 0), logits.shape[1])
-    shard = Shard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, logits))
+    shard = VocabShard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, logits))
     assert not (reuse_logits and logits.is_leaf and logits.requires_grad), "the caller keeps a leaf's values"
     log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, shard, support, with_entropy, reuse_logits)
     return LogProbs(log_probs, entropy)
@@ -122,7 +122,7 @@ def _triton_is_installed() -> bool:
     return found
 
 
-def dense_way(shard: Shard) -> Any:
+def dense_way(shard: VocabShard) -> Any:
     """The module that reads whole rows; both have `row_sums` and `write_gradient` with the same signatures."""
     if not shard.fused:
         return chunked
@@ -131,7 +131,7 @@ def dense_way(shard: Shard) -> Any:
     return fused
 
 
-def softmax_of(sums: ShardSums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
+def softmax_of(sums: ShardSums, ours: Tensor, shard: VocabShard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
     """Log-probs [n] and the softmax's description, from this rank's sums. Runs the two collectives."""
     group, top = shard.group, sums.top
     if group is not None and group.size() > 1:
@@ -157,7 +157,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        shard: Shard,
+        shard: VocabShard,
         support: LabelSupport | None,
         with_entropy: bool,
         reuse_logits: bool,
@@ -176,7 +176,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """d log p[label] / dx = onehot - p;  dH / dx = -p (log p + H);  dx / dlogits = 1 / T."""
         logits, labels, top, log_total, entropy = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabShard = ctx.shard
         support: LabelSupport | None = ctx.support
         softmax, upstream = Softmax(top, log_total, entropy), Gradients(*grads)
         if upstream.log_probs is None and upstream.entropy is None:

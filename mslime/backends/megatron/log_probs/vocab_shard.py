@@ -14,7 +14,7 @@ FAR = -1e4
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabShard:
     """This rank's part of the vocabulary: real columns [0, columns), ids from `start` on, and computation options."""
 
     start: int
@@ -33,7 +33,7 @@ class Shard:
         ours = (column >= 0) & (column < self.columns)
         return column.masked_fill_(~ours, 0), ours
 
-    def part(self, first: int, last: int) -> Shard:
+    def part(self, first: int, last: int) -> VocabShard:
         """The shard of columns [first, last) of this one."""
         return replace(self, start=self.start + first, columns=last - first)
 
@@ -124,7 +124,7 @@ class SparseGradient:
     ids: Tensor
     value: Tensor
 
-    def add_to(self, out: Tensor, shard: Shard) -> None:
+    def add_to(self, out: Tensor, shard: VocabShard) -> None:
         """Add the values of the shard's ids to `out` [n, columns or more], which is zero in rows with a support."""
         column, ours = shard.local(self.ids)
         value = self.value.masked_fill(~ours, 0).to(out.dtype)  # added at column 0 for other ids
@@ -163,12 +163,12 @@ class LabelSupport:
         """[n] bool: rows over the full vocabulary."""
         return self.offsets[1:] == self.offsets[:-1]
 
-    def read(self, logits: Tensor, shard: Shard) -> Tensor:
+    def read(self, logits: Tensor, shard: VocabShard) -> Tensor:
         """[k] float32: the logits of the ids; -inf for ids of other shards."""
         column, ours = shard.local(self.ids)
         return logits[self._row(), column].float().masked_fill_(~ours, -torch.inf)
 
-    def replace(self, sums: ShardSums, x: Tensor, shard: Shard) -> None:
+    def replace(self, sums: ShardSums, x: Tensor, shard: VocabShard) -> None:
         """Replace the sums of rows with a support by sums over it, from its logits `x` (`read`)."""
         row, (_, ours) = self._row(), shard.local(self.ids)
         top = self._reduce(x, "max", -torch.inf)
@@ -182,7 +182,7 @@ class LabelSupport:
         sums.moment = torch.where(dense, sums.moment, moment)
 
     def gradient(
-        self, x: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+        self, x: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: VocabShard
     ) -> SparseGradient:
         """Gradient with respect to the support's logits `x` (`read`), for rows with a support."""
         row = self._row()

@@ -44,7 +44,7 @@ from mslime.data.shard import TrainShard
 
 
 @dataclass
-class Tally:
+class RouterCounts:
     """Counts of this rank's routers in a trainer's part of a pass: int64 scalars.
 
     Attributes:
@@ -206,11 +206,11 @@ class RoutingReplay:
         self.device = next(chunks[0].parameters()).device
         self.records: dict[Hashable, Tensor] = {}
 
-    def tally(self) -> Tally:
+    def tally(self) -> RouterCounts:
         def zero() -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=self.device)
 
-        return Tally(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in self.layer_ids})
+        return RouterCounts(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in self.layer_ids})
 
     @contextmanager
     def replaying(self, *, gradient: bool) -> Iterator[None]:
@@ -237,7 +237,7 @@ class RoutingReplay:
             for layer in self.layers:
                 layer.stop()
 
-    def lay_out(self, chunk: int, rows: RouteRows, tally: Tally) -> None:
+    def lay_out(self, chunk: int, rows: RouteRows, tally: RouterCounts) -> None:
         """Replay `rows` in the next forward pass of model chunk `chunk`, and count them in `tally`."""
         columns = [self.layer_ids.index(layer.layer_id) for layer in self.chunks[chunk]]
         for column, layer in zip(columns, self.chunks[chunk], strict=True):
@@ -262,7 +262,7 @@ class RoutingReplay:
             self.records[micro_batch][:, self.layer_ids.index(layer.layer_id)] = indices.to(torch.int16)
             layer.clear_indices()
 
-    def report(self, tally: Tally, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
+    def report(self, tally: RouterCounts, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
         """Sum the statistics of a pass over all trainer ranks. A collective.
 
         Args:
@@ -367,7 +367,7 @@ class _LayOut(RouteHooks):
 
     replay: RoutingReplay
     rows_of: Callable[[MicroBatch], RouteRows]
-    tally: Tally
+    tally: RouterCounts
 
     def before_forward(self, chunk: int, batch: MicroBatch) -> None:
         self.replay.lay_out(chunk, self.rows_of(batch), self.tally)
@@ -414,7 +414,7 @@ class Routing:
     device: torch.device
     max_age: int | None = None
     _recorded: dict[int, Records] = field(default_factory=dict)
-    _tally: Tally | None = None
+    _tally: RouterCounts | None = None
 
     @contextmanager
     def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:

@@ -318,7 +318,7 @@ class StepRunner(Pipeline):
         Args:
             output: the model's, [T, ...].
             weight_scale: factor on the off-policy correction's weights (`policy_loss`).
-            seen: [N] float32 to which the log-probs of this rank's tokens are written (`Watch.column`).
+            seen: [N] float32 to which the log-probs of this rank's tokens are written (`WatchedSequences.column`).
         """
         if self.spec.train.task == "sft":
             found = self._token_log_probs(batch, output, with_entropy=False)

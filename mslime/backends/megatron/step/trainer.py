@@ -64,7 +64,7 @@ from mslime.weights.weight_plan import Senders
 
 
 @dataclass
-class Watch:
+class WatchedSequences:
     """Sequences whose log-probs are recorded, and this rank's values.
 
     Attributes:
@@ -165,7 +165,7 @@ class MegatronTrainer(TrainedModel):
         )
         self._factors: tuple[tuple[str, Tensor], ...] = ()
         self.on_micro_batch: OnMicroBatch | None = None
-        self.watch = Watch(base.parallel)
+        self.watch = WatchedSequences(base.parallel)
 
     def put_in(self) -> None:
         """Put this trainer's adapters into the base, and make megatron-core's schedule use this trainer."""
@@ -421,7 +421,7 @@ class MegatronTrainer(TrainedModel):
         """Record the watched sequences of a gradient pass; returns metrics of its replay. A collective.
 
         Args:
-            column: see `Watch.keep`.
+            column: see `WatchedSequences.keep`.
         """
         self.watch.keep(shard, column)
         report = self.routing.report(shard)
