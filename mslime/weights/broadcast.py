@@ -7,10 +7,12 @@ deadline, and an engine's error ends the wait at once and is reported.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -26,6 +28,9 @@ from mslime.network import listen, own_address
 from mslime.threads import in_thread
 from mslime.weights.transport import ChangeCarrier, Link, LoadingBucket, all_done, ask_all
 from mslime.weights.weight_plan import Bucket
+
+POLL_S = 0.001
+"""Seconds between two polls of a send over NCCL; torch's own wait polls as often."""
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -57,14 +62,56 @@ def join_group(
     return group
 
 
-def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> dist.Work:
-    """Begin to broadcast `flat` from this rank; callable in any thread, as it sets device and stream itself.
+def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to broadcast `flat` from this rank."""
+    return cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True))
+
+
+def broadcast_each(
+    parcels: Sequence[tuple[torch.Tensor, dist.ProcessGroup]], stream: torch.cuda.Stream | None, deadline_s: float,
+    entered: Future[None] | None = None,
+) -> str:  # fmt: skip
+    """Broadcast each tensor in its group and wait; runs in a thread, whose device and stream it sets.
+
+    Over gloo, connections close when the last reference to their group or to a broadcast in it is gone. So this returns
+    an error as text, as an exception would hold both.
+
+    NCCL's `wait` makes the stream wait, too. Trainers have one queue to the GPU for all streams
+    (CUDA_DEVICE_MAX_CONNECTIONS), so later fills would wait for this send. So completion is polled first.
 
     Args:
-        stream: on which `flat` was filled, None on a CPU.
+        stream: on which the tensors were filled, None on a CPU.
+        entered: done when all broadcasts have begun, or one cannot.
     """
-    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
-        return cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True))
+    try:
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
+            try:
+                works = [enter_broadcast(flat, group) for flat, group in parcels]
+            finally:
+                if entered is not None:
+                    entered.set_result(None)
+            ends = time.monotonic() + deadline_s
+            while stream is not None and not all(work.is_completed() for work in works) and time.monotonic() < ends:
+                time.sleep(POLL_S)
+            for work in works:
+                work.wait(timedelta(seconds=deadline_s))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def close_groups(groups: list[dist.ProcessGroup], *, broken: bool) -> None:
+    """Destroy process groups, and empty the list: see `broadcast_each`.
+
+    Args:
+        broken: a sync failed: abort what this rank or an engine waits for.
+    """
+    if broken:
+        for group in groups:
+            group.abort()
+        del group
+    while groups:
+        dist.destroy_process_group(groups.pop())
 
 
 def meet(
@@ -115,9 +162,9 @@ class BroadcastTransport(ChangeCarrier):
         self.engines: tuple[EngineInfo, ...] = ()
         self._updates: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
-        self._entered: Future[dist.Work] | None = None
+        self._entered: Future[None] | None = None  # of the newest broadcast
         self._store: Store | None = None
-        self._version = 0
+        self._version, self._under_way = 0, False
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Create the process group: request every engine to join while this rank waits in it.
@@ -133,7 +180,11 @@ class BroadcastTransport(ChangeCarrier):
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Record the version. If changes may follow, it is sent with each bucket."""
-        self._version = version
+        self._version, self._under_way = version, True
+
+    def complete(self) -> None:
+        """Record the end of a sync that has not failed."""
+        self._under_way = False
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Request every engine to receive the bucket, and broadcast it."""
@@ -157,21 +208,26 @@ class BroadcastTransport(ChangeCarrier):
         assert self._group is not None, "not connected"
         answers = [self.link.engine_port.load(engine, update) for engine in self.engines]
         if not flat.numel():
-            return PendingBroadcast(bucket, answers, flat, None, self.link.deadline_s)
+            return PendingBroadcast(bucket, answers, flat, None)
         # In a separate thread: over NCCL the first broadcast creates the communicator and waits for every engine
         # without a deadline. Engines create their end at the first bucket, so this cannot happen in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-        self._entered = in_thread(enter_broadcast, flat, self._group, stream)
-        return PendingBroadcast(bucket, [self._entered, *answers], flat, self._entered, self.link.deadline_s)
+        self._entered = entered = Future[None]()
+        sent = in_thread(broadcast_each, [(flat, self._group)], stream, self.link.deadline_s, entered)
+        return PendingBroadcast(bucket, [sent, *answers], flat, sent)
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
-        group, self._group = self._group, None
-        engines, leave = self.engines if group is not None else (), wire.LeaveGroup(self.link.name)
-        leaving = [self.link.engine_port.ask(engine, leave) for engine in engines]
-        # A broadcast that engines never joined holds the group's lock.
-        if group is not None and (self._entered is None or self._entered.done()):
-            dist.destroy_process_group(group)
+        if self._group is None:
+            return
+        leave = wire.LeaveGroup(self.link.name)
+        leaving = [self.link.engine_port.ask(engine, leave) for engine in self.engines]
+        close = partial(close_groups, [self._group], broken=self._under_way)
+        self._group = None
+        if self._entered is None:
+            close()
+        else:  # Until then it holds the group's lock; afterwards other engines may wait for it.
+            self._entered.add_done_callback(lambda _: close())
         wait(leaving, timeout=self.link.deadline_s)
         self._store = None
 
@@ -181,15 +237,11 @@ class PendingBroadcast(LoadingBucket):
     """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
     flat: torch.Tensor
-    entered: Future[dist.Work] | None
-    deadline_s: float
+    sent: Future[str] | None
 
     def refused(self) -> list[ChangesRefused]:
         """Like `LoadingBucket.refused`, after the broadcast is done."""
         refused = super().refused()
-        if self.entered is not None:
-            try:
-                self.entered.result().wait(timedelta(seconds=self.deadline_s))
-            except RuntimeError as error:
-                raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+        if self.sent is not None and (broke := self.sent.result()):
+            raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {broke}")
         return refused

@@ -16,11 +16,9 @@ ends soon.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,16 +32,13 @@ from mslime.convert.safetensors_files import torch_dtype
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
-from mslime.weights.broadcast import enter_broadcast, meet
+from mslime.weights.broadcast import broadcast_each, close_groups, meet
 from mslime.weights.buckets import copy_each
 from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
 from mslime.weights.weight_plan import Bucket
 
 ECHO_S = 2.0
 """Seconds to wait for the other engines' answers after an error: the first may be a consequence of another."""
-
-POLL_S = 0.001
-"""Seconds between two polls of a send over NCCL; torch's own wait polls as often."""
 
 
 class RelayTransport(Transport):
@@ -139,7 +134,7 @@ class RelayTransport(Transport):
         parcels = [(flat, self._group)]
         if cuts is not None:
             parcels = [(pack_cut(flat, cut), lane) for cut, lane in zip(cuts, self._machines, strict=True) if cut]
-        sent = in_thread(_send, parcels, stream, self._link.deadline_s)
+        sent = in_thread(broadcast_each, parcels, stream, self._link.deadline_s)
         return PendingLane(self, bucket, sent, self._answers)
 
     def skip(self, bucket: Bucket) -> None:
@@ -158,21 +153,12 @@ class RelayTransport(Transport):
         link, names = self._link, [self._link.name] if self._group is not None else []
         names += [machine_lane(link.name, machine) for machine in range(len(self._machines))]
         leaving = [link.engine_port.ask(engine, wire.LeaveGroup(name)) for engine in self._engines for name in names]
-        self._close()
+        groups = [*([self._group] if self._group is not None else []), *self._machines]
+        self._group, self._machines = None, []
+        close_groups(groups, broken=self._under_way)
         wait(leaving, timeout=link.deadline_s)
         self._stores, self._known, self._answers, self._cuts = [], (), [], None
         self._reported.clear()
-
-    def _close(self) -> None:
-        """Close the lanes after a failed sync, which ends the wait of engines: over gloo, connections close when the
-        last reference to the group is gone."""
-        groups = [*([self._group] if self._group is not None else []), *self._machines]
-        self._group, self._machines = None, []
-        for group in groups:
-            if self._under_way:
-                group.abort()
-        while groups:
-            dist.destroy_process_group(groups.pop())
 
 
 def _name(buckets: Sequence[Bucket]) -> str:
@@ -198,28 +184,6 @@ def pack_cut(flat: torch.Tensor, cut: HostSlice) -> torch.Tensor:
         begin += piece.numel
     copy_each(into, out_of)
     return packed
-
-
-def _send(
-    parcels: Sequence[tuple[torch.Tensor, dist.ProcessGroup]], stream: torch.cuda.Stream | None, deadline_s: float
-) -> str:
-    """Broadcast each in its group and wait; runs in a thread. Returns an error as text, as an exception would hold the
-    groups.
-
-    NCCL's `wait` makes the stream wait, too. Trainers have one queue to the GPU for all streams
-    (CUDA_DEVICE_MAX_CONNECTIONS), so later fills would wait for this send. So completion is polled first.
-    """
-    try:
-        works = [enter_broadcast(flat, group, stream) for flat, group in parcels]
-        ends = time.monotonic() + deadline_s
-        while stream is not None and not all(work.is_completed() for work in works) and time.monotonic() < ends:
-            time.sleep(POLL_S)
-        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
-            for work in works:
-                work.wait(timedelta(seconds=deadline_s))
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 @dataclass

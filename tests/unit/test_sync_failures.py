@@ -31,7 +31,7 @@ from mslime.run.publish import Publisher
 from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
 from mslime.tensor_sums import whole_sum
-from mslime.weights import transport_contract
+from mslime.weights import broadcast, transport_contract
 from mslime.weights.bucket_sender import BucketSender, PhaseSeconds
 from mslime.weights.buckets import named_tensors
 from mslime.weights.transport import Link, Transport, find_transport
@@ -289,6 +289,24 @@ def test_engines_that_go_on_hold_one_whole_version(point: str, plane: Plane) -> 
     plane.expect(2)
     assert plane.sync(3, verify=True) == 0 and plane.there == left
     plane.expect(3)
+
+
+@pytest.mark.parametrize("plane", ["broadcast"], indirect=True)
+@pytest.mark.parametrize("refusing", ["a", "b"])
+def test_an_engine_is_freed_that_waits_for_a_broadcast_begun_after_another_engine_refused_and_left(
+    plane: Plane, refusing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter, disconnect, left = broadcast.enter_broadcast, plane.sender.disconnect, threading.Event()
+
+    def late(*args: Any) -> Any:
+        left.wait()
+        return enter(*args)
+
+    monkeypatch.setattr(broadcast, "enter_broadcast", late)
+    monkeypatch.setattr(plane.sender, "disconnect", lambda *args: (disconnect(), left.set()))
+    fault(BUCKET, "refuse", of=refusing)(plane)
+    assert (plane.sync(2, verify=True), plane.there) == (1, "ab"), plane.notes
+    plane.expect(2)
 
 
 @pytest.mark.parametrize("plane", ["broadcast"], indirect=True)

@@ -228,7 +228,7 @@ def test_members_send_their_parts_where_all_have_a_lane_and_engines_have_one_ran
 ) -> None:
     asked, sent, engine_port = list[dict[str, Any]](), list[int](), cast(Any, link.engine_port)
     monkeypatch.setattr(engine_port, "load", lambda engine, said: done(asked.append(json.loads(said))))
-    monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: sent.append(len(parcels[0][0])) or "")
+    monkeypatch.setattr(weights_relay, "broadcast_each", lambda parcels, *_: sent.append(len(parcels[0][0])) or "")
     transport = RelayTransport(replace(link, rank=4, senders={0: "job-rank0", 4: "job-rank4"}))
     infos = tuple(EngineInfo(f"http://127.0.0.1:{port}", count) for port, count in enumerate(ranks))
     monkeypatch.setattr(transport, "_engines", infos)
@@ -253,7 +253,7 @@ class TwoMachines:
         monkeypatch.setattr(link.engine_port, "ask", self.ask)
         monkeypatch.setattr(link.engine_port, "load", self.load)
         monkeypatch.setattr(weights_relay, "meet", self.meet)
-        monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: self.note(parcels))
+        monkeypatch.setattr(weights_relay, "broadcast_each", lambda parcels, *_: self.note(parcels))
         monkeypatch.setattr(weights_relay.dist, "destroy_process_group", lambda group: None)
 
     def ask(self, engine: EngineInfo, request: Any, hint: str = "") -> Future[wire.Answer]:
