@@ -109,7 +109,6 @@ def close_groups(groups: list[dist.ProcessGroup], *, broken: bool) -> None:
     if broken:
         for group in groups:
             group.abort()
-        del group
     while groups:
         dist.destroy_process_group(groups.pop())
 

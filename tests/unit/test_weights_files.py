@@ -186,7 +186,6 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from mslime.backends.sglang.port import SGLangPort
-from mslime.engine_plugin.copy_plan import Buckets
 from mslime.config.keys import EngineInfo
 from mslime.config.schema import DeadlineConfig
 from mslime.weights import transport_contract, memory
