@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--meet", default="", help="tcp://HOST:PORT")
+    parser.add_argument("--rendezvous", default="", help="tcp://HOST:PORT")
     parser.add_argument("--mib", type=int, default=16, help="of a rank's buffer")
     args = parser.parse_args()
     if args.what == "speed":

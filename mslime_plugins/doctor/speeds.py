@@ -114,7 +114,7 @@ def check_collectives(node: Node) -> Iterator[Finding]:
     rendezvous = options.head or f"127.0.0.1:{free_port()}"
     found = measured([
         ["collectives", "--device", f"cuda:{i}" if node.gpus else "cpu", "--rank", f"{options.node_rank * here + i}",
-         "--ranks", f"{ranks}", "--meet", f"tcp://{rendezvous}", "--mib", f"{mib}", "--seconds", "1"]
+         "--ranks", f"{ranks}", "--rendezvous", f"tcp://{rendezvous}", "--mib", f"{mib}", "--seconds", "1"]
         for i in range(here)
     ])[0]  # fmt: skip
     if device == "cpu":

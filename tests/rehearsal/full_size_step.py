@@ -78,7 +78,12 @@ def leave_out_weights() -> None:
     def read(checkpoint: HFCheckpoint, name: str, first: int, count: int) -> torch.Tensor:
         return torch.zeros((count,), dtype=torch_dtype(checkpoint.stored[name].dtype))
 
-    HFCheckpoint.handle = lambda checkpoint, file: Shapes(checkpoint)
+    def opened(checkpoint: HFCheckpoint, *args: Any, **options: Any) -> None:
+        made(checkpoint, *args, **options)
+        checkpoint.slicer = lambda file: Shapes(checkpoint)
+
+    made = HFCheckpoint.__init__
+    HFCheckpoint.__init__ = opened
     HFCheckpoint.read = read
 
 

@@ -386,11 +386,11 @@ def test_every_gpu_that_is_visible_is_measured(monkeypatch: pytest.MonkeyPatch) 
     assert told(speeds.check_collectives(machine({}))) == [("cannot see", "one GPU: there is nothing to talk to")]
 
 
-@pytest.mark.nightly
-def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_two_machines_connect_over_gloo_and_their_clocks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Both are this one: two calls of the command, two ranks each, real collectives."""
-    meet = f"127.0.0.1:{speeds.free_port()}"
-    words = ["doctor", "--only", "collectives", "--json", "--nodes", "2", "--head", meet, "--node-rank"]
+    head = f"127.0.0.1:{speeds.free_port()}"
+    words = ["doctor", "--only", "collectives", "--json", "--nodes", "2", "--head", head, "--node-rank"]
     other = subprocess.Popen([sys.executable, "-m", "mslime", *words, "1"], stdout=subprocess.PIPE, text=True)
     try:
         assert main([*words, "0"]) == 0

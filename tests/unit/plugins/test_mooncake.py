@@ -166,7 +166,7 @@ class Recording(EngineRankGroup):
 def end(monkeypatch: pytest.MonkeyPatch) -> FakeEnd:
     """The end that a reader in this process gets."""
     made = FakeEnd()
-    monkeypatch.setattr(bucket_files, "End", lambda host, over: made)
+    monkeypatch.setattr(bucket_files, "MemoryEndpoint", lambda host, over: made)
     monkeypatch.setattr(bucket_files, "own_address", lambda url: "here")
     return made
 
@@ -241,7 +241,7 @@ def test_what_is_missing_is_named_with_a_way_out(
     def fails(host: str, over: str) -> MemoryEndpoint:
         raise broken
 
-    monkeypatch.setattr(mooncake, "End", fails)
+    monkeypatch.setattr(mooncake, "MemoryEndpoint", fails)
     with pytest.raises(WeightSyncError, match=rule) as caught:
         over_tcp(link).connect([EngineInfo(engines[0].url)])
     assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
