@@ -1,4 +1,4 @@
-"""Listening sockets of mslime's HTTP servers, and limits for connections that have not sent a key.
+"""Listening sockets of mslime's HTTP servers, their requests' bodies, and limits for connections without a key.
 
 aiohttp limits neither connections nor the time until a request's headers arrive, and a process without free file
 descriptors cannot reach its engines. So a connection is untrusted until a request on it carries the key: it is closed
@@ -8,13 +8,15 @@ after a while, and the oldest one is closed if there are too many. Trusted conne
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import secrets
 import socket
 from contextlib import suppress
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 STRANGER_S = 30.0
@@ -23,6 +25,16 @@ MOST_STRANGERS = 4096
 """Most connections without a key; at most a quarter of the process's file descriptors."""
 _LOOK_S = 1.0
 _MOST_FILES = 1 << 20
+_UNREADABLE = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
+
+
+def _not_the_clients(record: logging.LogRecord) -> bool:
+    """Whether a log record is not about an unreadable body: aiohttp logs these when it discards a body."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], _UNREADABLE)
+
+
+_log = logging.getLogger(__name__)
+_log.addFilter(_not_the_clients)
 
 
 class ListeningServer:
@@ -100,7 +112,7 @@ async def serve(
         runner: of `web.AppRunner`.
     """
     files = raise_file_limit()
-    set_up = web.AppRunner(app, access_log=None, **runner)
+    set_up = web.AppRunner(app, access_log=None, logger=_log, **runner)
     served = ListeningServer(set_up, most or max(16, min(MOST_STRANGERS, files // 4)), patience_s)
     app[_LISTENING] = served
     await set_up.setup()
@@ -112,6 +124,40 @@ def admitted(http: web.Request) -> None:
     """Trust the connection of a request that carries the key."""
     if (served := http.app.get(_LISTENING)) is not None:
         served.trust(http)
+
+
+class BodyError(Exception):
+    """The body of a request cannot be read.
+
+    Attributes:
+        status: HTTP status. rule, hint: the reason, and an action of the client.
+    """
+
+    def __init__(self, status: int, rule: str, hint: str) -> None:
+        super().__init__(f"{rule}\n  hint: {hint}")
+        self.status, self.rule, self.hint = status, rule, hint
+
+
+async def read_body(http: web.Request, patience_s: float | None = None, setting: str = "") -> bytes:
+    """Body of a request, unpacked.
+
+    Args:
+        patience_s: limit for its arrival. setting: name of the setting of the largest body.
+
+    Raises:
+        BodyError: it is too large, too slow, or cannot be unpacked.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            return await http.read()
+    except TimeoutError:
+        raise BodyError(408, f"did not arrive within {patience_s:g} s", "send it faster") from None
+    except web.HTTPRequestEntityTooLarge:
+        hint = f"send less, or raise {setting}" if setting else "send less"
+        raise BodyError(413, f"is larger than {http.client_max_size} bytes", hint) from None
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())  # aiohttp's has two lines
+        raise BodyError(400, f"cannot be read ({reason})", "mend the request") from error
 
 
 def same_key(given: str, key: str) -> bool:

@@ -73,7 +73,7 @@ def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -
     parser.add_argument(
         "--max-shard-gib", type=float, default=5.0, metavar="GIB", help="largest file (default: %(default)s)"
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not read the files again at the end")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the written files again at the end")
     parser.add_argument("--dry-run", action="store_true", help="check the source and show what would be written")
     return parser
 
@@ -218,17 +218,16 @@ def _inspect(args: argparse.Namespace) -> int:
     for entry in summary.entries if args.tensors else ():
         print(f"{entry.name}  {entry.dtype} {list(entry.shape)}  {size_text(entry.nbytes)}  {entry.file}")
     if args.verify:
-        files = read_checksums(args.checkpoint)
-        if files is None:
+        sums = read_checksums(args.checkpoint)
+        if not sums:
             raise CheckpointError(
-                str(args.checkpoint),
-                None,
-                "only checkpoints that mslime converted hold checksums",
-                "leave out --verify",
-            )
+                str(args.checkpoint), None, "no checksums are beside its files; training checkpoints of mslime have "
+                "them, and what mslime converted", "leave out --verify",
+            )  # fmt: skip
+        files = {args.checkpoint / name: found for name, found in sums.items()}
         with ConversionBars(Console(stderr=True), args.quiet) as bars, Workers(args.workers) as pool:
-            verify_files(args.checkpoint, files, pool, bars)
-        print(f"  checksums: all {sum(len(written.spans) for written in files)} tensors are as they were written")
+            verify_files(files, pool, bars)
+        print(f"  checksums: all {len(files)} files are as they were written")
     return 0
 
 

@@ -221,6 +221,11 @@ class HFCheckpoint:
         joined = self.joined.get(name)
         return LazyTensor(self, name) if joined is None else LazyJoined(self, name, joined)
 
+    def files(self, name: str) -> set[str]:
+        """Files that hold a tensor by name: several may, if it is quantised."""
+        parts = self.joined[name].stored if name in self.joined else (name,)
+        return {self.stored[part].file for part in parts}
+
     def tensor(self, name: str) -> Tensor:
         """A whole tensor by name, in the dtype of `info`. Raises like `view`."""
         return self.view(name)[...]

@@ -37,6 +37,7 @@ _READ_BYTES = 8 << 20
 _GATHERED_BYTES = 1 << 20  # bytes per system call
 _GATHERED_PIECES = 512  # Linux's limit is 1024
 _BEHIND_BYTES = 16 << 20  # most bytes that the thread may lag behind
+CONVERT_AGAIN = "check the disk and its file system, then convert again"
 _SYNC_BYTES = 256 << 20  # between two syncs, which limits dirty pages
 
 
@@ -190,8 +191,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)  # pyright: ignore[reportArgumentType]  numpy arrays are buffers
 
 
-def verify(directory: Path, written: WrittenFile, advance: Advance) -> None:
+def verify(directory: Path, written: WrittenFile, advance: Advance, hint: str = CONVERT_AGAIN) -> None:
     """Read a finished file from the disk again and compare every tensor's checksum.
+
+    Args:
+        hint: of an error.
 
     Raises:
         CheckpointError: naming the file and the first tensor that differs.
@@ -202,12 +206,13 @@ def verify(directory: Path, written: WrittenFile, advance: Advance) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from the page cache
             size = os.fstat(file.fileno()).st_size
             if size != written.size:
-                raise _different(path, "file", f"{size} bytes", f"{written.size} bytes were written")
+                raise CheckpointError(f"{path}: file", f"{size} bytes", f"{written.size} bytes were written", hint)
             for name, span in sorted(written.spans.items(), key=lambda item: item[1].start):
                 if _crc_of(file.fileno(), span, advance) != span.crc:
-                    raise _different(path, name, "another checksum", "the bytes on disk must equal the written ones")
+                    rule = "the bytes on disk must equal the written ones"
+                    raise CheckpointError(f"{path}: {name}", "another checksum", rule, hint)
     except OSError as error:
-        raise _different(path, "file", error.strerror, "must be readable") from error
+        raise CheckpointError(f"{path}: file", error.strerror, "must be readable", hint) from error
 
 
 def _crc_of(descriptor: int, span: ByteRange, advance: Advance) -> int:
@@ -220,10 +225,6 @@ def _crc_of(descriptor: int, span: ByteRange, advance: Advance) -> int:
         at += len(data)
         advance(len(data))
     return crc
-
-
-def _different(path: Path, what: str, found: object, rule: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", found, rule, "check the disk and its file system, then convert again")
 
 
 # Writers of the two formats of a conversion: safetensors shards, and records of `torch_dist` files.

@@ -137,14 +137,15 @@ def write_summed(path: Path, data: bytes) -> FileSum:
         return file.sum
 
 
-def sum_file(path: Path) -> FileSum:
-    """Sum of an existing file. Raises OSError."""
+def sum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> FileSum:
+    """Sum of an existing file; `advance` counts its bytes. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while read := file.readinto(buffer):
             digest.update(buffer[:read])
             size += read
+            advance(read)
     return FileSum(size, digest.hexdigest())
 
 
@@ -170,23 +171,26 @@ def check_sums(directory: Path, files: Mapping[str, FileSum], threads: int = _TH
     check_sizes(directory, files)
     with ThreadPoolExecutor(threads) as pool:
         names = sorted(files)
-        for error in list(pool.map(_damage, [directory / name for name in names], [files[name] for name in names])):
+        for error in list(pool.map(damage, [directory / name for name in names], [files[name] for name in names])):
             if error is not None:
                 raise error
 
 
-def _damage(path: Path, expected: FileSum) -> CheckpointError | None:
+def damage(
+    path: Path, expected: FileSum, advance: Callable[[int], object] = lambda nbytes: None, hint: str = HINT
+) -> CheckpointError | None:
+    """Error of a file that differs from its checksum; None if it is equal, or has no checksum."""
     if expected.sha256 is None:
         return None
     try:
-        found = sum_file(path)
+        found = sum_file(path, advance)
     except OSError as error:
-        return CheckpointError(str(path), error.strerror, "must be readable", HINT)
+        return CheckpointError(str(path), error.strerror, "must be readable", hint)
     if found == expected:
         return None
     return CheckpointError(
         str(path), f"sha256 {str(found.sha256)[:16]}...",
-        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", HINT,
+        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", hint,
     )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ from typing import Any, Protocol, Self, TypeVar
 
 from mslime.config.errors import CheckpointError, ConfigError, UserError
 from mslime.convert.hf import publish, staging_directory
-from mslime.convert.safetensors_files import Advance, ByteRange, WrittenFile, verify
+from mslime.convert.safetensors_files import CONVERT_AGAIN, Advance, ByteRange, WrittenFile, verify
+from mslime.convert.torch_dist import is_torch_dist
+from mslime.data.checkpoints import NAME, FileSum, damage, read_manifest
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -171,6 +173,10 @@ class _Counter:
 
 JOURNAL = "journal.jsonl"
 CHECKSUMS = "checksums.json"
+Checksums = FileSum | WrittenFile
+"""Checksum of a whole file, or those of its tensors."""
+_RESTORE_TRAINED = "restore the file, or use another checkpoint"
+_RESTORE_CONVERTED = f"restore the file; if it was changed on purpose, delete {CHECKSUMS} beside it"
 _FORMAT = 1
 _HEADROOM = 1.02
 
@@ -202,9 +208,11 @@ class ConversionJob(ReopensFiles, ABC):
 
     Attributes:
         tasks: all output files that hold tensors.
+        sources: the files that it reads.
     """
 
     tasks: Sequence[FileTask]
+    sources: Sequence[Path]
 
     @abstractmethod
     def identity(self) -> Mapping[str, object]:
@@ -263,11 +271,12 @@ def run_job(
     verified: bool = True,
     progress: ConversionProgress | None = None,
 ) -> ConversionResult:
-    """Convert into `target`, which appears complete or not at all.
+    """Convert into `target`, which appears complete or not at all. Source files are compared with their checksums
+    first, if there are any.
 
     Args:
         workers: processes; 1 works in this one.
-        verified: read every file again at the end and compare checksums.
+        verified: read every written file again at the end and compare checksums.
 
     Raises:
         ConfigError: the target exists, or another conversion is writing it.
@@ -279,6 +288,8 @@ def run_job(
     staging.mkdir(parents=True, exist_ok=True)
     with _only_writer(staging), Workers(workers) as pool:
         refuse_existing(target)  # another run may have finished meanwhile
+        if sums := _source_sums(job.sources):
+            verify_files(sums, pool, progress, phase="check")
         journal = _Journal(staging, job)
         remaining = [task for task in job.tasks if task.file not in journal.written]
         nbytes, left = sum(task.nbytes for task in job.tasks), sum(task.nbytes for task in remaining)
@@ -289,7 +300,7 @@ def run_job(
             journal.add(written)
         files = [journal.written[task.file] for task in job.tasks]
         if verified:
-            verify_files(staging, files, pool, progress, discard=True)
+            verify_files({staging / written.file: written for written in files}, pool, progress, discard=True)
         try:
             job.finish(staging, files)
             checksums = {written.file: _to_json(written) for written in files}  # for `inspect --verify`
@@ -305,31 +316,45 @@ def run_job(
 
 
 def verify_files(
-    directory: Path, files: Sequence[WrittenFile], pool: Workers, progress: ConversionProgress, *, discard: bool = False
+    files: Mapping[Path, Checksums],
+    pool: Workers,
+    progress: ConversionProgress,
+    *,
+    phase: str = "verify",
+    discard: bool = False,
 ) -> None:
-    """Read files from the disk again.
+    """Read files and compare their checksums.
 
     Args:
+        phase: name in the progress.
         discard: remove a file that differs, so that it is written again.
 
     Raises:
-        CheckpointError: naming the first tensor whose checksum differs.
+        CheckpointError: naming the first file, and tensor if known, whose checksum differs.
     """
-    progress.phase("verify", sum(span.length for written in files for span in written.spans.values()), 0)
-    for _ in pool.run(partial(_verify, directory, discard), files, progress.advance):
+    progress.phase(phase, sum(_summed_bytes(sums) for sums in files.values()), 0)
+    for _ in pool.run(partial(_verify, discard), list(files.items()), progress.advance):
         pass
+
+
+def _summed_bytes(sums: Checksums) -> int:
+    return sums.size if isinstance(sums, FileSum) else sum(span.length for span in sums.spans.values())
 
 
 def _write(job: ConversionJob, staging: Path, task: FileTask, advance: Advance) -> WrittenFile:
     return job.write(task, staging / task.file, advance)
 
 
-def _verify(directory: Path, discard: bool, written: WrittenFile, advance: Advance) -> None:
+def _verify(discard: bool, file: tuple[Path, Checksums], advance: Advance) -> None:
+    path, sums = file
     try:
-        verify(directory, written, advance)
+        if isinstance(sums, WrittenFile):
+            verify(path.parent, sums, advance, CONVERT_AGAIN if discard else _RESTORE_CONVERTED)
+        elif (error := damage(path, sums, advance, _RESTORE_TRAINED)) is not None:
+            raise error
     except CheckpointError:
         if discard:
-            (directory / written.file).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
 
 
@@ -413,19 +438,30 @@ def _check_space(staging: Path, nbytes: int) -> None:
         )  # fmt: skip
 
 
-def read_checksums(directory: Path) -> list[WrittenFile] | None:
-    """Checksums that a conversion left in its output, or None.
+def read_checksums(directory: Path) -> dict[str, Checksums]:
+    """Checksums that lie beside the files of a checkpoint, by name of the file: in the manifest of a training
+    checkpoint, or in the output of a conversion. Empty without any.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the checksums are damaged.
     """
+    if is_torch_dist(directory) and (directory / NAME).exists():
+        manifest = read_manifest(directory, check_files=False)
+        return {name: total for name, total in manifest.files.items() if total.sha256 is not None}
     path = directory / CHECKSUMS
     if not path.exists():
-        return None
+        return {}
     try:
-        return [_from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8")).values()]
+        found = [_from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8")).values()]
+        return {written.file: written for written in found}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(str(path), str(error), "must be the JSON that a conversion wrote", "remove it") from error
+
+
+def _source_sums(files: Sequence[Path]) -> dict[Path, Checksums]:
+    """Checksums of those files that have one."""
+    stored = {directory: read_checksums(directory) for directory in {path.parent for path in files}}
+    return {path: stored[path.parent][path.name] for path in sorted(files) if path.name in stored[path.parent]}
 
 
 @contextlib.contextmanager
@@ -447,6 +483,8 @@ def _only_writer(staging: Path) -> Generator[None]:
     except BaseException:
         for part in staging.glob(".*.part"):
             part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # finished files are kept
+            staging.rmdir()
         raise
     finally:
         os.close(descriptor)

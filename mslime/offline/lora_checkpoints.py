@@ -41,7 +41,8 @@ class MergeLora(HFJob):
         self._adapted = _checked(self._file, checkpoint)
         outputs = [Output(name, (TensorPlan(name, info.dtype, info.shape),)) for name, info in checkpoint.info.items()]
         files = [source / file for file in {info.file for info in checkpoint.stored.values()}]
-        self._identity = source_identity([*files, adapter / WEIGHTS])
+        self.sources = [*files, adapter / WEIGHTS]
+        self._identity = source_identity(self.sources)
         super().__init__(outputs, source, {}, max_shard_bytes)
 
     @cached_property

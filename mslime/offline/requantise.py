@@ -37,8 +37,8 @@ class _Requantise(HFJob):
             raise ConfigError("--include", include, rule, "see Python's re module") from error
         checkpoint = self._opened
         outputs = [Output(name, self.plan(name, checkpoint)) for name in checkpoint.info]
-        files = {info.file for info in checkpoint.stored.values()}
-        self._identity = source_identity([source / file for file in files])
+        self.sources = [source / file for file in {info.file for info in checkpoint.stored.values()}]
+        self._identity = source_identity(self.sources)
         super().__init__(outputs, source, self.changes(checkpoint), max_shard_bytes)
 
     @cached_property

@@ -25,7 +25,7 @@ from mslime.convert.safetensors_files import (
 )
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.tensor_layouts import Shape, Vocabulary
-from mslime.convert.torch_dist import DistCheckpoint, ModelPlacement
+from mslime.convert.torch_dist import METADATA, DistCheckpoint, ModelPlacement
 from mslime.offline.jobs import ConversionJob, FileTask, source_identity
 from mslime.offline.to_megatron import DESCRIPTION, HF_FILES
 
@@ -217,9 +217,12 @@ class ToHf(HFJob):
             repeated = json.loads(description.read_text(encoding="utf-8"))["aliases"] if description.exists() else []
         self._aliases = {name: table.aliases[name] for name in repeated}  # as the original checkpoint repeated them
         changes = declared_dtype(hf_config, self._dtype) if self._dtype else {}
-        super().__init__(list(self._plan(megatron, table, untrained)), source, changes, max_shard_bytes)
-        files = sorted(checkpoint.glob("*.distcp"))
-        self._identity = source_identity([*files, checkpoint / ".metadata", source / "config.json"])
+        outputs = list(self._plan(megatron, table, untrained))
+        super().__init__(outputs, source, changes, max_shard_bytes)
+        copied = [output.key for output in outputs if output.key not in megatron.units]
+        files = {source / file for name in copied if untrained is not None for file in untrained.files(name)}
+        self.sources = [*checkpoint.glob("*.distcp"), checkpoint / METADATA, source / "config.json", *files]
+        self._identity = source_identity(self.sources)
 
     def identity(self) -> Mapping[str, object]:
         return {

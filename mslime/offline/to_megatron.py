@@ -67,7 +67,8 @@ class ToMegatron(ConversionJob):
         self._source, self._hf_config, self._placement, self._dtype = source, dict(hf_config), placement, dtype
         checkpoint, table = self._opened
         table.check_hf(checkpoint.shapes, str(source))
-        self._identity = source_identity([source / file for file in {i.file for i in checkpoint.stored.values()}])
+        self.sources = [source / file for file in {info.file for info in checkpoint.stored.values()}]
+        self._identity = source_identity(self.sources)
         aliases = {name: original for name, original in table.aliases.items() if name in checkpoint.info}
         _check_aliases(checkpoint, aliases)
         self._aliases = list(aliases)

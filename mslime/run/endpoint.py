@@ -26,7 +26,7 @@ from mslime.config.errors import ConfigError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.logs import hide
 from mslime.threads import in_thread
-from mslime.web_server import admitted, same_key, serve
+from mslime.web_server import BodyError, admitted, read_body, same_key, serve
 
 # Orders for a running run's engines, and their states. They are shared by the loop, which carries out orders at weight
 # syncs, and the endpoint's thread, which takes orders at any time.
@@ -195,13 +195,15 @@ class ControlEndpoint:
     async def _order(self, request: web.Request) -> web.Response:
         self._let_in(request)
         try:
-            body: Any = json.loads(await request.text())
+            body: Any = json.loads(await read_body(request))
             if not isinstance(body, dict):
                 raise ConfigError("order", body, "is no object", 'send {"engines": 3}')
             order = ScaleOrder.read(body)
         except UserError as error:
             return web.json_response({"error": str(error)}, status=400)
-        except ValueError as error:
+        except BodyError as error:
+            return web.json_response({"error": f"body: {error}"}, status=error.status)
+        except (ValueError, RecursionError) as error:
             return web.json_response({"error": f"the body is no JSON: {error}"}, status=400)
         _log.info("asked for %s", order.describe())
         return web.json_response({"number": self._orders.give(order), **self._orders.standing()})

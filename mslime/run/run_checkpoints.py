@@ -161,8 +161,8 @@ def export(checkpoint: Path, model: Path, out: Path, *, quiet: bool) -> None:
         UserError: the checkpoint is damaged, or `out` exists.
     """
     refuse_existing(out)
-    check_checkpoint(checkpoint)
     if (lora := _adapters(checkpoint)) is not None:
+        check_checkpoint(checkpoint)
         tensors = export_adapter(checkpoint, lora, model, out)
         Console(stderr=True).print(f"{out}: an adapter of {tensors} tensors, in peft's format")
         return

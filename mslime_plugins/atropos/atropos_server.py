@@ -6,7 +6,6 @@ random unless configured.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
-from aiohttp import ClientPayloadError, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 
 from mslime import network
 from mslime.config.errors import ConfigError
@@ -36,7 +34,7 @@ from mslime.rollout.agents.requests import (
     texts,
 )
 from mslime.rollout.agents.session import ReplyTurn
-from mslime.web_server import ListeningServer, admitted, serve
+from mslime.web_server import BodyError, ListeningServer, admitted, read_body, serve
 from mslime_plugins.atropos.pushed import GroupRefusedError
 
 if TYPE_CHECKING:
@@ -130,15 +128,10 @@ class AtroposServer:
     async def _body(self, http: web.Request) -> bytes:
         """Body of a request, unpacked. Raises ChatError if it is too large, too slow, or cannot be unpacked."""
         try:
-            async with asyncio.timeout(self._patience.body):
-                return await http.read()
-        except TimeoutError:
-            rule, hint = f"did not arrive within {self._patience.body:g} s", "send it faster"
-        except web.HTTPRequestEntityTooLarge:
-            rule, hint = f"is larger than {self._max_body} bytes", "raise rollout.server.max_request_mib"
-        except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-            rule, hint = f"cannot be read ({error})", "mend the request"
-        raise ChatError("body", http.headers.get("content-length", "?"), rule, hint)
+            return await read_body(http, self._patience.body, "rollout.server.max_request_mib")
+        except BodyError as error:
+            length = http.headers.get("content-length", "?")
+            raise ChatError("body", length, error.rule, error.hint) from error
 
     # -------------------------------------------------------------------------------------------------- the trainer
 

@@ -22,7 +22,7 @@ from mslime.config.keys import read_secret
 from mslime.rollout.agents.app import ModelEndpoint, body_of, listen, own_clients
 from mslime.rollout.agents.messages import ChatError
 from mslime.rollout.workflow import Engine, Episode, Task
-from mslime.web_server import ListeningServer, admitted, same_key, serve
+from mslime.web_server import BodyError, ListeningServer, admitted, read_body, same_key, serve
 from mslime_plugins.environments.verifiers import asked_of, episode_of, is_number
 
 NAME = "mslime_rollout"
@@ -122,7 +122,9 @@ class GymRequestRouter:
             return _refused("the key is not the relay's: give the Gym relay_key as policy_api_key", 401)
         admitted(request)
         try:
-            body = dict(body_of(await request.read()))
+            body = dict(body_of(await read_body(request)))
+        except BodyError as error:
+            return _refused(f"body: {error}", error.status)
         except ChatError as error:
             return _refused(str(error))
         metadata = body.get("metadata")
@@ -132,14 +134,18 @@ class GymRequestRouter:
             return _refused(f"metadata.{NAME} names no rollout under way")
         body["metadata"] = metadata
         url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.key}"}) as response,
-        ):
-            read = await response.read()
-            return web.Response(body=read, status=response.status, content_type=response.content_type)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+                session.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.key}"}) as response,
+            ):
+                read = await response.read()
+                return web.Response(body=read, status=response.status, content_type=response.content_type)
+        except aiohttp.ClientError as error:
+            return _refused(f"the rollout's endpoint does not answer ({error})", 502)
 
 
 def _refused(message: str, status: int = 400) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error"}
-    return web.json_response({"error": error}, status=status, headers={"x-should-retry": "false"})
+    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}
+    headers = {"x-should-retry": "false"} if status < 500 else {}
+    return web.json_response({"error": error}, status=status, headers=headers)

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from mslime.config.errors import UserError
-from mslime.web_server import ListeningServer, admitted, same_key, serve
+from mslime.web_server import BodyError, ListeningServer, admitted, read_body, same_key, serve
 from mslime_plugins.serve import bodies
 from mslime_plugins.serve.client_errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
 from mslime_plugins.serve.futures import JSON
@@ -128,11 +128,12 @@ class Server:
                                  "`mslime serve` wrote to RUN/serve.json, as api_key or TINKER_API_KEY",
                                  UNKNOWN_KEY)  # fmt: skip
             admitted(request)
+            await read_body(request)  # kept by aiohttp: a body that cannot be read is refused in one place
             response = await handler(request)
         except web.HTTPNotFound:
             response = _refusal(ServeError("path", path, "is not served", "see docs/serve.md", UNKNOWN))
-        except web.HTTPRequestEntityTooLarge:
-            response = _refusal(ServeError("body", path, f"is larger than {LARGEST_BODY >> 20} MiB", "send less", 413))
+        except BodyError as error:
+            response = _refusal(ServeError("body", path, error.rule, error.hint, error.status))
         except UserError as error:
             response = await self._in_turn(request, error)
         if path != f"{_ROOT}/retrieve_future" or (response.status >= 400 and response.status != 408):

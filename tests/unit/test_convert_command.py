@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from mslime.cli import main
 from mslime.convert.hf import INDEX_NAME, HFCheckpoint, staging_directory
 from mslime.convert.torch_dist import METADATA
+from mslime.data.checkpoints import complete
 from mslime.run import run_checkpoints
 from tests.fixtures.convert_tools import CONFIG, fake_placement, write_model
 
@@ -288,14 +289,71 @@ def test_inspect_says_what_a_checkpoint_is(source: Path, tmp_path: Path, capsys:
     assert "torch_dist, converted" in said and "Qwen3MoeForCausalLM" in said and "bfloat16" in said
 
 
+def turn_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 64
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["to-hf", "to-megatron", "bf16", "merge-lora"])
+def test_a_damaged_output_of_a_conversion_is_no_source_of_another(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    made, out = tmp_path / "made", tmp_path / "out"
+    options = ("--adapter", write_adapter(tmp_path / "adapter")) if what == "merge-lora" else ()
+    assert run("to-megatron" if what == "to-hf" else "fp8", source, made) == 0
+    assert run(what, made, tmp_path / "undamaged", *options) == 0
+    path = next(path for path in made.iterdir() if path.name in ("__0_0.distcp", "model-00001-of-00001.safetensors"))
+    turn_a_bit(path)
+    capsys.readouterr()
+    assert run(what, made, out, *options) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: " in said and "another checksum" in said and "checksums.json" in said, said
+    assert not out.exists() and not staging_directory(out).exists()
+
+
+def write_adapter(directory: Path) -> Path:
+    """An adapter of one weight, in peft's format."""
+    directory.mkdir()
+    weight = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {f"{weight}.lora_A.weight": torch.ones(2, 128), f"{weight}.lora_B.weight": torch.ones(128, 2)}
+    save_file(factors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_a_training_checkpoint_is_compared_with_its_manifest(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("to-megatron", source, tmp_path / "megatron") == 0
+    saving, trained, out = tmp_path / "saving", tmp_path / "step_1", tmp_path / "out"
+    saving.mkdir()
+    for name in (METADATA, "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"):
+        (tmp_path / "megatron" / name).rename(saving / name)
+    (saving / "rng").mkdir()
+    (saving / "rng" / "rank_00000.npz").write_bytes(b"random")
+    complete(saving, trained, "tp1", 1, {}, {})
+    assert run("inspect", trained, "--verify") == 0 and "all 6 files are as they" in capsys.readouterr().out
+    turn_a_bit(trained / "rng" / "rank_00000.npz")
+    assert run("inspect", trained, "--verify") == 2 and "rank_00000.npz" in capsys.readouterr().err
+    assert run("to-hf", trained, tmp_path / "undamaged", "--source", source) == 0, "it does not read that file"
+    for name in ("__0_0.distcp", METADATA):
+        turn_a_bit(trained / name)
+        capsys.readouterr()
+        if name != METADATA:  # torch may be unable to read it
+            assert run("to-hf", trained, out, "--source", source) == 2
+            said = capsys.readouterr().err
+            assert f"{trained / name} = 'sha256" in said and "the file is not what was written" in said, said
+        assert run("inspect", trained, "--verify") == 2
+        assert not out.exists() and not staging_directory(out).exists()
+
+
 def test_inspect_verify_finds_what_changed_later(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("to-megatron", source, tmp_path / "megatron") == 0
-    path = next((tmp_path / "megatron").glob("__0_0.distcp"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 64
-    path.write_bytes(content)
+    turn_a_bit(tmp_path / "megatron" / "__0_0.distcp")
     assert run("inspect", tmp_path / "megatron", "--verify") == 2
     assert re.search(r"__0_0.distcp: \S+ at \[.*another checksum", capsys.readouterr().err)
 

@@ -131,7 +131,8 @@ async def tinker_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
 @asynccontextmanager
 async def atropos_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
     settings = AtroposConfig.model_validate({"port": network.free_port(), "token": "s3cret"})
-    server = AtroposServer(settings, directory / "atropos.json", 1 << 20, SimpleNamespace(wandb=dict))  # type: ignore[arg-type]
+    rollouts = SimpleNamespace(registry=SimpleNamespace(touch=lambda: None))
+    server = AtroposServer(settings, directory / "atropos.json", 1 << 20, rollouts)  # type: ignore[arg-type]
     await server.start()
     wrong = server.address.replace("s3cret", "x")
     yield ("GET", f"{server.address}/health", {}), ("GET", f"{wrong}/health", {})
@@ -146,13 +147,13 @@ async def relay_of_nemo_gym(directory: Path) -> AsyncIterator[tuple[Asked, Asked
         yield ("POST", url, {**json_body, "Authorization": "Bearer k"}), ("POST", url, json_body)
 
 
-@pytest.mark.parametrize(
-    "opened",
-    [model_server, control_endpoint, tinker_server, atropos_server, relay_of_nemo_gym],
-    ids=lambda s: s.__name__,
-)
+Opened = Callable[[Path], AbstractAsyncContextManager[tuple[Asked, Asked]]]
+SERVERS: list[Opened] = [model_server, control_endpoint, tinker_server, atropos_server, relay_of_nemo_gym]
+
+
+@pytest.mark.parametrize("opened", SERVERS, ids=lambda s: s.__name__)
 async def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no_other(
-    opened: Callable[[Path], AbstractAsyncContextManager[tuple[Asked, Asked]]],
+    opened: Opened,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +164,27 @@ async def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no
         for (method, url, headers), counted in ((wrong, 0), (right, 1)):
             async with http.request(method, url, headers=headers):
                 assert len(trusted) == counted
+
+
+@pytest.mark.parametrize("packed", ["gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("opened", "method", "path"),
+    [
+        (model_server, "POST", "chat/completions"), (model_server, "GET", "models"), (control_endpoint, "POST", ""),
+        (tinker_server, "POST", "create_session"), (tinker_server, "POST", "sessions/none/finish"),
+        (atropos_server, "POST", "register-env"), (relay_of_nemo_gym, "POST", ""),
+    ],
+)  # fmt: skip
+async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake(
+    opened: Opened, method: str, path: str, packed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path) as ((_, url, headers), _), aiohttp.ClientSession() as http:
+        url = url.rpartition("/")[0] + "/" + path if path else url
+        given = {**headers, "Content-Type": "application/json", "Content-Encoding": packed}
+        async with http.request(method, url, headers=given, data=b"x" * 99) as response:
+            assert response.status == (422 if opened is atropos_server else 400), await response.text()
+            assert "cannot be read" in json.dumps(await response.json())
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 async def test_a_key_of_any_bytes_is_only_wrong() -> None:

@@ -30,7 +30,7 @@ from mslime.rollout.agents.openai_chat import ChatCompletions, Completions
 from mslime.rollout.agents.requests import MODEL, Dialect, Request, ServedReply
 from mslime.rollout.agents.responses import Responses
 from mslime.rollout.agents.session import ChatSession, ReplyTurn
-from mslime.web_server import ListeningServer, admitted, same_key, serve
+from mslime.web_server import BodyError, ListeningServer, admitted, read_body, same_key, serve
 
 log = logging.getLogger(__name__)
 
@@ -252,14 +252,9 @@ class ModelServer:
             raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
         admitted(http)
         try:
-            async with asyncio.timeout(self._patience.body):
-                return session, await http.read()
-        except TimeoutError:
-            rule = f"did not arrive within {self._patience.body:g} s"
-            raise _Refused(408, "body", rule, "send it faster") from None
-        except web.HTTPRequestEntityTooLarge:
-            rule = f"is larger than {self._max_body} bytes"
-            raise _Refused(413, "body", rule, "send less, or raise rollout.server.max_request_mib") from None
+            return session, await read_body(http, self._patience.body, "rollout.server.max_request_mib")
+        except BodyError as error:
+            raise _Refused(error.status, "body", error.rule, error.hint) from error
 
     async def _count(self, http: web.Request) -> web.Response:
         """Anthropic's count_tokens."""

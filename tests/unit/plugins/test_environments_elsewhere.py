@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from mslime import network
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import AgentLimits, RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
@@ -215,6 +216,7 @@ def test_a_reward_is_a_finite_number(reward: object) -> None:
     (b"{", {}, 400), (b"[[],[]]", {}, 400), (b'{"metadata": [1]}', {}, 400), (b"[" * 10_000, {}, 400),
     (b"{}", {"Authorization": "Bearer other"}, 401), (b"{}", {"Authorization": "Bearer \xfc"}, 401),
     (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421), (b" " * 30_000, {}, 413),
+    (b"no gzip", {"Content-Encoding": "gzip"}, 400), (b'{"metadata": {"mslime_rollout": "%s"}}', {}, 502),
 ])  # fmt: skip
 async def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
     body: bytes, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
@@ -224,10 +226,13 @@ async def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
 
     relay = NemoGym("", 0, relay_key="env:GYM_KEY").relay
     sent = {"Content-Type": "application/json", "Authorization": "Bearer k", **headers}
-    async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")), aiohttp.ClientSession() as http:
+    gone = f"http://127.0.0.1:{network.free_port()}"
+    async with relay.serving(ModelEndpoint(gone, f"{gone}/v1", "key", "m")) as name, aiohttp.ClientSession() as http:
         url = f"http://127.0.0.1:{relay.port}/v1/responses"
-        async with http.post(url, data=body, headers=sent) as response:
+        async with http.post(url, data=body.replace(b"%s", name.encode()), headers=sent) as response:
             assert response.status == status, await response.text()
+            said = await response.json()
+            assert said.get("detail") or said["error"]["message"]
 
 
 def test_there_is_no_relay_without_a_key() -> None:

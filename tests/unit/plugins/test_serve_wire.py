@@ -497,7 +497,7 @@ def test_a_body_beyond_the_largest_is_refused_in_words(tmp_path: Path, monkeypat
         url, body = f"{server.url}/api/v1/create_session", b" " * ((2 << 20) + 1)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(url, data=body, headers={"X-API-Key": KEY}), timeout=30)
-    assert refused.value.code == 413 and b"is larger than 2 MiB" in refused.value.read()
+    assert refused.value.code == 413 and b"is larger than 2097152 bytes" in refused.value.read()
 
 
 def _routes(server: FakeServer) -> list[Any]:
