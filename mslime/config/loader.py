@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from mslime.config.base import EngineSection
 from mslime.config.errors import ConfigError, UserError, nearest
 from mslime.config.passthrough import EngineField, engine_fields
-from mslime.config.schema import RunConfig
+from mslime.config.schema import ALONE, RunConfig
 from mslime.config.settings import Setting, all_settings, engine_sections, sections
 
 # Settings as command-line flags, parsed by argparse with one option for each setting of the schema.
@@ -337,11 +337,15 @@ def load_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
     return build(read_values(path, flags))
 
 
-def build(values: dict[str, Any]) -> RunConfig:
-    """Validate plain values. Raises ConfigError for the first mistake, with the nearest known name for unknown keys."""
+def build(values: dict[str, Any], *, rules: bool = True) -> RunConfig:
+    """Validate plain values. Raises ConfigError for the first mistake, with the nearest known name for unknown keys.
+
+    Args:
+        rules: check sections against each other; without, each section is checked alone.
+    """
     values = _wrap_lists(values)
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values, context=None if rules else ALONE)
     except ValidationError as error:
         raise _first_error(error, values) from None
 

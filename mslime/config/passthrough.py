@@ -227,7 +227,7 @@ def collect_extra(
     """
     known = engine_fields(engine)
     kept = {k: v for k, v in values.items() if k in own}
-    given: Any = values.get("extra") or {}
+    given: Any = values.get("extra", {})
     if not isinstance(given, dict):
         raise ConfigError(f"{section}.extra", given, "must be a mapping of the engine's fields", "write {name: value}")
     extra: dict[Any, Any] = {**given, **{k: v for k, v in values.items() if k not in own}}

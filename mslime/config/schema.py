@@ -19,6 +19,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     field_serializer,
     model_validator,
 )
@@ -52,6 +53,10 @@ from mslime.config.serve import ServeConfig
 from mslime.config.train import TrainConfig, check_train
 from mslime.config.transports import AUTO, choose
 from mslime.config.weights import WeightsConfig, check_weights
+
+
+ALONE = {"sections": "alone"}
+"""Validation context in which sections are not checked against each other."""
 
 
 def directory_name(name: str) -> str:
@@ -340,10 +345,12 @@ class RunConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
         what all adapters override needs not be right."""
         config = handler(values)
+        if info.context is ALONE:
+            return config
         if not config.adapters:
             config._check()
         elif isinstance(values, dict):
