@@ -54,7 +54,6 @@ from mslime.config.train import TrainConfig, check_train
 from mslime.config.transports import AUTO, choose
 from mslime.config.weights import WeightsConfig, check_weights
 
-
 ALONE = {"sections": "alone"}
 """Validation context in which sections are not checked against each other."""
 
