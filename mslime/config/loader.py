@@ -216,13 +216,17 @@ _WORDS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
 
 class _Loader(yaml.SafeLoader):
     """YAML with intuitive types: `1e-4` is a number, only true and false are booleans (`replay: off` is text), dates
-    are text, and a repeated key in a mapping is an error.
+    are text; a repeated key in a mapping, and a value that contains itself, are errors.
     """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _WORDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Value of a node, built at once: PyYAML then refuses a value that contains itself (`&a [*a]`)."""
+        return cast("Any", super()).construct_object(node, deep=True)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Mapping of a node. Keys must be text and unique, apart from those that `<<` merges."""

@@ -52,6 +52,17 @@ def test_a_value_that_cannot_be_meant_is_refused_by_its_path(path: str, value: A
     assert refused(**with_setting(path, value)).field.startswith(path.split(".")[0])
 
 
+@pytest.mark.parametrize(("path", "value"), [
+    ("megatron.moe_aux_loss_coeff", math.nan), ("megatron.moe_aux_loss_coeff", [0.1, math.inf]),
+    ("megatron.extra.moe_z_loss_coeff", math.inf), ("sglang.schedule_conservativeness", math.nan),
+    ("sglang.json_model_override_args", {"a": [{"b": -math.inf}]}), ("teacher.schedule_conservativeness", math.nan),
+    ("reward.judge.options", {"temperature": math.nan}), ("data.chat_template_kwargs", {"a": (math.inf,)}),
+])  # fmt: skip
+def test_numbers_of_free_fields_are_finite_too(path: str, value: Any) -> None:
+    error = refused(**with_setting(path, value))
+    assert error.field == path.replace("extra.", "") and "finite" in error.rule
+
+
 def test_a_correction_may_be_named_in_one_word() -> None:
     for values in (with_setting("algorithm.correction", "mis"), with_setting("algorithm.correction.preset", "mis")):
         assert build(values).algorithm.correction.preset == "mis"
@@ -98,7 +109,7 @@ def test_merge_keys_are_read_as_pyyaml_reads_them(text: str) -> None:
     ("model: {path: a}\nmodel: {path: b}\n", "stands twice"), ("model: {path: a, path: b}\n", "stands twice"),
     ("1: x\n", "is no text"), ("model: {path: a, 3: b}\n", "is no text"), ("a: \x00\n", "not valid YAML"),
     ("[" * 5000, "not valid YAML"), ("a: !!python/object:os.system x\n", "not valid YAML"),
-    ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("? [1, 2]\n: 3\n", "is no text"),
+    ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("a: &a [*a]\n", "recursive"), ("a: &a {b: *a}\n", "recursive"), ("? [1, 2]\n: 3\n", "is no text"),
 ])  # fmt: skip
 def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="f.yaml") as caught:
