@@ -257,8 +257,7 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     if value in known or re.fullmatch(r"[^\s:]+:[^\W\d]\w*", value):
         return
     named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
-    raise ConfigError(setting, value, f"{named} {nearest(value, known)}".rstrip(),
-                      "write for example my_project.functions:mine")  # fmt: skip
+    raise ConfigError(setting, value, named, nearest(value, known) or "write for example my_project.functions:mine")
 
 
 def check_url(field: str, url: str, example: str) -> None:
