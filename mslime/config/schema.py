@@ -10,6 +10,7 @@ its module checks it against other sections, whose values it receives; `RunConfi
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
@@ -21,6 +22,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_serializer,
+    field_validator,
     model_validator,
 )
 
@@ -60,8 +62,9 @@ ALONE = {"sections": "alone"}
 
 def directory_name(name: str) -> str:
     """Validate a name for a single directory inside another. Raises ValueError."""
-    if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & {"/", "\\"} or len(name) > 200:
-        raise ValueError("must be the name of one directory: printable, at most 200 characters, no / and no \\")
+    readable = name.strip() and name not in (".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
+    if not readable or len(name.encode()) > 200:
+        raise ValueError("must be the name of one directory: printable, at most 200 bytes in UTF-8, no / and no \\")
     return name
 
 
@@ -78,6 +81,14 @@ class ModelConfig(Section):
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Unknown settings of config.json that change nothing."
     )
+
+    @field_validator("ignored_config_fields")
+    @classmethod
+    def _are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in names if re.fullmatch(r"[\w.-]+", name) is None]:
+            raise ConfigError("model.ignored_config_fields", wrong[0], "is no name of a setting of config.json",
+                              "name settings, for example [some_gate, other_scale]")  # fmt: skip
+        return names
 
     @property
     def tokenizer(self) -> Path:

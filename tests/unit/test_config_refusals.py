@@ -47,6 +47,9 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
     ("algorithm.correction.preset", 3), ("algorithm.correction.preset", ["tis"]), ("algorithm.loss", 3),
     ("megatron", [1]), ("model", "m"), ("train", None), ("weights.senders", 10**12), ("reward.workers", 10**9),
     ("algorithm.correction.token_cap", 1e30), ("deadlines.train_step_s", 1e300), ("sglang.num_engines", 10**9),
+    ("name", "é" * 101), ("adapters", [{"name": "é" * 101}]), ("model.ignored_config_fields", "/dev/null"),
+    ("model.ignored_config_fields", ["a", ""]), ("algorithm.correction.low", -0.5),
+    ("algorithm.correction", {"preset": "mis", "low": -1}),
 ])  # fmt: skip
 def test_a_value_that_cannot_be_meant_is_refused_by_its_path(path: str, value: Any) -> None:
     assert refused(**with_setting(path, value)).field.startswith(path.split(".")[0])
