@@ -48,8 +48,8 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
     if not callable(function):
         functions = [n for n, v in vars(module).items() if callable(v)]
         raise ConfigError(
-            setting, spec, f"module {module_name!r} has no function {name!r} {nearest(name, functions)}".rstrip(),
-            "name one of its functions",
+            setting, spec, f"module {module_name!r} has no function {name!r}",
+            nearest(name, functions) or "name one of its functions",
         )  # fmt: skip
     return function
 

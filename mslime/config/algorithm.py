@@ -348,6 +348,11 @@ class CorrectionConfig(Section):
             "give a bound above 0, or null for none",
         )  # fmt: skip
         yield (
+            low is not None and low < 0 and metric != "k1", "low", low,
+            f"the metric {metric} is never negative, so the bound has no effect",
+            "give a bound above 0, or null for none",
+        )  # fmt: skip
+        yield (
             low is not None and high is not None and low >= high, "low", low, f"must be below high = {high}",
             "swap or widen the bounds",
         )  # fmt: skip

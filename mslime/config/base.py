@@ -24,7 +24,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mslime.config.errors import ConfigError, nearest
-from mslime.config.passthrough import collect_extra
+from mslime.config.passthrough import collect_extra, is_finite
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """Time limit in seconds. Every wait has one."""
@@ -87,6 +87,8 @@ class Section(BaseModel):
         kinds = alternatives(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, str) and not value.strip() and Path in kinds:
             raise ValueError("must not be empty: it is a path")
+        if dict[str, Any] in kinds and not is_finite(value):
+            raise ValueError("numbers in it must be finite")
         if bool in kinds and not isinstance(value, bool | None):
             raise ValueError("must be true or false")
         if isinstance(value, bool) and bool not in kinds and not kinds & {Any, object}:
@@ -255,8 +257,7 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     if value in known or re.fullmatch(r"[^\s:]+:[^\W\d]\w*", value):
         return
     named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
-    raise ConfigError(setting, value, f"{named} {nearest(value, known)}".rstrip(),
-                      "write for example my_project.functions:mine")  # fmt: skip
+    raise ConfigError(setting, value, named, nearest(value, known) or "write for example my_project.functions:mine")
 
 
 def check_url(field: str, url: str, example: str) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 
-from mslime.config.base import EngineSection
+from mslime.config.base import EngineSection, alternatives
 from mslime.config.errors import ConfigError, UserError, nearest
 from mslime.config.passthrough import EngineField, engine_fields
-from mslime.config.schema import RunConfig
-from mslime.config.settings import Setting, all_settings, engine_sections, sections
+from mslime.config.schema import ALONE, RunConfig
+from mslime.config.settings import Setting, all_settings, engine_sections, expected, section_of, sections
 
 # Settings as command-line flags, parsed by argparse with one option for each setting of the schema.
 #
@@ -216,13 +217,17 @@ _WORDS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
 
 class _Loader(yaml.SafeLoader):
     """YAML with intuitive types: `1e-4` is a number, only true and false are booleans (`replay: off` is text), dates
-    are text, and a repeated key in a mapping is an error.
+    are text; a repeated key in a mapping, and a value that contains itself, are errors.
     """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _WORDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Value of a node, built at once: PyYAML then refuses a value that contains itself (`&a [*a]`)."""
+        return cast("Any", super()).construct_object(node, deep=True)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Mapping of a node. Keys must be text and unique, apart from those that `<<` merges."""
@@ -337,11 +342,15 @@ def load_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
     return build(read_values(path, flags))
 
 
-def build(values: dict[str, Any]) -> RunConfig:
-    """Validate plain values. Raises ConfigError for the first mistake, with the nearest known name for unknown keys."""
+def build(values: dict[str, Any], *, rules: bool = True) -> RunConfig:
+    """Validate plain values. Raises ConfigError for the first mistake, with the nearest known name for unknown keys.
+
+    Args:
+        rules: check sections against each other; without, each section is checked alone.
+    """
     values = _wrap_lists(values)
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values, context=None if rules else ALONE)
     except ValidationError as error:
         raise _first_error(error, values) from None
 
@@ -368,49 +377,69 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return cause
-    path = _named(first["loc"], values)
-    # A value of a union of choices and text fails for each type: report the setting itself.
-    path = next((s.path for s in all_settings() if path.startswith((f"{s.path}.literal[", f"{s.path}.str"))), path)
+    location, field, _ = _placed(first["loc"])
+    parts, value = _named(location, values), first["input"]
+    path = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        known = known_keys(first["loc"][:-1])
-        return ConfigError(
-            path,
-            first["input"],
-            "unknown key",
-            nearest(str(first["loc"][-1]), known) or f"known keys here: {', '.join(sorted(known))}",
-        )
+        known = known_keys(location[:-1])
+        hint = nearest(str(location[-1]), known) or f"known keys here: {', '.join(sorted(known))}"
+        return ConfigError(path, value, "unknown key", hint)
     if first["type"] in ("model_type", "model_attributes_type"):
-        example = next((s.path for s in all_settings() if s.section == path), path)
-        return ConfigError(path, first["input"], "is a section of several settings, not a value",
-                           f"name one of them, for example {example} or --{example.replace('_', '-')}")  # fmt: skip
+        above = 2 if parts[0] == "adapters" else 0  # an adapter's settings have the names of the run's
+        own = ".".join(parts[above:])
+        example = next((".".join([*parts[:above], s.path]) for s in all_settings() if own and s.section == own), None)
+        hint = f"name one of them, for example {example} or --{example.replace('_', '-')}" if example else (
+            "write a mapping of its settings")  # fmt: skip
+        return ConfigError(path, value, "is a section of several settings, not a value", hint)
     if first["type"] == "missing":
-        needed = next((s.path for s in all_settings() if f"{s.path}.".startswith(f"{path}.") and not s.default), path)
-        return ConfigError(needed, None, "is required", f"add it to the file, or give --{needed.replace('_', '-')}")
-    rule = first["msg"].removeprefix("Value error, ")
-    own = path.split(".", 2)[2] if path.startswith("adapters.") and path.count(".") > 1 else path
-    setting = next((s for s in all_settings() if s.path == own), None)
-    return ConfigError(path, first["input"], rule, f"it takes: {setting.expected}" if setting else "correct the value")
+        needed = [s.path for s in all_settings() if f"{s.path}.".startswith(f"{path}.") and not s.default]
+        flag = f", or give --{needed[0].replace('_', '-')}" if needed else ""
+        return ConfigError(needed[0] if needed else path, None, "is required", f"add it to the file{flag}")
+    rule = "must be a path" if first["type"] == "path_type" else first["msg"].removeprefix("Value error, ")
+    secret = field is not None and SecretStr in alternatives(field.annotation)
+    return ConfigError(path, "(not shown)" if secret else value, rule,
+                       f"it takes: {expected(field)}" if field is not None else "correct the value")  # fmt: skip
 
 
-def _named(location: Sequence[int | str], values: dict[str, Any]) -> str:
-    """Dotted path of a mistake, with an adapter's name instead of its index."""
-    path = [str(part) for part in location]
+_Location = Sequence[int | str]
+
+
+def _placed(location: _Location) -> tuple[_Location, FieldInfo | None, type[BaseModel] | None]:
+    """(location without pydantic's names for members of a union, its innermost setting, its innermost section)."""
+    model: type[BaseModel] | None = RunConfig
+    field, found = cast("FieldInfo | None", None), list[int | str]()
+    for part in location:
+        if isinstance(part, str) and model is not None:
+            field = model.model_fields.get(part)
+            model = _section_within(field.annotation) if field is not None else None
+        elif isinstance(part, str) and field is not None and not _is_mapping(field):
+            continue
+        found.append(part)
+    return found, field, model
+
+
+def _section_within(annotation: Any) -> type[BaseModel] | None:
+    """Section in an annotation, or of the entries of a list."""
+    return next(filter(None, map(section_of, (annotation, *typing.get_args(annotation)))), None)
+
+
+def _is_mapping(field: FieldInfo) -> bool:
+    return any(typing.get_origin(kind) is dict for kind in alternatives(field.annotation))
+
+
+def _named(location: _Location, values: dict[str, Any]) -> list[str]:
+    """Parts of the dotted path of a mistake, with an adapter's name instead of its index."""
+    path = [str(part) or "''" for part in location]
     if path[:1] == ["adapters"] and len(path) > 1 and path[1].isdecimal():
         entry: Any = values["adapters"][int(path[1])]
         if isinstance(entry, dict):
             path[1] = str(cast("dict[str, Any]", entry).get("name", path[1]))
-    return ".".join(path)
+    return path
 
 
-def known_keys(location: Sequence[int | str]) -> set[str]:
+def known_keys(location: _Location) -> set[str]:
     """Keys that a section of the configuration accepts, the engine's own included."""
-    model: type[BaseModel] = RunConfig
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        model = next(
-            m for m in (annotation, *typing.get_args(annotation)) if isinstance(m, type) and issubclass(m, BaseModel)
-        )
+    model = _placed(location)[2]
+    assert model is not None, location
     engine = set(engine_fields(model.engine)) if issubclass(model, EngineSection) else set[str]()
     return set(model.model_fields) | engine

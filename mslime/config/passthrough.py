@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mslime.config.errors import ConfigError, nearest
 
@@ -210,6 +211,15 @@ def engine_fields(engine: str) -> dict[str, EngineField]:
     return {"megatron": megatron_fields, "sglang": sglang_fields}[engine]()
 
 
+def is_finite(value: object) -> bool:
+    """Whether all numbers in plain values, lists and mappings included, are finite."""
+    if isinstance(value, dict):
+        return all(map(is_finite, cast("dict[object, object]", value).values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_finite, cast("list[object]", value)))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def collect_extra(
     section: str, engine: str, values: dict[str, Any], own: set[str], reserved: dict[str, str]
 ) -> dict[str, Any]:
@@ -227,7 +237,7 @@ def collect_extra(
     """
     known = engine_fields(engine)
     kept = {k: v for k, v in values.items() if k in own}
-    given: Any = values.get("extra") or {}
+    given: Any = values.get("extra", {})
     if not isinstance(given, dict):
         raise ConfigError(f"{section}.extra", given, "must be a mapping of the engine's fields", "write {name: value}")
     extra: dict[Any, Any] = {**given, **{k: v for k, v in values.items() if k not in own}}
@@ -247,6 +257,8 @@ def collect_extra(
             )
         if isinstance(value, str) and not value.strip():
             raise ConfigError(path, value, "the text is empty", "remove it, or write null")
+        if not is_finite(value):
+            raise ConfigError(path, value, "numbers must be finite", "correct the value")
         if not known[key].accepts(value):
             raise ConfigError(
                 path, value, f"{known[key].owner}.{key} takes {known[key].expected()}", "correct the value"

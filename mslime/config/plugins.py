@@ -57,10 +57,8 @@ def load(group: Group, name: str, setting: str) -> Any:
     """
     known = found(group)
     if name not in known:
-        raise ConfigError(
-            setting, name, f"no installed package adds {name!r} to {group} {nearest(name, known)}".rstrip(),
-            f"name one of {', '.join(known)}" if known else "install mslime again: bash scripts/install.sh",
-        )  # fmt: skip
+        hint = f"name one of {', '.join(known)}" if known else "install mslime again: bash scripts/install.sh"
+        raise ConfigError(setting, name, f"no installed package adds {name!r} to {group}", nearest(name, known) or hint)
     point = known[name]
     try:
         return getattr(importlib.import_module(point.module), point.attr)

@@ -227,8 +227,8 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
 def _check_grader(place: str, grader: GraderConfig) -> None:
     if grader.kind not in KINDS and grader.kind not in (added := found("mslime.rewards")):
         known = [*KINDS, *added]
-        raise ConfigError(f"{place}.kind", grader.kind, f"there is no such kind {nearest(grader.kind, known)}".rstrip(),
-                          f"name one of {', '.join(known)}")  # fmt: skip
+        raise ConfigError(f"{place}.kind", grader.kind, "there is no such kind",
+                          nearest(grader.kind, known) or f"name one of {', '.join(known)}")  # fmt: skip
     if grader.function is not None:
         check_choice(f"{place}.function", grader.function, ())
     if (grader.kind == "custom") != (grader.function is not None):

@@ -10,6 +10,7 @@ its module checks it against other sections, whose values it receives; `RunConfi
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
@@ -19,7 +20,9 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     field_serializer,
+    field_validator,
     model_validator,
 )
 
@@ -53,11 +56,15 @@ from mslime.config.train import TrainConfig, check_train
 from mslime.config.transports import AUTO, choose
 from mslime.config.weights import WeightsConfig, check_weights
 
+ALONE = {"sections": "alone"}
+"""Validation context in which sections are not checked against each other."""
+
 
 def directory_name(name: str) -> str:
     """Validate a name for a single directory inside another. Raises ValueError."""
-    if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & {"/", "\\"} or len(name) > 200:
-        raise ValueError("must be the name of one directory: printable, at most 200 characters, no / and no \\")
+    readable = name.strip() and name not in (".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
+    if not readable or len(name.encode()) > 200:
+        raise ValueError("must be the name of one directory: printable, at most 200 bytes in UTF-8, no / and no \\")
     return name
 
 
@@ -74,6 +81,14 @@ class ModelConfig(Section):
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Unknown settings of config.json that change nothing."
     )
+
+    @field_validator("ignored_config_fields")
+    @classmethod
+    def _are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in names if re.fullmatch(r"[\w.-]+", name) is None]:
+            raise ConfigError("model.ignored_config_fields", wrong[0], "is no name of a setting of config.json",
+                              "name settings, for example [some_gate, other_scale]")  # fmt: skip
+        return names
 
     @property
     def tokenizer(self) -> Path:
@@ -340,10 +355,12 @@ class RunConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
         what all adapters override needs not be right."""
         config = handler(values)
+        if info.context is ALONE:
+            return config
         if not config.adapters:
             config._check()
         elif isinstance(values, dict):

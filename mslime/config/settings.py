@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from mslime.config.base import EngineSection, KnownValues, alternatives
 from mslime.config.schema import RunConfig
 
-_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null"}
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null",
+          SecretStr: "text"}  # fmt: skip
 _BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
@@ -121,7 +122,7 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
         yield Setting(
             path,
             section,
-            _expected(field),
+            expected(field),
             _default(field),
             " ".join((field.description or "").split()),
             kinds in ({bool}, {bool, type(None)}),
@@ -129,7 +130,7 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
         )
 
 
-def _expected(field: FieldInfo) -> str:
+def expected(field: FieldInfo) -> str:
     """Accepted values of a setting in words, with their bounds."""
     text = _in_words(field.annotation)
     known = [name for rule in field.metadata if isinstance(rule, KnownValues) for name in rule.names]

@@ -293,8 +293,8 @@ def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[st
     if not found:
         ends = sorted({_end(name) for name in built})
         raise ConfigError(
-            "lora.targets", target, f"no linear layer of the model is called that {nearest(target, ends)}".strip(),
-            f"use {', '.join(LORA_GROUPS)}, or of this model {', '.join(ends)}",
+            "lora.targets", target, "no linear layer of the model is called that",
+            nearest(target, ends) or f"use {', '.join(LORA_GROUPS)}, or of this model {', '.join(ends)}",
         )  # fmt: skip
     if wrong := sorted(found - built):
         raise ConfigError(

@@ -263,10 +263,9 @@ class RuleTable:
             if self.untrained_names.get(name, "") not in {"", *present}:
                 continue  # published without this part, or removed by a tool: all or none
             if name not in shapes:
-                raise CheckpointError(
-                    f"{where}: {name}", None, f"the tensor is missing {nearest(name, shapes)}".strip(),
-                    "download the checkpoint again, or point model.path at a complete one",
-                )  # fmt: skip
+                hint = "download the checkpoint again, or point model.path at a complete one"
+                raise CheckpointError(f"{where}: {name}", None, "the tensor is missing",
+                                      f"{nearest(name, shapes)} {hint}".lstrip())  # fmt: skip
             if tuple(shapes[name]) != shape:
                 raise CheckpointError(
                     f"{where}: {name}", tuple(shapes[name]), f"config.json promises the shape {shape}",

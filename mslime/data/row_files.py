@@ -201,9 +201,9 @@ def _directory(path: Path, keys: Sequence[str]) -> RowFile:
 
 def missing_key(where: str, key: str, present: Sequence[str]) -> DataError:
     """The error for a row without a key."""
-    return DataError(where, sorted(present), f"has no key {key!r} {nearest(key, present)}".rstrip(),
-                     "add the key to the row, or name the right one with data.prompt_key, data.label_key or "
-                     "data.metadata_key (null: none)")  # fmt: skip
+    hint = "add the key to the row, or name the right one with data.prompt_key, data.label_key or data.metadata_key"
+    guess = nearest(key, present)
+    return DataError(where, sorted(present), f"has no key {key!r}", f"{guess} {hint} (null: none)".lstrip())
 
 
 def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:

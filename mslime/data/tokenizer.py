@@ -156,11 +156,16 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     if not any((directory / name).is_file() for name in _FILES) and not any(directory.glob("*.tiktoken")):
         rule = f"holds no tokenizer files (none of {', '.join(_FILES)})"
         raise DataError("model.tokenizer_path", str(directory), rule, hint)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         inner = cast("Any", AutoTokenizer).from_pretrained(str(directory), local_files_only=True)
         return HFTokenizer(inner)
+    except StrictDataclassError as error:  # of transformers' configurations alone
+        raise DataError(str(directory / "config.json"), " ".join(str(error).split())[:300],
+                        "transformers refuses a value in it", "correct the value, or download the file again"
+                        ) from error  # fmt: skip
     except Exception as error:  # readers raise anything for a damaged file, plain Exceptions included
         message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         rule = f"holds no tokenizer that transformers can read ({message})"

@@ -85,8 +85,8 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
             )  # fmt: skip
         if weight not in checkpoint.info:
             raise CheckpointError(
-                f"{where}: {name}", None, f"the model has no {weight} {nearest(weight, checkpoint.info)}".strip(),
-                "name the checkpoint that the adapter was trained on",
+                f"{where}: {name}", None, f"the model has no {weight}",
+                f"{nearest(weight, checkpoint.info)} name the checkpoint that the adapter was trained on".lstrip(),
             )  # fmt: skip
         found[weight] = module
     for weight in found if file.experts else ():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -100,13 +99,10 @@ def found_by(
         raise ConfigError("--gpus", gpus, "a search needs the size of the run", "set how many GPUs it may have")
     if top < 1:
         raise ConfigError("--top", top, "must be at least 1", "set how many layouts to show")
-    if "path" not in values.get("model", {}):
-        raise ConfigError("model.path", None, "is required", "give a directory with a config.json")
-    cluster = {} if gpu_memory_gb is None else {"gpu_memory_gb": gpu_memory_gb}
-    values = merge({"data": {"prompts": ["prompts are not read"]}}, merge(values, {"cluster": cluster}))
-    values = merge({"cluster": {"device": "cuda"}}, values)
-    of = gpu or usual_gpu(float(values["cluster"].get("gpu_memory_gb", 80)))
-    return search(values, gpus, read_hf_config(Path(values["model"]["path"])), top, of), of
+    values = merge({"cluster": {"device": "cuda"}}, _completed(values, gpu_memory_gb))
+    alone = build(values, rules=False)
+    of = gpu or usual_gpu(alone.cluster.gpu_memory_gb)
+    return search(values, gpus, read_hf_config(alone.model.path), top, of), of
 
 
 def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
@@ -124,9 +120,7 @@ def plan_of_run(config: RunConfig) -> RunPlan:
 
 def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:
     """The configuration to plan, from settings of a file and flags. Raises ConfigError."""
-    values = merge({"data": {"prompts": ["prompts are not read"]}}, values)
-    if gpu_memory_gb is not None:
-        values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
+    values = _completed(values, gpu_memory_gb)
     if gpus is not None:
         # Engines are resolved before the layout: data parallelism uses the remaining GPUs.
         laid_out = ("megatron", "cluster", "weights")
@@ -134,7 +128,7 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         apart = teacher.pop("placement", "separate") == "separate"  # it follows cluster.placement
         known = {key: section for key, section in values.items() if key not in laid_out}
         fixed = build(known | ({"teacher": teacher} if teacher else {}))
-        shared = values.get("cluster", {}).get("placement") == "colocated"
+        shared = build(values, rules=False).colocated
         teachers = fixed.teacher.gpus if fixed.teacher.launched and apart else 0
         served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
@@ -142,6 +136,13 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         shares = 2 if fixed.critic_ranks else 1  # a separate critic takes as many as the policy
         values = merge(values, {"cluster": {"trainer_ranks": (gpus - served) // shares}})
     return build(values)
+
+
+def _completed(values: dict[str, Any], gpu_memory_gb: float | None) -> dict[str, Any]:
+    """Settings to plan, with prompts and the memory of a GPU. Raises ConfigError if a given section is wrong alone."""
+    build(values, rules=False)
+    values = merge({"data": {"prompts": ["prompts are not read"]}}, values)
+    return values if gpu_memory_gb is None else merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
 
 
 # Results of a search, as a table and as usable settings.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mslime.config.cluster import GPUS, nominal, usual_gpu
+from mslime.config.cluster import GPUS, nominal
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.layout import ParallelLayout
@@ -165,7 +165,8 @@ class Search:
     @cached_property
     def space(self) -> SearchSpace:
         """The combinations to try."""
-        return SearchSpace(self.values, self.model, self.base.cluster.gpus_per_node, self.longest)
+        alone = build(dict(self.values), rules=False)
+        return SearchSpace(alone, self.model, self.base.cluster.gpus_per_node, self.longest)
 
     @cached_property
     def speeds(self) -> ClusterSpeeds:
@@ -398,7 +399,7 @@ def _order(each: _Weighed) -> tuple[bool, float, float]:
 
 
 def search(
-    values: Mapping[str, Any], gpus: int, hf_config: Mapping[str, object], top: int, gpu: str = ""
+    values: Mapping[str, Any], gpus: int, hf_config: Mapping[str, object], top: int, gpu: str
 ) -> list[FittingLayout]:
     """Layouts that fit, the fastest first; those that fit tightly after all others.
 
@@ -406,14 +407,13 @@ def search(
         values: settings of a file and flags, as for `plan_command.plan_config`.
         gpus: of the whole run.
         top: most layouts to return.
-        gpu: name of the GPU; empty: the usual one with `cluster.gpu_memory_gb`.
+        gpu: its name.
 
     Raises:
         NothingFits: with the nearest miss.
         ConfigError: the GPU is unknown, or a setting is wrong.
     """
-    memory = float(values.get("cluster", {}).get("gpu_memory_gb", 80))
-    wanted = Search(values, gpus, hf_config, gpu or usual_gpu(memory))
+    wanted = Search(values, gpus, hf_config, gpu)
     if nominal(wanted.gpu) is None:
         raise ConfigError("--gpu", gpu, "this GPU is not known", f"name one of {', '.join(GPUS)}")
     found: list[FittingLayout] = []
@@ -444,7 +444,8 @@ def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
 def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:
     """The error, with the nearest miss as the distance to a fit."""
     if refused is not None:
-        told, hint = f"every layout that fits is refused: {refused.rule}", refused.hint
+        told = f"every layout that fits is refused: {refused.field} = {refused.value!r}: {refused.rule}"
+        hint = refused.hint
     elif wanted.missed and min(wanted.missed)[0] > 1:
         share, what = min(wanted.missed)
         told = f"no layout fits; the nearest, {what}, needs {share:.0%} of a GPU for the trainer"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mslime.config.megatron import MegatronConfig
+from mslime.config.schema import RunConfig
 from mslime.convert.families.family import ModelFields
 from mslime.convert.flops import ModelSizes
 
@@ -41,20 +42,21 @@ class SearchSpace:
     """The combinations of one search.
 
     Attributes:
-        values: settings of a file and flags.
+        values: settings of a file and flags, each section checked alone.
         model: its sizes.
         per_node: GPUs of a host.
         longest: tokens of a response with its prompt.
     """
 
-    values: Mapping[str, Any]
+    values: RunConfig
     model: ModelFields
     per_node: int
     longest: int
 
     def given(self, section: str, name: str) -> Any:
         """The user's setting; None if not set."""
-        return self.values.get(section, {}).get(name)
+        within = getattr(self.values, section)
+        return getattr(within, name) if name in within.model_fields_set else None
 
     def trainer_sizes(self, ranks: int) -> Iterator[dict[str, Any]]:
         """Sizes of parallel dimensions, under megatron-core's names, that may divide `ranks`."""
@@ -96,8 +98,8 @@ class SearchSpace:
 
     def megatron(self, sizes: Mapping[str, Any], measures: Mapping[str, Any] | None = None) -> MegatronConfig:
         """The section with the user's and the tried settings, without validation: thousands are created."""
-        fields, given = MegatronConfig.model_fields, self.values.get("megatron", {})
-        numbers = {**given.get("extra", {}), **given, **sizes, **(measures or {})}
+        fields, own = MegatronConfig.model_fields, self.values.megatron
+        numbers = {**own.extra, **own.given(), **sizes, **(measures or {})}
         numbers.pop("extra", None)
         known = {name: value for name, value in numbers.items() if name in fields}
         return MegatronConfig.model_construct(
@@ -106,8 +108,7 @@ class SearchSpace:
 
     def measures(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
         """Measures that do not contradict the user's settings."""
-        given = self.values.get("megatron", {})
-        named = {**given.get("extra", {}), **given}
+        named = {*self.values.megatron.extra, *self.values.megatron.model_fields_set}
         return [("as set", {})] if any(name in named for name in (*FULL, *HALVED, *OFFLOADED)) else MEASURES
 
     def unused(self, measures: str) -> Mapping[str, None]:

@@ -26,7 +26,8 @@ def read(kind: type[B], raw: bytes) -> B:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ServeError(where, str(first.get("input"))[:200], first["msg"], "send what the SDK sends") from None
+        value = None if first["type"] == "missing" else str(first["input"])[:200]
+        raise ServeError(where, value, first["msg"], "send what the SDK sends") from None
 
 
 class CreateSession(Body):

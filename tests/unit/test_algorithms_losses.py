@@ -63,12 +63,12 @@ def check_against_reference(t: Tokens, config: AlgorithmConfig) -> None:
 def corrections(draw: st.DrawFn) -> CorrectionConfig:
     action = draw(st.sampled_from(["truncate", "clip", "mask", "drop", "none"]))
     rejects = action in ("mask", "drop")
+    metric = draw(st.sampled_from(["ratio", "k1", "k2", "k3", "binary_kl", "tv"])) if rejects else "ratio"
+    lows = [0.05, 0.7] if action == "clip" else [None, -0.1 if metric == "k1" else 0.05, 0.6]
     return CorrectionConfig(
         preset=None, level=draw(st.sampled_from(["token", "segment", "sequence", "geometric"])),
         reference=draw(st.sampled_from(["recompute", "rollout"])), action=action,
-        metric=draw(st.sampled_from(["ratio", "k1", "k2", "k3", "binary_kl", "tv"])) if rejects else "ratio",
-        policy=draw(st.sampled_from(["old", "current"])),
-        low=draw(st.sampled_from([0.05, 0.7])) if action == "clip" else draw(st.sampled_from([None, -0.1, 0.6])),
+        metric=metric, policy=draw(st.sampled_from(["old", "current"])), low=draw(st.sampled_from(lows)),
         high=draw(st.sampled_from([0.8, 1.1, 2.0])), kept_weight=draw(st.sampled_from(["ratio", "one", "token"])),
         negative_advantage_only=rejects and draw(st.booleans()),
     )  # fmt: skip

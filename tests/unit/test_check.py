@@ -118,7 +118,7 @@ def test_a_meaningless_combination_is_warned_of_and_still_checks(
 
 @pytest.mark.parametrize(("setting", "function", "said"), [
     ("algorithm.advantage", "takes_two", r"called with (rewards)"),
-    ("algorithm.loss", "tis_agian", "has no function 'tis_agian' did you mean 'tis_again'"),
+    ("algorithm.loss", "tis_agian", "has no function 'tis_agian'\n  hint: did you mean 'tis_again'"),
     ("algorithm.loss", "grpo_again", "(batch, algorithm)"),
     ("algorithm.correction.function", "too_few", "(log_ratio, batch)"),
     ("rollout.dynamic_filter", "takes_two", "(group)"),

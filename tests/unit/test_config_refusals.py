@@ -47,9 +47,60 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
     ("algorithm.correction.preset", 3), ("algorithm.correction.preset", ["tis"]), ("algorithm.loss", 3),
     ("megatron", [1]), ("model", "m"), ("train", None), ("weights.senders", 10**12), ("reward.workers", 10**9),
     ("algorithm.correction.token_cap", 1e30), ("deadlines.train_step_s", 1e300), ("sglang.num_engines", 10**9),
+    ("name", "é" * 101), ("adapters", [{"name": "é" * 101}]), ("model.ignored_config_fields", "/dev/null"),
+    ("model.ignored_config_fields", ["a", ""]), ("algorithm.correction.low", -0.5),
+    ("algorithm.correction", {"preset": "mis", "low": -1}),
 ])  # fmt: skip
 def test_a_value_that_cannot_be_meant_is_refused_by_its_path(path: str, value: Any) -> None:
     assert refused(**with_setting(path, value)).field.startswith(path.split(".")[0])
+
+
+def of_adapter(**sections: Any) -> dict[str, Any]:
+    return {"lora": {"rank": 4, "sync": "adapter"}, "adapters": [{"name": "two", **sections}]}
+
+
+MAPPING = "write a mapping of its settings"
+
+
+@pytest.mark.parametrize(("sections", "field", "hint"), [
+    ({"reward": {"parts": [5]}}, "reward.parts.0", MAPPING),
+    ({"data": {"eval_sets": [5]}}, "data.eval_sets.0", MAPPING),
+    ({"adapters": ["x"]}, "adapters.0", MAPPING),
+    (of_adapter(reward={"parts": [5]}), "adapters.two.reward.parts.0", MAPPING),
+    (of_adapter(rollout=5), "adapters.two.rollout", "name one of them, for example "
+     "adapters.two.rollout.groups_per_step or --adapters.two.rollout.groups-per-step"),
+    (of_adapter(algorithm={"topr": "x"}), "adapters.two.algorithm.topr", "name one of them, for example "
+     "adapters.two.algorithm.topr.level or --adapters.two.algorithm.topr.level"),
+    ({"adapters": [{"weight": 1}]}, "adapters.0.name", "add it to the file\n"),
+    ({"data": {"eval_sets": [{"path": "x"}]}}, "data.eval_sets.0.name", "add it to the file\n"),
+    ({"": 5}, "''", "known keys here: adapters"), ({"rollout": {"": 5}}, "rollout.''", "known keys here: atropos"),
+    ({"reward": {"parts": [{"name": "a", "http": {"url": 5}}]}}, "reward.parts.0.http.url",
+     "it takes: text or list of text or null"),
+    ({"reward": {"parts": [{"name": "a", "weight": "x"}]}}, "reward.parts.0.weight", "it takes: number"),
+    ({"reward": {"parts": [{"name": "a", "wieght": 1}]}}, "reward.parts.0.wieght", "did you mean 'weight'?"),
+    (of_adapter(algorithm={"topr": {"levl": 1}}), "adapters.two.algorithm.topr.levl", "did you mean 'level'?"),
+    ({"cluster": {"env": {"A": [1]}}}, "cluster.env.A", "it takes: mapping"),
+    ({"algorithm": {"correction": {"level": "tokn"}}}, "algorithm.correction.level", "it takes: token, segment,"),
+    ({"sglang": {"api_key": 12345}}, "sglang.api_key", "it takes: text or null"),
+    ({"model": {"path": "m", "teacher_path": [1]}}, "model.teacher_path", "it takes: path or null"),
+    ({"rollout": {"dynamic_filter": "zerovariance"}}, "rollout.dynamic_filter", "did you mean 'zero_variance'?"),
+    ({"reward": {"kind": "exakt"}}, "reward.kind", "did you mean 'exact'?"),
+])  # fmt: skip
+def test_a_hint_is_one_that_can_be_followed(sections: dict[str, Any], field: str, hint: str) -> None:
+    error = refused(**sections)
+    assert error.field == field and f"{error.hint}\n".startswith(hint)
+    assert "did you mean" not in error.rule and "<class" not in error.rule and "12345" not in str(error)
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    ("megatron.moe_aux_loss_coeff", math.nan), ("megatron.moe_aux_loss_coeff", [0.1, math.inf]),
+    ("megatron.extra.moe_z_loss_coeff", math.inf), ("sglang.schedule_conservativeness", math.nan),
+    ("sglang.json_model_override_args", {"a": [{"b": -math.inf}]}), ("teacher.schedule_conservativeness", math.nan),
+    ("reward.judge.options", {"temperature": math.nan}), ("data.chat_template_kwargs", {"a": (math.inf,)}),
+])  # fmt: skip
+def test_numbers_of_free_fields_are_finite_too(path: str, value: Any) -> None:
+    error = refused(**with_setting(path, value))
+    assert error.field == path.replace("extra.", "") and "finite" in error.rule
 
 
 def test_a_correction_may_be_named_in_one_word() -> None:
@@ -98,7 +149,8 @@ def test_merge_keys_are_read_as_pyyaml_reads_them(text: str) -> None:
     ("model: {path: a}\nmodel: {path: b}\n", "stands twice"), ("model: {path: a, path: b}\n", "stands twice"),
     ("1: x\n", "is no text"), ("model: {path: a, 3: b}\n", "is no text"), ("a: \x00\n", "not valid YAML"),
     ("[" * 5000, "not valid YAML"), ("a: !!python/object:os.system x\n", "not valid YAML"),
-    ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("? [1, 2]\n: 3\n", "is no text"),
+    ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("a: &a [*a]\n", "recursive"), ("a: &a {b: *a}\n", "recursive"),
+    ("? [1, 2]\n: 3\n", "is no text"),
 ])  # fmt: skip
 def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="f.yaml") as caught:

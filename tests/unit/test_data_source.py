@@ -159,7 +159,7 @@ BAD_ROWS: list[tuple[Any, dict[str, Any], str]] = [
     ('{"prompt": "P", "label"', {}, r"a.jsonl:3 = .*not valid JSON"),
     ("\xff\xfe", {}, r"a.jsonl:3 = .*not valid JSON"),
     ("[1, 2]", {}, r"a.jsonl:3 = .*must be a JSON object"),
-    ({"promt": "P", "label": 1}, {}, r"a.jsonl:3 = .*no key 'prompt' did you mean 'promt'"),
+    ({"promt": "P", "label": 1}, {}, r"a.jsonl:3 = .*no key 'prompt'\n  hint: did you mean 'promt'"),
     ({"prompt": "P"}, {}, r"a.jsonl:3 = .*no key 'label'"),
     ({"prompt": "P", "label": 1}, {"metadata_key": "meta"}, r"no key 'meta'"),
     ({"prompt": "P", "label": 1, "meta": "easy"}, {"metadata_key": "meta"}, r"a.jsonl:3 = 'easy': 'meta' must be"),

@@ -66,6 +66,15 @@ def test_a_model_that_ends_with_a_foreign_id_is_refused(tokenizer: HFTokenizer, 
         check_vocabulary(tokenizer, checkpoint(tmp_path, eos_token_id=-1))
 
 
+@pytest.mark.parametrize(("key", "value"), [("bos_token_id", ""), ("vocab_size", "x")])
+def test_a_wrong_value_of_config_json_is_not_the_tokenizers(key: str, value: str, tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", key: value}))
+    with pytest.raises(DataError, match=key) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.field == str(tmp_path / "config.json") and "tokenizer" not in caught.value.hint
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(checkpoint(tmp_path))

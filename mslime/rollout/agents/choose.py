@@ -91,8 +91,8 @@ class PackageRenderer:
     def __init__(self, name: str, tokenizer: Any, thinking: Literal["template", "keep"]) -> None:
         configs = _configs()
         if name not in configs:
-            why = LEFT_OUT.get(name, f"is no renderer {nearest(name, configs)}".rstrip())
-            raise ConfigError(SETTING, name, why, f"name one of {', '.join(sorted(configs))}, template or harmony")
+            hint = f"name one of {', '.join(sorted(configs))}, template or harmony"
+            raise ConfigError(SETTING, name, LEFT_OUT.get(name, "is no renderer"), nearest(name, configs) or hint)
         import renderers
 
         try:

@@ -233,6 +233,53 @@ def test_what_cannot_be_searched_is_a_mistake(words: list[str], says: str, capsy
     assert says in capsys.readouterr().err
 
 
+WRONG: list[tuple[str, object]] = [
+    ("cluster", None), ("cluster", 5), ("cluster", "x"), ("cluster", [1]), ("cluster.gpu_memory_gb", "x"),
+    ("cluster.trainer_ranks", "x"), ("cluster.trainer_ranks", 0), ("cluster.placement", "x"),
+    ("teacher", None), ("teacher", "x"), ("model.path", 5), ("rollout.max_staleness", "x"),
+    ("sglang", None), ("sglang.tp_size", "x"), ("sglang.tp_size", 0), ("sglang.tp_size", -1), ("sglang.ep_size", 0),
+    ("sglang.num_engines", "x"), ("sglang.num_engines", 0), ("sglang.mem_fraction_static", 2),
+    ("megatron", None), ("megatron.extra", "x"), ("megatron.extra", None),
+    *((f"megatron.{name}_parallel_size", value)
+      for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+      for value in (0, "x", [1])),
+    *(("megatron.virtual_pipeline_model_parallel_size", value) for value in (0, -1, "x", float("nan"))),
+]  # fmt: skip
+
+
+def with_setting(given: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    section, _, name = path.partition(".")
+    wrong = {**given.get(section, {}), name: value} if name else value
+    return {**given, section: wrong}
+
+
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize(("path", "value"), WRONG)
+def test_a_wrong_section_is_refused_as_in_a_check(path: str, value: object, search: bool) -> None:
+    given = with_setting(values("qwen3-4B"), path, value)
+    if path == "megatron.extra" and value is None:
+        given = with_setting(given, "megatron.moe_aux_loss_coeff", 0.1)
+    with pytest.raises(ConfigError) as checked:
+        build(given)
+    with pytest.raises(ConfigError) as planned:
+        found_by(given, 8, 80.0, 1) if search else plan_of(given, 8, 80.0)
+    assert str(planned.value) == str(checked.value) and planned.value.field.startswith(path)
+    assert not isinstance(planned.value, NothingFits)
+
+
+def test_numbers_in_quotes_are_numbers() -> None:
+    given = values("qwen3-4B", megatron={"tensor_model_parallel_size": "2"}, rollout={"max_staleness": "0"})
+    given = merge(given, {"cluster": {"gpu_memory_gb": "80", "trainer_ranks": "4", "placement": "separate"}})
+    [found] = found_by(given, 8, None, 1)[0]
+    assert found.plan.layout.tp == 2 and found.plan.trainer_gpus == 4
+
+
+def test_a_refusal_of_all_layouts_names_the_setting() -> None:
+    given = values("qwen3-4B", megatron={"sequence_parallel": False, "tensor_model_parallel_size": 2})
+    with pytest.raises(ConfigError, match="refused: megatron.sequence_parallel = False"):
+        found_by(given, 8, 80.0, 1)
+
+
 # ------------------------------------------------------------------------------------------------------------- times
 
 

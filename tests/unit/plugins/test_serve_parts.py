@@ -19,7 +19,8 @@ from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapt
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import merge, read_yaml
 from mslime.config.resolved import engine_spec, policy_spec
-from mslime_plugins.serve import proto
+from mslime_plugins.serve import bodies, proto
+from mslime_plugins.serve.client_errors import ServeError
 from mslime_plugins.serve.sampling import PooledEngines
 from mslime_plugins.serve.served_config import adapted_parts, adapter_config, base_names, served_config
 from mslime_plugins.serve.sessions import AdapterAsk
@@ -81,6 +82,14 @@ def test_engines_make_room_for_as_many_adapters_as_the_setting_says() -> None:
 def test_what_cannot_be_served_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         served_config({**PLAIN, **values})
+
+
+def test_a_missing_field_of_a_body_has_no_value() -> None:
+    with pytest.raises(ServeError) as caught:
+        bodies.read(bodies.CreateModel, b'{"session_id": "s", "base_model": "secret"}')
+    assert (caught.value.field, caught.value.value) == ("model_seq_id", None)
+    with pytest.raises(ServeError, match="model_seq_id = 'x'"):
+        bodies.read(bodies.CreateModel, b'{"session_id": "s", "model_seq_id": "x", "base_model": "b"}')
 
 
 def test_a_key_of_ones_own_begins_as_the_sdk_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
