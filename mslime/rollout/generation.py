@@ -196,8 +196,9 @@ class Generator:
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._blank = begins_with_blank(tokenizer)
-        own = RequestSlots(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0})
-        self._slots = slots or partial(own.of, "")
+        self._slots = slots or partial(
+            RequestSlots(lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0}).of, ""
+        )
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0

@@ -142,8 +142,7 @@ def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
 #
 # A Ray actor that derives from `HandleActor` holds objects by name. A `RemoteHandle` is the handle of such an object in
 # another process: `engines.call(RunEngines.stamp, 3)` in the driver, `await manager.ask(Manager.report)` in an event
-# loop.
-# `LoopHandle` is a handle of an object in another thread's event loop, called as in the driver.
+# loop. `LoopHandle` is a handle of an object in another thread's event loop, called as in the driver.
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -207,13 +207,13 @@ class BroadcastTransport(ChangeCarrier):
         assert self._group is not None, "not connected"
         answers = [self.link.engine_port.load(engine, update) for engine in self.engines]
         if not flat.numel():
-            return PendingBroadcast(bucket, answers, flat, None)
+            return PendingBroadcast(bucket, answers, None)
         # In a separate thread: over NCCL the first broadcast creates the communicator and waits for every engine
         # without a deadline. Engines create their end at the first bucket, so this cannot happen in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = entered = Future[None]()
         sent = in_thread(broadcast_each, [(flat, self._group)], stream, self.link.deadline_s, entered)
-        return PendingBroadcast(bucket, [sent, *answers], flat, sent)
+        return PendingBroadcast(bucket, [sent, *answers], sent)
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
@@ -235,7 +235,6 @@ class BroadcastTransport(ChangeCarrier):
 class PendingBroadcast(LoadingBucket):
     """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
-    flat: torch.Tensor
     sent: Future[str] | None
 
     def refused(self) -> list[ChangesRefused]:
