@@ -128,7 +128,7 @@ def _words(node: ast.AST) -> set[str]:
     return {f".{node.value}"} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
 
 
-RELAYS = ("run/ray_calls.py:Host.ask", "rollout/service.py:Local.ask")
+RELAYS = ("run/ray_calls.py:HandleActor.ask", "rollout/service.py:LocalHandle.ask")
 """They call the method that they are given as `Class.method`."""
 RECORDS = ("config/", "logs.py", "observe/", "data/sample_log.py")
 """Settings, logs and records: not part of a way, even if a verb calls them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import ROOT, Run, start_run
-from tests.e2e.probe import VARIABLE, Entered, mentions, probed_copy, read, ways
+from tests.e2e.probe import RELAYS, VARIABLE, Entered, mentions, probed_copy, read, ways
 from tests.unit.test_walk import Stop, all_stops
 
 
@@ -42,6 +42,7 @@ def rows(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_what_a_step_enters_is_counted(rows: list[Entered]) -> None:
     take, loss, weight = ways(rows, mentions(ROOT / "mslime"))
     print(f"\n{take}\n{loss}\n{weight}")
+    assert {row.name for row in rows} >= set(RELAYS), "a relay has another name now"
     assert take.functions < loss.functions
     assert "rollout/group_tracker.py:GroupTracker.take" in take.functions
     assert "algorithms/losses.py:policy_loss" in loss.functions - take.functions
