@@ -49,6 +49,7 @@ from mslime.engine_plugin.wire import (
     TakeIpc,
     decode,
     take_handle,
+    with_manager,
 )
 from mslime.network import own_address
 from mslime.remote_memory import MemoryEndpoint, RemoteMemory
@@ -247,7 +248,10 @@ def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
     if bool(on_gpu) != (device.type == "cuda"):
         raise ValueError(f"the handle is of memory on a {'GPU' if on_gpu else 'CPU'}, and this engine runs on {device}")
     made: Any = torch.UntypedStorage
-    storage = made._new_shared_cuda(device.index, *rest) if on_gpu else made._new_shared_filename_cpu(*rest)
+    if on_gpu:
+        storage = made._new_shared_cuda(device.index, *rest)
+    else:
+        storage = with_manager(made._new_shared_filename_cpu, *rest)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

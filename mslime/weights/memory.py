@@ -187,7 +187,7 @@ def handle_of(flat: torch.Tensor) -> HandleFields:
     """
     storage: Any = flat.untyped_storage()  # with the private calls of torch's multiprocessing
     if not flat.is_cuda:
-        return 0, *storage._share_filename_cpu_()
+        return 0, *wire.with_manager(storage._share_filename_cpu_)
     return 1, *storage._share_cuda_()[1:]  # the device index here has no meaning in another process
 
 

@@ -54,10 +54,16 @@ def checkpoint(tiny_qwen3_moe: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(sglang_server: SharedServer) -> Iterator[Endpoint]:
-    """The shared server, which gets its own weights back afterwards."""
-    yield sglang_server.endpoint
+def own_weights_afterwards(sglang_server: SharedServer) -> Iterator[None]:
+    yield
+    sglang_server.make_sound()
     sglang_server.restore()
+
+
+@pytest.fixture
+def engine(sglang_server: SharedServer, own_weights_afterwards: None) -> Endpoint:
+    """The shared server: after a failed test another one, at another port."""
+    return sglang_server.endpoint
 
 
 def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", over: str = "disk", **sizes: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.probe import Entered, mentions, reached
+from tests.e2e.probe import RELAYS, Entered, mentions, reached
 
 ROOT = Path(__file__).parents[2]
 _STOP = re.compile(r"^( *)- `mslime/([\w/]+\.py):([\w.]+)`", re.MULTILINE)
@@ -68,15 +68,15 @@ def test_only_a_chain_of_calls_counts(tmp_path: Path) -> None:
         "class Run:\n    def take(self):\n        actor.ask.remote(There.groups)\n        plain()\n"
         "def plain():\n    in_thread(self.work)\n"
     )
-    links = [("", "a.py:Run.take"), ("a.py:Run.take", "a.py:plain"), ("", "run/ray_calls.py:Host.ask"),
-             ("run/ray_calls.py:Host.ask", "b.py:There.groups"), ("run/ray_calls.py:Host.ask", "b.py:There.report"),
+    relay = RELAYS[0]
+    links = [("", "a.py:Run.take"), ("a.py:Run.take", "a.py:plain"), ("", relay), (relay, "b.py:There.groups"), (relay, "b.py:There.report"),
              ("b.py:There.report", "b.py:Count.of"), ("threads.py:in_thread", "b.py:Way.work"),
              ("", "b.py:Health.beat")]  # fmt: skip
     rows = [Entered(at, caller, name) for at, (caller, name) in enumerate(links)]
     found = reached("a.py:Run.take", rows, mentions(tmp_path))
     assert found == {
         "a.py:Run.take",
-        "run/ray_calls.py:Host.ask",
+        relay,
         "a.py:plain",
         "b.py:There.groups",
         "threads.py:in_thread",

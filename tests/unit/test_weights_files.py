@@ -23,7 +23,7 @@ from mslime.config.errors import WeightSyncError
 from mslime.convert.hf import INDEX_NAME
 from mslime.engine_plugin.bucket_files import SenderFiles, open_handle
 from mslime.engine_plugin.copy_plan import SyncBuckets
-from mslime.engine_plugin.wire import Answer, take_handle, write_handle
+from mslime.engine_plugin.wire import MANAGER_ATTEMPTS, Answer, take_handle, with_manager, write_handle
 from mslime.weights import memory, transport_contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.files import DiskTransport
@@ -126,6 +126,31 @@ def test_a_handle_is_for_one_process(tmp_path: Path) -> None:
         take_handle(path)
     with pytest.raises(FileNotFoundError):
         take_handle(tmp_path / "never written")
+
+
+def test_a_busy_manager_of_shared_memory_is_waited_for_and_a_dead_one_not_for_ever() -> None:
+    """Torch waits one second for its manager: on a machine with a load of 30 that ended a sync."""
+    attempts: list[tuple[object, ...]] = []
+
+    def share(*fields: object) -> str:
+        attempts.append(fields)
+        if len(attempts) < 3:
+            raise RuntimeError("Shared memory manager connection has timed out")
+        return "shared"
+
+    assert with_manager(share, b"manager", 8) == "shared" and attempts == [(b"manager", 8)] * 3
+
+    def refuse(error: str) -> None:
+        attempts.append(())
+        raise RuntimeError(error)
+
+    attempts.clear()
+    with pytest.raises(RuntimeError, match="timed out"):
+        with_manager(refuse, "timed out")
+    assert len(attempts) == MANAGER_ATTEMPTS
+    with pytest.raises(RuntimeError, match="no space"):
+        with_manager(refuse, "no space")
+    assert len(attempts) == MANAGER_ATTEMPTS + 1
 
 
 def test_memory_on_another_kind_of_device_is_refused() -> None:
