@@ -88,7 +88,7 @@ def code(cell: str) -> str:
 def test_the_tables_name_all_that_there_is_with_its_arguments() -> None:
     attributes = {name for row in rows(PAGE, "attribute") for name in re.findall(r"`(\w+)`", row[0])}
     assert attributes == {f.name for f in fields(Task)} | {"text"}
-    assert {code(row[0]) for row in rows(PAGE, "of an `Episode`")} == {f.name for f in fields(Episode)}
+    assert {code(row[0]) for row in rows(PAGE, "field of `Episode`")} == {f.name for f in fields(Episode)}
     methods = {name: f for name, f in inspect.getmembers(Engine, inspect.isfunction) if not name.startswith("_")}
     told = {code(row[0]).removeprefix("await ") for row in rows(PAGE, "method")}
     assert {call.partition("(")[0] for call in told} == set(methods)
@@ -141,7 +141,7 @@ def told_errors() -> set[str]:
 
 
 def test_every_error_is_on_the_page_and_each_of_the_page_is_tried() -> None:
-    on_page = {code(row[0]) for row in rows(PAGE, "the error says")}
+    on_page = {code(row[0]) for row in rows(PAGE, "error")}
     assert on_page == {*MISTAKES, *ELSEWHERE}
     assert len(told_errors()) > 18
     assert not {told for told in told_errors() if not any(cell.startswith(told) for cell in on_page)}
