@@ -69,7 +69,8 @@ def test_only_a_chain_of_calls_counts(tmp_path: Path) -> None:
         "def plain():\n    in_thread(self.work)\n"
     )
     relay = RELAYS[0]
-    links = [("", "a.py:Run.take"), ("a.py:Run.take", "a.py:plain"), ("", relay), (relay, "b.py:There.groups"), (relay, "b.py:There.report"),
+    links = [("", "a.py:Run.take"), ("a.py:Run.take", "a.py:plain"), ("", relay),
+             (relay, "b.py:There.groups"), (relay, "b.py:There.report"),
              ("b.py:There.report", "b.py:Count.of"), ("threads.py:in_thread", "b.py:Way.work"),
              ("", "b.py:Health.beat")]  # fmt: skip
     rows = [Entered(at, caller, name) for at, (caller, name) in enumerate(links)]
