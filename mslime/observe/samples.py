@@ -131,12 +131,12 @@ def read_samples(path: Path) -> Iterator[SampleLine]:
     Raises:
         UserError: a line is not a response in this version's format.
     """
-    return _lines(path, _SAMPLE, "is not a response that this version wrote")
+    return _lines(path, _SAMPLE, "is not a response in this version's format")
 
 
 def read_trainer_lines(path: Path) -> Iterator[TrainerLine]:
     """Iterate over the lines of a trainer's file. Raises UserError as `read_samples`."""
-    return _lines(path, _TRAINER, "is not a trainer's line")
+    return _lines(path, _TRAINER, "is not a line of trainer log-probs")
 
 
 def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:

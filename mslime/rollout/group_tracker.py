@@ -117,10 +117,10 @@ def begun_anew(headers: Sequence[Mapping[str, Any]], columns: StoredColumns) -> 
     groups: list[Group] = []
     for h in headers:
         tokens, chat = columns.cut("prompts", h["prompt"]).tolist(), h.get("chat") or {}
-        asked = Prompt(
+        prompt = Prompt(
             tokens, h["label"], dict(h["metadata"]), h["source"], "", chat.get("messages"), chat.get("tools")
         )
-        groups.append(new_group(int(h["group_id"]), asked, int(h["size"])))
+        groups.append(new_group(int(h["group_id"]), prompt, int(h["size"])))
         groups[-1].failures = int(h["failures"])
     return groups
 

@@ -126,7 +126,7 @@ def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
 
 
 def test_messages_that_cannot_be_answered_name_the_function() -> None:
-    with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*cannot be answered: messages = "):
+    with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*invalid request to the model: messages = "):
         rolled("asks_nonsense")
 
 

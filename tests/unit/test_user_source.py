@@ -71,7 +71,7 @@ def test_an_item_that_is_no_prompt_is_named(bad: str, said: str, monkeypatch: py
 
 def test_a_state_that_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_functions.Letters, "bad", "state")
-    with pytest.raises(ConfigError, match="state_dict returned what JSON cannot hold"):
+    with pytest.raises(ConfigError, match="state_dict returned a value that is not JSON"):
         source().state_dict()
 
 

@@ -320,7 +320,7 @@ def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
         return response
 
     (error,) = scored({"http": {"retries": 0}}, sample("abc"), servers=[handler])
-    assert isinstance(error, RewardError) and "answered more than 10000 bytes" in error.rule
+    assert isinstance(error, RewardError) and "sent more than 10000 bytes" in error.rule
 
 
 def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPatch):
