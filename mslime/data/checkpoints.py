@@ -238,7 +238,7 @@ class Manifest:
 
     @property
     def summed(self) -> bool:
-        """Whether its files carry checksums; those of format 1 do not."""
+        """Whether its files carry checksums; files of format 1 do not."""
         return self.format > 1
 
 

@@ -97,7 +97,7 @@ class SampleLog:
         self._submit(path, self._lines(step, list(parts)))
 
     def watch(self, step: int, samples: Sequence[Sample], trained: Sequence[Sample]) -> tuple[int, ...]:
-        """Select sequences for `write_trained`: those of `trained` that are among the selection from `samples`."""
+        """Select sequences for `write_trained`: the part of `trained` in the selection from `samples`."""
         few = [] if self._keep == "none" else [samples[place] for place in choose(samples, step)]
         numbers = {id(sample): number for number, sample in enumerate(trained)}
         found = {numbers[id(sample)]: sample for sample in few if id(sample) in numbers}

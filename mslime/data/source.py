@@ -360,7 +360,7 @@ class UserSource:
     that is not a prompt, for an end, and if no prompt fits `data.max_prompt_tokens`.
 
     Attributes:
-        drawn: items taken so far. skipped: those of them that were too long.
+        drawn: items taken so far. skipped: number of items that were too long.
     """
 
     def __init__(self, spec: str, config: DataConfig, tokenizer: Tokenizer, seed: int) -> None:

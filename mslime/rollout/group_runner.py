@@ -261,7 +261,7 @@ class GroupRunner:
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
-        """Drop a group at its second failure of its own; otherwise put it back and record the failure. An engine's
+        """Drop a group at its second own failure; otherwise put it back and record the failure. An engine's
         death, or a failure of all groups at once, is not the group's own."""
         same = group.group_id in self._same_failure
         own = not same and not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)

@@ -155,7 +155,7 @@ def outcome_of(returned: object, grown: Sequence[GrowingSample], reply: FindRepl
     """Validate a function's return value against the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
-        hint = "check the environment, or set rollout.on_error to drop"
+        hint = "check the environment, or set rollout.on_error: drop to drop such rollouts"
         raise error(f"reported a failed rollout: {episode.failed}", hint)
     chosen = _chosen(episode.samples, grown, error)
     for one in chosen:

@@ -66,7 +66,7 @@ P = ParamSpec("P")
 
 
 class Handle(Protocol[T_co]):
-    """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
+    """`await manager.ask(Manager.report)`, with the argument and result types of the method."""
 
     async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
         """Call the method: return its result or raise its error."""

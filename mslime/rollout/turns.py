@@ -438,7 +438,7 @@ class Rollout:
 
     def _check_untouched(self, grown: GrowingSample) -> None:
         if not grown.untouched:
-            self._over = True  # even if the function goes on after the error
+            self._over = True  # even if the function continues after the error
             grown.sample.restart()
             grown.sample.metadata = copy.deepcopy(self._group.metadata)
             self._tracker.dropped(grown.trained, "failed")

@@ -95,7 +95,7 @@ class AtroposServer:
                 f"{self._record}"]  # fmt: skip
 
     def _kept_token(self) -> str:
-        """A random token, or that of an earlier process of the run, so that its environments continue."""
+        """A random token, or the token of an earlier process of the run, so its environments continue."""
         try:
             kept = json.loads(self._record.read_text())["key"]
         except (OSError, ValueError, LookupError, TypeError):

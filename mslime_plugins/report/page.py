@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> Sequence[Row]:
     """The rows of a run's metrics as in the file; `rows.by_step` reduces them to one per step."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
-        raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
+        raise UserError("run directory", str(run_dir), "does not exist", "name the directory outputs/NAME of a run")
     found = metrics.read_metrics(path)
     if not found:
         why = "is empty" if path.exists() else "is missing"

@@ -87,7 +87,7 @@ def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name:
 def find_file(run_dir: Path, wanted: SampleSelection) -> tuple[Path, int]:
     """The file of the selected step, and the step."""
     if not run_dir.is_dir():
-        raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
+        raise UserError("run directory", str(run_dir), "does not exist", "name the directory outputs/NAME of a run")
     steps = recorded_steps(run_dir, evaluation=wanted.evaluation)
     unit = "evaluation" if wanted.evaluation else "step"
     if not steps and (adapters := directories(run_dir)[1:]):

@@ -21,7 +21,7 @@ _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_lo
 
 def requests_of(body: bodies.SampleBody, rid: str, limits: ModelLimits) -> list[GenerateRequest]:
     """The requests to engines: one per continuation, all for one engine. Log-probs are over the whole vocabulary, as
-    the trainer computes them; the first request returns those of the prompt. Raises ServeError for the first
+    the trainer computes them; the first request returns the prompt's log-probs. Raises ServeError for the first
     mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):

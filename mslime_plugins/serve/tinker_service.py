@@ -78,7 +78,7 @@ class Service:
     def describe(self) -> str:
         """The current activity, as one line."""
         clients, adapters = len(self.sessions.all), len(self.sessions.models)
-        return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} request(s) under way"
+        return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} unfinished request(s)"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 

@@ -133,7 +133,7 @@ def test_a_tokenizer_of_another_family_is_refused_by_the_token_it_lacks() -> Non
 
 def test_messages_that_a_renderer_refuses_are_the_clients_mistake() -> None:
     made = PackageRenderer("qwen3", tokenizer_for("qwen3"), "template")
-    with pytest.raises(ChatError, match="renderer qwen3 refuses them"):
+    with pytest.raises(ChatError, match="renderer qwen3 cannot render them"):
         made.render([], ())
 
 

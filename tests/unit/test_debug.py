@@ -94,7 +94,7 @@ def nothing(made: Sample) -> None:
     (lambda s: setattr(s, "reward", None), {}, {}, "is not scored"),
     (Sample.mask_all, {}, {}, "no token to train"),
     (nothing, {}, {"train": {"optimizer_steps_per_rollout": 4}}, "cannot fill 4 optimizer steps"),
-    (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "no scores of the teacher"),
+    (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "of the served teacher"),
 ])  # fmt: skip
 def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
     tmp_path: Path, change: Callable[[Sample], None], of_model: dict[str, Any], sections: dict[str, Any], told: str

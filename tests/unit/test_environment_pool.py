@@ -239,7 +239,7 @@ def test_a_close_that_raises_is_told_and_harms_nothing(capsys: pytest.CaptureFix
     ("NoStep", {}, "rollout.environment", "has no method step"),
     ("OldReset", {}, "rollout.environment", "it is called with (self, task)"),
     ("Counting", {"size": 3}, "rollout.environment_options", "cannot be constructed with (size=3)"),
-    ("made_by_a_function", {}, "rollout.environment", "is no class"),
+    ("made_by_a_function", {}, "rollout.environment", "is not a class"),
 ])  # fmt: skip
 def test_a_class_that_cannot_be_used_is_refused_when_its_process_starts(
     kind: str, options: dict[str, Any], field: str, rule: str

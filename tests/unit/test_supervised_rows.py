@@ -124,14 +124,14 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_shown_each_turn_as
         (PLAIN, [user("a"), assistant("b", weight=0)], "no assistant turn"),
         (PLAIN, [user("a"), assistant("b", weight=0.5)], "'weight' of an assistant's turn must be 0 or 1"),
         (PLAIN, [assistant("hello"), user("a")], "the first message"),
-        (ENDLESS, [user("a"), assistant("b")], "does not write message 2 behind the prompt"),
+        (ENDLESS, [user("a"), assistant("b")], "does not write message 2"),
         (ENDLESS.replace("<|im_start|>assistant\n", "assistant: "), [user("a"), assistant("b")], "would not learn to"),
         ("{{ raise_exception('no tools') }}", [user("a"), assistant("b")], "no tools"),
         (MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}"), [user("a"), assistant("b")], ""),
         (
             MARKED + "{% generation %}!{% endgeneration %}",
             [user("a"), assistant("b", train=0), assistant("c")],
-            "chosen",
+            "3 marks",
         ),
     ],
 )
@@ -366,5 +366,5 @@ def test_a_turn_without_thoughts_behind_a_prompt_that_opens_them_is_trained() ->
     tokenizer = HFTokenizer(make_special_tokenizer(specials, "<|eos|>", template=R1))
     (found,) = supervised_turns([user("2+2?"), assistant("It is 4.")], {}, tokenizer, "row", "all")
     assert found.marked() == "<|bos|><|User|>2+2?<|Assistant|>[[It is 4.<|eos|>]]"
-    with pytest.raises(DataError, match="does not write message 2 behind"):  # its thoughts would be lost
+    with pytest.raises(DataError, match="does not write message 2"):  # its thoughts would be lost
         supervised_turns([user("2+2?"), assistant("<think>2+2</think>4")], {}, tokenizer, "row", "all")

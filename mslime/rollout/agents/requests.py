@@ -173,7 +173,7 @@ def tools_of(
 
 
 def refuse(body: Mapping[str, Any], **fields: str) -> None:
-    """Raise ChatError for fields that cannot be ignored, such as those that refer to a part of the conversation.
+    """Raise ChatError for fields that cannot be ignored, such as references to a part of the conversation.
 
     Args:
         fields: the error of each, by name.

@@ -38,7 +38,7 @@ class RewardProcess(WorkerProcess):
 
 
 class WorkerPool:
-    """Keeps `workers` processes for one function, and replaces those that end.
+    """Keeps `workers` processes for one function, and replaces processes that end.
 
     A synchronous function gets one sample at a time. An async one gets many, so if its process hangs or dies, the
     sample at fault is unknown: every sample it held is retried once, alone with a process. A single sample whose

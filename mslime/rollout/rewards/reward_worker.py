@@ -62,7 +62,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 async def answer(function: Callable[[Any], Any], request: Any, job: RewardJob) -> RewardResult | list[RewardResult]:
-    """The result of one sample, or those of a group. An error is text with its location; one error covers a whole
+    """The result of one sample, or the results of a group. An error is text with its location; one error covers a whole
     group."""
     limit = asyncio.timeout(job.limit_s)
     try:
