@@ -431,7 +431,7 @@ def _row_of(item: object, where: str) -> RowContent:
     unknown = [str(key) for key in given if key not in KEYS]
     if unknown or "prompt" not in given:
         raise DataError(
-            where, unknown or sorted(given), f"an item of data.source may have the keys {', '.join(KEYS)}",
+            where, unknown or sorted(given), f"an item of data.source may only have the keys {', '.join(KEYS)}",
             f"{nearest((unknown or ['prompt'])[0], KEYS)} put anything else into metadata".lstrip(),
         )  # fmt: skip
     return RowContent(given["prompt"], given.get("label"), given.get("metadata") or {}, where)

@@ -1,6 +1,6 @@
-"""Responses that a run kept, in `RUN/rollouts`. `step_N.jsonl` holds the responses trained in step N, `eval_step_N.jsonl`
-responses of the evaluation after N steps, `trainer_step_N.jsonl` trainer results for some of step N. Steps count as in
-the metrics. docs/report.md defines the lines.
+"""Responses that a run kept, in `RUN/rollouts`. `step_N.jsonl` holds the responses trained in step N,
+`eval_step_N.jsonl` responses of the evaluation after N steps, `trainer_step_N.jsonl` the trainer's results for some of
+step N. Steps count as in the metrics. docs/report.md defines the lines.
 """
 
 from __future__ import annotations

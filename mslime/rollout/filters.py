@@ -75,7 +75,7 @@ def load_sample_hook(spec: str | None) -> Hook:
                 hint = "return a mapping of names and numbers, or None"
                 raise ConfigError(SETTING, spec, f"{found} ({about})", hint)
             if _print(sample) != before:
-                hint = "only read samples: their values were sampled and scored"
+                hint = "the hook must only read samples"
                 raise ConfigError(SETTING, spec, f"changed {about}", hint)
             named = {f"user/{name}": number for name, number in found.items()}
             taken = next((name for name in named if name in sample.scores and name not in own), None)

@@ -427,7 +427,7 @@ class Rollout:
         ids, known = np.asarray(given) if len(given) else np.empty(0, np.int32), self._generator.vocab_size
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < known):
             wrong = next((i for i in given if type(i) is not int or not 0 <= i < known), given)
-            raise ChatError("prompt", f"{wrong!r:.80}", f"is not a token id of this model, which has {known}",
+            raise ChatError("prompt", f"{wrong!r:.80}", f"is not a token id of this model, which has {known} tokens",
                             "send ids of the model's own tokenizer, or a string")  # fmt: skip
         return ids.astype(np.int32)
 

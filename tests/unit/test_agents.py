@@ -77,7 +77,7 @@ def test_a_token_that_the_model_does_not_have_is_the_agents_mistake() -> None:
 
 @pytest.mark.parametrize("token", [-1, 1 << 40, 10**30, 1.5, "a", None])
 def test_a_token_that_the_model_does_not_have_is_the_functions_mistake(token: object) -> None:
-    with pytest.raises(RolloutError, match="no token id of this model"):
+    with pytest.raises(RolloutError, match="not a token id of this model"):
         check_rollout("tests.unit.user_agents:appends_what_is_no_token", label=token)
 
 

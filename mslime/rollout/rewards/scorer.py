@@ -105,7 +105,7 @@ class TextGrader:
         """Prepare before generation begins. Raises ConfigError if that fails."""
 
     async def score(self, sample: Sample) -> RewardResult:
-        """Score a sample. Failures are returned as its error: a package's function may fail."""
+        """Score a sample. Failures are returned as its error: a package's function may raise."""
         try:
             return checked(self._function(sample.response, sample.label), len(sample))
         except Exception as error:

@@ -274,9 +274,9 @@ def test_a_busy_server_is_asked_again():
 
 @pytest.mark.parametrize(("status", "body", "message", "asked"), [
     (503, "busy", "answered HTTP 503: 'busy'", 2), (404, "where?", "answered HTTP 404", 1),
-    (200, "no json", "what is not JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
+    (200, "no json", "sent invalid JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
     (200, '{"reward": 1}', "to 1 samples", 1), (200, '["1"]', "not a number", 1),
-    (200, '{"rewards": [NaN]}', "what is not JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
+    (200, '{"rewards": [NaN]}', "sent invalid JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
     (302, "", "answered HTTP 302", 1),
 ])  # fmt: skip
 def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int, body: str, message: str, asked: int):

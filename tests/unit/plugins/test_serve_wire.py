@@ -252,7 +252,7 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
     tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint_from_tinker_path(drawn).result()
     with pytest.raises(tinker.APIStatusError, match="no state is saved there"):
         gone.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result()
-    with pytest.raises(tinker.RequestFailedError, match="a name has letters"):
+    with pytest.raises(tinker.RequestFailedError, match="must have letters"):
         training.save_state("../../elsewhere").result()
     with pytest.raises(tinker.RequestFailedError, match="adam_params.learning_rate"):
         training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
