@@ -62,7 +62,7 @@ METRICS: dict[str, Metric] = {
     "eval/{set}/seconds": Metric("s", "duration of the evaluation, beside training or not"),
     "eval/{set}/nll": Metric("nats", "negative log-likelihood (supervised)", "eval/{set}/tokens"),
     "eval/{set}/perplexity": Metric("", "exp of eval/{set}/nll"),
-    "eval/{set}/tokens": Metric("tokens", "tokens of a held-out set that training would train (supervised)"),
+    "eval/{set}/tokens": Metric("tokens", "tokens of a held-out set inside its loss (supervised)"),
     "data/skipped_rows": Metric("rows", "skipped as too long so far; sequences with sft_loss_on each"),
     "data/cut_rows": Metric("rows", "cut as too long so far; sequences with sft_loss_on each"),
     "loss/tokens": Metric("tokens", "trained tokens, including those that a correction rejects", "", "sum"),
