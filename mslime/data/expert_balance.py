@@ -224,7 +224,7 @@ class _Search:
         self._holder[item], self._holder[other] = b, a
 
     def _like(self, item: int) -> NDArray[np.int64]:
-        """Items of similar work that this one may be exchanged with; an exchange within a lockstep set gains nothing."""
+        """Items of similar work to exchange with this one; an exchange within a lockstep set gains nothing."""
         at = int(self._rank[item])
         near = self._order[max(at - WINDOW // 2, 0) : at + WINDOW // 2 + 1]
         mine, theirs = self._holder[item], self._holder[near]

@@ -1,8 +1,8 @@
 """Time spans on lanes in `timeline.jsonl`, for the report's picture of a step.
 
 A lane is a part of the run that works in parallel to others: `engine 0`, ..., `trainer 0`, ..., `sender 0` (of
-weights), ..., `driver`. The driver's span named `step` bounds a step. Recording costs an append to a list. At the end of a step
-overlapping spans of one kind (concurrent requests of an engine) are merged, and the step is written.
+weights), ..., `driver`. The driver's span named `step` bounds a step. Recording costs an append to a list. At the end
+of a step overlapping spans of one kind (concurrent requests of an engine) are merged, and the step is written.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name:
     first = next(found, None)
     if first is None:
         known = sorted({row.get("set") or "" for row in read_samples(path)})
-        raise UserError("--eval", name, f"{path} has no responses to it", f"available: {', '.join(known) or 'none'}")
+        raise UserError("--eval", name, f"{path} has no responses to it", f"the sets are {', '.join(known) or 'none'}")
     return itertools.chain([first], found)
 
 
@@ -102,7 +102,7 @@ def find_file(run_dir: Path, wanted: SampleSelection) -> tuple[Path, int]:
         )  # fmt: skip
     step = steps[-1] if wanted.step is None else wanted.step
     if step not in steps:
-        raise UserError("--step", step, f"no responses of this {unit} are kept", f"available: {_ranges(steps)}")
+        raise UserError("--step", step, f"no responses of this {unit} are kept", f"choose from {_ranges(steps)}")
     return file_of(run_dir, step, evaluation=wanted.evaluation), step
 
 

@@ -241,7 +241,7 @@ def test_by_default_a_run_ends_of_a_group_that_cannot_be_trained_and_says_why(tm
         assert (await env.hand_in(replies, [1.0, 0.0]))[0] == 422
         await asyncio.sleep(5)
 
-    with pytest.raises(RolloutError, match=r"(?s)rollout.function atropos.*wire_0 handed in a group.*unknown_sequence.*"
+    with pytest.raises(RolloutError, match=r"(?s)rollout.function atropos.*wire_0 submitted a group.*unknown_sequence.*"
                        r"at token 6 of 9.*server_type: sglang"):  # fmt: skip
         trained_step(tmp_path, play)
 

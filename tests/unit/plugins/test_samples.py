@@ -173,7 +173,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_ends_nothing(tokenizer: HFTo
         log.write(file_of(tmp_path, step), step, [LogBatch(step_of(tokenizer), 3)])
     log.close(60)
     (note,) = log.notes()
-    assert "step_000000.jsonl: responses cannot be written" in note and "goes on" in note and log.notes() == []
+    assert "step_000000.jsonl: responses cannot be written" in note and "continues" in note and log.notes() == []
 
 
 def test_an_earlier_file_of_a_step_is_replaced_whole_and_steps_to_come_again_are_taken_away(
@@ -255,10 +255,10 @@ def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--step", "4"], r"(?s)--step = 4.*there are: 1 to 3, 5"),
+        (["--step", "4"], r"(?s)--step = 4.*choose from 1 to 3, 5"),
         (["--eval", "nope"], r"(?s)--eval = 'nope'.*held_out, other"),
         (["--best", "0"], "must be at least 1"),
-        (["--step", "7", "--eval"], "there are: 0"),
+        (["--step", "7", "--eval"], "choose from 0"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(
@@ -507,7 +507,7 @@ def test_inspect_lists_what_is_kept_and_shows_tokens_with_experts(
     [
         (["--group", "5"], "--group = 5"),
         (["--group", "7", "--sample", "3"], "--sample = 3"),
-        (["--step", "7"], "there are: 6"),
+        (["--step", "7"], "choose from 6"),
         (["--eval"], "holds no responses of any evaluation"),
     ],
 )
