@@ -106,7 +106,7 @@ MISTAKES = {
     "sent an invalid request to the model: ...": "user_agents:asks_nonsense",
     "changed tokens, loss mask or log-probs of its sample": "user_rollouts:changes_tokens",
     "left a broken sample: ...": "user_mistakes:forgets_what_was_sampled",
-    "used a Sample that is not of this rollout": "user_mistakes:uses_a_foreign_sample",
+    "used a Sample that does not belong to this rollout": "user_mistakes:uses_a_foreign_sample",
     "called generate() while another call for the sequence was running": "user_rollouts:generates_twice_at_once",
     "changed a sequence while a turn was being generated": "user_episodes:appends_while_it_generates",
     "branched at token 1 of 9": "user_episodes:branches_inside_the_prompt",

@@ -199,10 +199,10 @@ def test_a_loss_of_the_clients_own_runs_at_the_client(server: FakeServer, client
 WRONG: list[tuple[Any, str, dict[str, Any] | None, str]] = [
     (lambda: weighted([1, 2]), "gspo", None, "loss_fn = 'gspo': is not supported; (?s:(?!.*did you mean))"),
     (lambda: weighted([1, 2]), "stable_reinforce", None, "(?s)is not supported.*--serve.stable_reinforce"),
-    (lambda: weighted([1] * 32), "cross_entropy", None, "32 tokens.*takes 31 at most"),
+    (lambda: weighted([1] * 32), "cross_entropy", None, "32 tokens.*limit is 31"),
     (lambda: weighted([1, 200]), "cross_entropy", None, "200.*0 to 99"),
     (lambda: datum([1, 2], [3, 100], weights=[1.0, 1.0]), "cross_entropy", None, "target_tokens = 100"),
-    (lambda: datum([1, 2]), "cross_entropy", None, "weights.*cross_entropy needs it"),
+    (lambda: datum([1, 2]), "cross_entropy", None, "weights.*cross_entropy requires it"),
     (lambda: datum([1, 2], weights=[1.0]), "cross_entropy", None, "1 numbers.*2 tokens"),
     (lambda: datum([1, 2], weights=[1.0, float("nan")]), "cross_entropy", None, r"weights\[1\].*finite"),
     (lambda: weighted([1, 2]), "ppo", None, "weights.*nothing else"),
@@ -238,7 +238,7 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
         (lambda: client.create_lora_training_client(BASE, 17), "ranks up to 16"),
         (lambda: client.create_lora_training_client(BASE, 4, train_mlp=False, train_attn=False), "unembedding"),
         (lambda: client.create_training_client_from_state("tinker://a/weights/b"), "must be tinker://"),
-        (lambda: client.create_training_client_from_state(f"tinker://{'0' * 32}:train:0/weights/b"), "nothing is"),
+        (lambda: client.create_training_client_from_state(f"tinker://{'0' * 32}:train:0/weights/b"), "no state is"),
         (lambda: client.create_sampling_client(base_model="other"), "tiny/model or model"),
     ):
         with pytest.raises(tinker.APIStatusError, match=words):
@@ -260,7 +260,7 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
     prompt = types.ModelInput.from_ints([1, 2])
     for wrong, words in (
         ({"prompt": types.ModelInput.from_ints([200])}, "0 to 99"),
-        ({"sampling_params": types.SamplingParams(max_tokens=31)}, "model takes 32"),
+        ({"sampling_params": types.SamplingParams(max_tokens=31)}, "limit is 32"),
         ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs = 3: is not supported"),
         ({"sampling_params": types.SamplingParams(top_p=0.0)}, "top_p"),
         ({"sampling_params": types.SamplingParams(top_k=2**40)}, "top_k"),  # an engine's tensors of it are int32
