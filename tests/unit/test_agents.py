@@ -117,7 +117,7 @@ def test_a_reply_that_sequences_share_has_its_reward_where_it_was_generated() ->
 
 
 def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
-    with pytest.raises(RolloutError, match=r"step reward 1.0 at choice 1 of 'cmpl-\w+'.*\n.*hint: name the id"):
+    with pytest.raises(RolloutError, match=r"step reward 1.0 at choice 1 of 'cmpl-\w+'.*\n.*hint: give the id"):
         rolled("rewards_what_was_not_said", "x")
     with pytest.raises(RolloutError, match=r"step reward 0.5 at choice 0 of 'chatcmpl-\w+'"):
         rolled("rewards_a_reply_that_is_not_returned", "a", "b", "c")
