@@ -189,7 +189,7 @@ def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path: P
         ("none.jsonl", None, "no such file"),
         ("empty.jsonl", b"", "holds no rows"),
         ("blank.jsonl", b"\n  \n", "holds no rows"),
-        ("rows.csv", b"prompt\nP\n", "suffix '.csv' is unknown"),
+        ("rows.csv", b"prompt\nP\n", "suffix '.csv'"),
         ("bad.parquet", b"PAR1 no", "not a readable parquet"),
     ]:
         path = tmp_path / name
