@@ -190,7 +190,7 @@ def damage(
         return None
     return CheckpointError(
         str(path), f"sha256 {str(found.sha256)[:16]}...",
-        f"the manifest has {expected.sha256[:16]}...: the file is not what was written", hint,
+        f"the manifest has {expected.sha256[:16]}...: the file is damaged", hint,
     )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ class Manifest:
 
     @property
     def summed(self) -> bool:
-        """Whether its files carry checksums; those of format 1 do not."""
+        """Whether its files carry checksums; files of format 1 do not."""
         return self.format > 1
 
 
@@ -253,7 +253,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "extra": manifest.extra,
         "files": {name: {"bytes": s.size, "sha256": s.sha256} for name, s in sorted(manifest.files.items())},
     }
-    content = json.loads(json.dumps(content))  # as a reader will see it: keys are text, tuples are lists
+    content = json.loads(json.dumps(content))  # as it is read back: keys are text, tuples are lists
     write_summed(directory / NAME, json.dumps(content | {"sha256": _digest(content)}, indent=1).encode())
 
 
@@ -270,7 +270,7 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
     content = _read(path)
     version: object = content.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(str(path), version, "must name its format: the file is damaged", HINT)
+        raise CheckpointError(str(path), version, "the format is missing: the file is damaged", HINT)
     if version > FORMAT:
         raise CheckpointError(
             str(path), f"format {version}",
@@ -278,7 +278,7 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
             _NEWER,
         )  # fmt: skip
     if version > 1 and content.pop("sha256", None) != _digest(content):
-        raise CheckpointError(str(path), "another checksum", "must be as it was written: it is damaged", HINT)
+        raise CheckpointError(str(path), "wrong checksum", "the manifest is damaged", HINT)
     manifest = _parsed(path, content, version)
     if check_files:
         check_sizes(directory, manifest.files)
@@ -291,9 +291,9 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(str(path), "missing", "a complete checkpoint has a manifest", HINT) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(str(path), str(error), "the manifest is JSON: it is damaged", HINT) from error
+        raise CheckpointError(str(path), str(error), "is not valid JSON: the manifest is damaged", HINT) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(str(path), type(parsed).__name__, "the manifest is a JSON object", HINT)
+        raise CheckpointError(str(path), type(parsed).__name__, "must be a JSON object", HINT)
     return cast("dict[str, Any]", parsed)
 
 
@@ -304,7 +304,7 @@ def _parsed(path: Path, content: Mapping[str, Any], version: int) -> Manifest:
         unknown, missing = sorted(content.keys() - known), sorted(known - content.keys())
         raise CheckpointError(
             str(path), f"unknown keys {unknown}, missing keys {missing}",
-            f"is of another version of mslime ({_writer(content)}) than {__version__}", _NEWER,
+            f"was written by another mslime ({_writer(content)}) than this one, {__version__}", _NEWER,
         )  # fmt: skip
     for key, kind in _TYPES.items():
         if not isinstance(content[key], kind) or (kind is int and isinstance(content[key], bool)):
@@ -338,7 +338,7 @@ def _file_sum(path: Path, name: str, entry: object, version: int) -> FileSum:
 
 
 def _writer(content: Mapping[str, Any]) -> str:
-    return str(content.get("written_by", "its version is not given"))[:40]
+    return str(content.get("written_by", "unknown version"))[:40]
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -447,7 +447,7 @@ def choose(root: Path, resume: Resume) -> ChosenCheckpoint:
         return ChosenCheckpoint(None)
     if resume == "never":
         raise ConfigError(
-            "checkpoint.resume", "never", f"{found[-1]} would be overwritten by a run that starts again",
+            "checkpoint.resume", "never", f"{found[-1]} exists, and a new run would overwrite it",
             "give the run another name, or move the directory away",
         )  # fmt: skip
     return ChosenCheckpoint(newest(root)) if resume == "auto" else _undamaged(found)

@@ -22,7 +22,7 @@ Span = tuple[int, int]
 _THINKS = ("<think>\n", "<think>")
 _OTHERWISE = (
     "set train.sft_loss_on to each (every assistant turn as a separate sequence) or to "
-    "last, or give a template with {% generation %} marks"
+    "last, or use a template with {% generation %} marks"
 )
 
 
@@ -80,7 +80,7 @@ def supervised_turns(
             boundaries; a token straddles a boundary; a turn does not end with a special token.
     """
     turns, wanted = wanted_turns(messages, where, loss_on)
-    with reading(DataError, where, "the tokenizer cannot encode the conversation", "mend or delete the row"):
+    with reading(DataError, where, "the tokenizer cannot encode the conversation", "fix or delete the row"):
         if loss_on == "all":
             return [_sequence(messages, turns, wanted, options, tokenizer, where)]
         return [_sequence(messages[: i + 1], [j for j in turns if j <= i], [i], options, tokenizer, where)
@@ -92,8 +92,8 @@ def wanted_turns(messages: Sequence[Mapping[str, Any]], where: str, loss_on: Sft
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (turns[-1:] if loss_on == "last" else turns) if _is_wanted(messages[i], where)]
     if not wanted:
-        raise DataError(where, [m["role"] for m in messages], "no turn of the assistant is to be trained",
-                        "leave the row out, or name the right key with data.messages_key")  # fmt: skip
+        raise DataError(where, [m["role"] for m in messages], "no assistant turn is selected for training",
+                        "remove the row, or correct data.messages_key")  # fmt: skip
     return turns, wanted
 
 
@@ -103,7 +103,7 @@ def _is_wanted(message: Mapping[str, Any], where: str) -> bool:
         value = message.get(key, True)
         if value not in (0, 1):
             raise DataError(where, value, f"{key!r} of an assistant's turn must be 0 or 1, false or true",
-                            "weigh rows by repeating them")  # fmt: skip
+                            "repeat rows to give them more weight")  # fmt: skip
         if not value:
             return False
     return True
@@ -131,14 +131,14 @@ def _sequence(
     edges = _token_edges(text, sorted({at for span in characters for at in span}), tokens, tokenizer, where)
     spans = tuple((edges[start], edges[end]) for start, end in characters)
     if spans[0][0] == 0:
-        raise DataError(where, text[:80], "there is nothing before the first turn from which it could be predicted",
-                        "begin the conversation with another's turn")  # fmt: skip
+        raise DataError(where, text[:80], "no token precedes the first turn, so it cannot be predicted",
+                        "begin the conversation with a user or system message")  # fmt: skip
     if marks is None:
         for (start, end), (_, last) in zip(characters, spans, strict=True):
             if tokens[last - 1] not in tokenizer.special_ids:
                 raise DataError(
                     where, text[start:end][-40:], "the chat template ends the assistant's turn without a special "
-                    "token, so the model would not learn to stop", "give a template that ends turns with a special "
+                    "token, so the model would not learn to stop", "use a template that ends turns with a special "
                     "token, or one with {% generation %} marks",
                 )  # fmt: skip
     return SupervisedSequence(text, tuple(characters), tokens, spans)
@@ -149,22 +149,22 @@ def _turn(
 ) -> Span:
     """Character span of one assistant turn, after the generation prompt, including its end-of-turn token."""
     if i == 0:
-        raise DataError(where, "assistant", "the first message is the assistant's, with no message before it",
-                        "begin with another's message, or give the turn `train: false`")  # fmt: skip
+        raise DataError(where, "assistant", "the first message is an assistant message",
+                        "begin with a user or system message, or set `train: false` in the turn")  # fmt: skip
     before = tokenizer.render(messages[:i], {**options, "add_generation_prompt": True})
     through = tokenizer.render(messages[: i + 1], {**options, "add_generation_prompt": False})
     if not text.startswith(through):
-        raise DataError(where, _difference(text, through), f"the chat template writes message {i + 1} otherwise when "
-                        "the conversation goes on (many drop earlier thinking)", _OTHERWISE)  # fmt: skip
+        raise DataError(where, _difference(text, through), f"the chat template changes message {i + 1} when "
+                        "other messages follow (many drop earlier thinking)", _OTHERWISE)  # fmt: skip
     thought = (
         "</think>" in str(messages[i].get("content")) and "</think>" not in through[len(before) - len(_THINKS[0]) :]
     )
     if not through.startswith(before) and before.endswith(_THINKS) and not thought:
         before = before[: before.rindex(_THINKS[0].strip())]  # the prompt opens a thinking block that the row lacks
     if not through.startswith(before):
-        raise DataError(where, _difference(through, before), f"the chat template does not write message {i + 1} behind "
-                        "the prompt with which it asks for it", "set data.chat_template_kwargs so that both agree, or "
-                        "give a template with {% generation %} marks")  # fmt: skip
+        raise DataError(where, _difference(through, before), f"the chat template does not write message {i + 1} after "
+                        "its own generation prompt", "set data.chat_template_kwargs to make both agree, or "
+                        "use a template with {% generation %} marks")  # fmt: skip
     return len(before), len(before) + len(through[len(before) :].rstrip())
 
 
@@ -212,12 +212,12 @@ def _chosen(marks: Sequence[Span], turns: Sequence[int], wanted: Sequence[int], 
     marked = [(start, end) for start, end in marks if end > start]
     if not marked:
         raise DataError(where, "{% generation %}", "the chat template marks nothing in this conversation",
-                        "mend the template's marks, or the row")  # fmt: skip
+                        "fix the template's marks, or the row")  # fmt: skip
     if len(wanted) == len(turns):
         return marked
     if len(marked) != len(turns):
-        raise DataError(where, f"{len(marked)} marks", f"the chat template marks other than one part for each of the "
-                        f"{len(turns)} assistant turns, so turns cannot be chosen", "train all turns, or give a "
+        raise DataError(where, f"{len(marked)} marks", f"the chat template must mark one part for each of the "
+                        f"{len(turns)} assistant turns to select turns", "train all turns, or use a "
                         "template that marks each turn once")  # fmt: skip
     return [marked[turns.index(i)] for i in wanted]
 
@@ -240,8 +240,8 @@ def _token_edges(
         head = tokenizer.encode(text[:at], special_tokens=False)
         if list(tokens[: len(head)]) != head:
             around = text[max(0, at - 20) : at + 20]
-            raise DataError(where, around, "a token reaches over the border of what is trained: the prompt by itself "
-                            "would not end with it", "begin the turn's content without blanks "
+            raise DataError(where, around, "a token spans the boundary of the trained text, so the prompt alone "
+                            "has other tokens", "begin the turn's content without blanks "
                             "or line breaks")  # fmt: skip
         found[at] = len(head)
     return found
@@ -249,8 +249,7 @@ def _token_edges(
 
 # Chat messages in the common form that every template accepts.
 
-_JSON = "is not valid JSON"
-_WAY_OUT = "write the text into content"
+_CONTENT_HINT = "write the text into content"
 
 
 def is_chat(value: object) -> bool:
@@ -258,8 +257,8 @@ def is_chat(value: object) -> bool:
     if not isinstance(value, list):
         return False
     messages = [cast("dict[str, Any]", m) for m in cast("list[object]", value) if isinstance(m, dict)]
-    told = ["role" in message and ("content" in message or message.get("tool_calls")) for message in messages]
-    return len(messages) == len(cast("list[object]", value)) and all(told)
+    valid = ["role" in message and ("content" in message or message.get("tool_calls")) for message in messages]
+    return len(messages) == len(cast("list[object]", value)) and all(valid)
 
 
 def as_messages(prompt: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
@@ -289,24 +288,24 @@ def _text(message: Mapping[str, Any], where: str) -> str | None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     if not isinstance(content, list):
-        raise DataError(where, content, f"content of the {message['role']} message must be text", _WAY_OUT)
+        raise DataError(where, content, f"content of the {message['role']} message must be text", _CONTENT_HINT)
     texts = list[str]()
     for part in cast("list[object]", content):
         kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else type(part).__name__
         text = cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
-            rule = f"content of the {message['role']} message has a part that is no text; mslime trains on text alone"
-            raise DataError(where, kind, rule, "leave rows with images, audio or files out")
+            rule = f"content of the {message['role']} message has a part that is not text; mslime supports text only"
+            raise DataError(where, kind, rule, "remove rows with images, audio or files")
         texts.append(text)
     return "".join(texts)
 
 
 def _with_arguments(call: Any, where: str) -> Any:
     """A tool call with its arguments as an object."""
-    with reading(DataError, where, "a call of a tool is an object with a function", "mend or delete the row"):
+    with reading(DataError, where, "a tool call must be an object with a function", "fix or delete the row"):
         function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        with reading(DataError, where, f"the arguments of a call of a tool: {_JSON}", "mend or delete the row"):
+        with reading(DataError, where, "the arguments of a tool call are not valid JSON", "fix or delete the row"):
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
 
@@ -314,12 +313,12 @@ def _with_arguments(call: Any, where: str) -> Any:
 def tools_of(value: Any, where: str) -> list[Any] | None:
     """Tool definitions from a list or its JSON text; None if there are none. Raises DataError."""
     if isinstance(value, str):
-        with reading(DataError, where, f"the tools: {_JSON}", "mend or delete the row"):
+        with reading(DataError, where, "the tools are not valid JSON", "fix or delete the row"):
             value = json.loads(value)
     if not value:
         return None
     if not isinstance(value, list):
-        raise DataError(where, value, "tools must be a list of definitions", "mend the row, or data.tools_key")
+        raise DataError(where, value, "tools must be a list of definitions", "fix the row, or data.tools_key")
     return cast("list[Any]", _without_nulls(value))
 
 

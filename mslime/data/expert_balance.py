@@ -71,7 +71,7 @@ def ranks_together(layout: ParallelLayout) -> int:
 
 def expert_imbalance(plan: Plan, loads: NDArray[np.float32], together: int) -> float:
     """Tokens of the busiest expert-parallel ranks over the mean, less 1: over all micro-batches and layers."""
-    sums = np.stack([load.sum(axis=0) for load in _meetings(plan, loads, together)])
+    sums = np.stack([load.sum(axis=0) for load in _lockstep_loads(plan, loads, together)])
     return float(sums.max(axis=2).sum() / max(sums.mean(axis=2).sum(), 1e-9)) - 1
 
 
@@ -81,8 +81,8 @@ def least_imbalance(loads: NDArray[np.float32]) -> float:
     return float(total.max(axis=1).sum() / max(total.mean(axis=1).sum(), 1e-9)) - 1
 
 
-def _meetings(plan: Plan, loads: NDArray[np.float32], together: int) -> list[NDArray[np.float32]]:
-    """Loads of the sequences that meet: the micro-batches of one index on ranks that share experts."""
+def _lockstep_loads(plan: Plan, loads: NDArray[np.float32], together: int) -> list[NDArray[np.float32]]:
+    """Loads of each lockstep set: the sequences of micro-batches of one index, on ranks that share experts."""
     return [
         loads[[i for rank in plan[first : first + together] for i in rank[index]]]
         for first in range(0, len(plan), together)
@@ -109,12 +109,12 @@ def spread_experts(
     if ranks // together * count < 2:
         return plan
     bins = [plan[rank][index] for index in range(count) for rank in range(ranks)]  # neighbours have the same index
-    meeting = np.asarray([i * (ranks // together) + r // together for i in range(count) for r in range(ranks)])
+    lockstep = np.asarray([i * (ranks // together) + r // together for i in range(count) for r in range(ranks)])
     work = np.asarray([costs[b].sum() for b in bins])
     limit = np.repeat(work.reshape(count, ranks).max(axis=1), ranks) * (1 + SLACK)
 
     whole = np.stack([loads[b].sum(axis=0) for b in bins])
-    places = _Places(np.arange(len(bins)), meeting, limit, np.full(len(bins), np.iinfo(np.int64).max))
+    places = _Places(np.arange(len(bins)), lockstep, limit, np.full(len(bins), np.iinfo(np.int64).max))
     tokens = np.asarray([lengths[b].sum() for b in bins])
     placed = _Search(places, whole, tokens, work).run()
     order: list[int] = np.argsort(placed).tolist()  # placed[b]: new place of micro-batch b
@@ -123,7 +123,7 @@ def spread_experts(
     used = [i for b in bins for i in b]
     holder = np.repeat(np.arange(len(bins)), [len(b) for b in bins])
     room = np.maximum(budget, [lengths[b].sum() for b in bins])
-    places = _Places(holder, meeting, limit, room)
+    places = _Places(holder, lockstep, limit, room)
     placed = _Search(places, loads[used], lengths[used], costs[used]).run()
     found: Plan = [[[] for _ in range(count)] for _ in range(ranks)]
     places_of: list[int] = placed.tolist()
@@ -138,12 +138,12 @@ class _Places:
     """Assignment of items to places, and the limits of places.
 
     Attributes:
-        holder: place of each item. meeting: index of each place's meeting.
+        holder: place of each item. lockstep: index of each place's lockstep set.
         work, room: most work and most tokens of each place.
     """
 
     holder: NDArray[np.int64]
-    meeting: NDArray[np.int64]
+    lockstep: NDArray[np.int64]
     work: NDArray[np.float64]
     room: NDArray[np.int64]
 
@@ -174,8 +174,8 @@ class _Search:
         self._holder = places.holder.copy()
         self._held_tokens = np.bincount(self._holder, weights=tokens, minlength=len(places.room))
         self._held_costs = np.bincount(self._holder, weights=costs, minlength=len(places.room))
-        self._sums = np.zeros((places.meeting.max() + 1, *loads.shape[1:]), np.float32)
-        np.add.at(self._sums, places.meeting[self._holder], loads)
+        self._sums = np.zeros((places.lockstep.max() + 1, *loads.shape[1:]), np.float32)
+        np.add.at(self._sums, places.lockstep[self._holder], loads)
         self._height, self._heights = _squares, _squares(self._sums)
         self._order = np.argsort(costs, kind="stable")
         self._rank = np.empty_like(self._order)
@@ -196,17 +196,17 @@ class _Search:
         return self._holder
 
     def _uneven(self) -> list[int]:
-        """Items of meetings whose busiest ranks are overloaded, the worst meeting first."""
+        """Items of lockstep sets whose busiest ranks are overloaded, the worst set first."""
         excess = _busiest(self._sums) / np.maximum(self._sums.mean(axis=2).sum(axis=1), 1e-9)
-        mine = excess[self._places.meeting[self._holder]]
+        mine = excess[self._places.lockstep[self._holder]]
         order = np.argsort(-mine, kind="stable")
         return order[mine[order] > EVEN].tolist()
 
     def _exchange(self, item: int) -> None:
         """Exchange the item with the similar one that helps most, if any does."""
         others = self._like(item)  # at least the item itself
-        meeting = self._places.meeting
-        here, there = meeting[self._holder[item]], meeting[self._holder[others]]
+        lockstep = self._places.lockstep
+        here, there = lockstep[self._holder[item]], lockstep[self._holder[others]]
         moved = self._loads[others] - self._loads[item]
         ours, theirs = self._height(self._sums[here] + moved), self._height(self._sums[there] - moved)
         gains = self._heights[here] + self._heights[there] - ours - theirs
@@ -224,7 +224,7 @@ class _Search:
         self._holder[item], self._holder[other] = b, a
 
     def _like(self, item: int) -> NDArray[np.int64]:
-        """Items of similar work that this one may be exchanged with; an exchange within a meeting gains nothing."""
+        """Items of similar work to exchange with this one; an exchange within a lockstep set gains nothing."""
         at = int(self._rank[item])
         near = self._order[max(at - WINDOW // 2, 0) : at + WINDOW // 2 + 1]
         mine, theirs = self._holder[item], self._holder[near]

@@ -1,9 +1,9 @@
 """Samples to trainer shards: optimizer steps, micro-batches under a token budget, balance over data-parallel ranks.
 
-Every rank gets the same number of micro-batches. Those of one index cost about the same on all ranks: with expert
-parallelism over data-parallel ranks they wait for each other in every MoE layer. The schedule depends only on the
-lengths and is deterministic. Denominators (`denominators`) are computed before the split, so a token's weight does not
-depend on the layout.
+Every rank gets the same number of micro-batches. Micro-batches of one index cost about the same on all ranks, which
+wait for each other in every MoE layer with expert parallelism over data-parallel ranks. The schedule depends only on
+the lengths and is deterministic. Denominators (`denominators`) are computed before the split, so the weight of a token
+does not depend on the layout.
 """
 
 from __future__ import annotations

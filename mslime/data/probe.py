@@ -71,7 +71,7 @@ class ProbeDifferences:
     @classmethod
     def between(cls, one: ProbeScores, other: ProbeScores) -> ProbeDifferences:
         """Compare two scores. Raises AssertionError if tokens, layers or top-k differ."""
-        assert np.array_equal(one.tokens, other.tokens), "of other tokens"
+        assert np.array_equal(one.tokens, other.tokens), "the scores are of different tokens"
         apart = np.abs(one.log_probs.astype(np.float64) - other.log_probs)
         parts = (apart[1 : one.given], apart[one.given :])
         worst = float(np.max([np.median(part) for part in parts if len(part)]))  # NaN if one part is NaN
@@ -153,7 +153,7 @@ def routes_of(probes: Sequence[ProbeScores], layer_ids: Sequence[int], num_exper
     """Routes of scored texts, laid end to end; tokens without routes are left to the routers."""
     rows, masks = list[NDArray[np.integer]](), list[NDArray[np.bool_]]()
     for each in probes:
-        assert each.routes is not None, "no routes were asked for"
+        assert each.routes is not None, "no routes were requested"
         known, total = min(len(each.routes), len(each.tokens)), len(each.tokens)
         rows.append(np.concatenate([each.routes[:known], np.zeros((total - known, *each.routes.shape[1:]), np.int64)]))
         masks.append(np.arange(total) < known)

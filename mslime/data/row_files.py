@@ -18,7 +18,7 @@ import numpy as np
 
 from mslime.config.errors import DataError, hub_download, nearest, reading
 
-_MEND = "mend or delete the row"
+_ROW_HINT = "fix or delete the row"
 _KINDS = ".jsonl, .jsonl.gz, .json and .parquet files, and directories of parquet or arrow files"
 
 
@@ -64,7 +64,7 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         row: object = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
         shown = line[:80].decode("utf-8", "replace").rstrip()
-        raise DataError(where, shown, f"is not valid JSON ({error})", "mend or delete the line") from error
+        raise DataError(where, shown, f"is not valid JSON ({error})", "fix or delete the line") from error
     if not isinstance(row, dict):
         raise DataError(where, row, "every line must be a JSON object with the prompt in one of its keys",
                         'write lines such as {"prompt": "...", "label": "..."}')  # fmt: skip
@@ -102,12 +102,12 @@ def _gzipped(path: Path) -> ListedRows:
 
 def _listed(path: Path, content: bytes) -> ListedRows:
     """Rows of a `.json` file, which must be a list of objects. json.loads accepts a byte-order mark only in bytes."""
-    hint = "write a list of objects, or one object a line into a .jsonl file"
+    hint = "write a list of objects, or one object per line into a .jsonl file"
     with reading(DataError, str(path), "is not valid JSON", hint):
         found: object = json.loads(content)
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in cast("list[object]", found)):
         kind = type(cast("object", found)).__name__
-        raise DataError(str(path), kind, "a .json file holds a list of objects", hint)
+        raise DataError(str(path), kind, "a .json file must hold a list of objects", hint)
     return ListedRows(path, list(enumerate(cast("list[dict[str, Any]]", found))), "row ")
 
 
@@ -152,7 +152,7 @@ def _checksum(rows: Iterator[Mapping[str, Any]]) -> int:
 
 def _parquet(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
     parquet: Any = importlib.import_module("pyarrow.parquet")  # pyarrow has no type stubs
-    with reading(DataError, str(path), "is not a readable parquet file", "write it again, or give a JSONL file"):
+    with reading(DataError, str(path), "is not a readable parquet file", "write it again, or use a JSONL file"):
         columns = _wanted(path, parquet.read_schema(files[0]).names, keys)
         tables = [parquet.read_table(file, columns=columns) for file in files]
     return TableRows(path, _one_table(files, tables))
@@ -195,13 +195,13 @@ def _directory(path: Path, keys: Sequence[str]) -> RowFile:
     if arrow:
         return _saved_dataset(path, arrow, keys)
     splits = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
-    hint = f"name one of its directories: {', '.join(splits)}" if splits else "give a file"
+    hint = f"name one of its directories: {', '.join(splits)}" if splits else "name a file"
     raise DataError("data.prompts", str(path), "is a directory without parquet or arrow files in it", hint)
 
 
 def missing_key(where: str, key: str, present: Sequence[str]) -> DataError:
     """The error for a row without a key."""
-    hint = "add the key to the row, or name the right one with data.prompt_key, data.label_key or data.metadata_key"
+    hint = "add the key to the row, or correct data.prompt_key, data.label_key or data.metadata_key"
     guess = nearest(key, present)
     return DataError(where, sorted(present), f"has no key {key!r}", f"{guess} {hint} (null: none)".lstrip())
 
@@ -218,10 +218,10 @@ def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
     return value
 
 
-def plain(value: Any, what: str, where: str) -> Any:
+def plain(value: Any, label: str, where: str) -> Any:
     """Return the value if JSON and UTF-8 can hold it, as checkpoints and engines require. Raises DataError."""
-    rule = f"{what} must be text, numbers, lists or objects that JSON can hold"
-    with reading(DataError, where, rule, f"{_MEND}; dates, decimals and bytes are to be written as text"):
+    rule = f"{label} must be JSON: text, numbers, lists or objects"
+    with reading(DataError, where, rule, f"{_ROW_HINT}; write dates, decimals and bytes as text"):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 
@@ -232,7 +232,7 @@ RowFile: TypeAlias = JsonlFile | ListedRows | TableRows
 
 def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
     """Rows of a file or directory, by its kind. Raises DataError if it is missing, unknown or unreadable."""
-    with reading(DataError, "data.prompts", "cannot be opened", f"prompts come from {_KINDS}"):
+    with reading(DataError, "data.prompts", "cannot be opened", f"use {_KINDS}"):
         if path.is_dir():
             return _directory(path, keys)
         if not path.is_file():
@@ -245,7 +245,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
             return _listed(path, path.read_bytes())
         if path.suffix == ".parquet":
             return _parquet(path, [path], keys)
-    raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", f"prompts come from {_KINDS}")
+    raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is not supported", f"use {_KINDS}")
 
 
 def glance(path: Path, keys: Sequence[str]) -> None:
@@ -254,7 +254,7 @@ def glance(path: Path, keys: Sequence[str]) -> None:
         raise _no_file(path)
     if path.suffix != ".jsonl" or not path.is_file():
         return
-    with reading(DataError, "data.prompts", "cannot be opened", "give a file of yours"), path.open("rb") as file:
+    with reading(DataError, "data.prompts", "cannot be opened", "use a readable file"), path.open("rb") as file:
         first = next(((n, line) for n, line in enumerate(file, 1) if line.strip()), None)
         if first is not None:
             where = f"{path}:{first[0]}"
@@ -264,10 +264,10 @@ def glance(path: Path, keys: Sequence[str]) -> None:
 
 
 def _no_file(path: Path) -> DataError:
-    return DataError("data.prompts", str(path), "no such file", _fetched(path) or f"prompts come from {_KINDS}")
+    return DataError("data.prompts", str(path), "no such file", _fetched(path) or f"use {_KINDS}")
 
 
 def _fetched(path: Path) -> str:
     """Hint for a path that looks like a Hugging Face Hub data set: how to download it."""
     command = "" if path.suffix else hub_download(path, "--repo-type dataset ")[0]
-    return f"{command}, then name its files" if command else ""
+    return f"{command}, then use its files" if command else ""

@@ -97,7 +97,7 @@ class SampleLog:
         self._submit(path, self._lines(step, list(parts)))
 
     def watch(self, step: int, samples: Sequence[Sample], trained: Sequence[Sample]) -> tuple[int, ...]:
-        """Select sequences for `write_trained`: those of `trained` that are among the selection from `samples`."""
+        """Select sequences for `write_trained`: the part of `trained` in the selection from `samples`."""
         few = [] if self._keep == "none" else [samples[place] for place in choose(samples, step)]
         numbers = {id(sample): number for number, sample in enumerate(trained)}
         found = {numbers[id(sample)]: sample for sample in few if id(sample) in numbers}
@@ -138,7 +138,7 @@ class SampleLog:
         """Write a file in the background, unless too many are queued; `lines` is read there."""
         self._waiting = [file for file in self._waiting if not file.done()]
         if len(self._waiting) >= WAITING_FILES:
-            self._note("slow", f"{path}: left out, as the files before it are still being written")
+            self._note("slow", f"{path}: skipped, because earlier files are still being written")
             return
         self._waiting.append(self._thread.submit(self._write, path, lines))
 
@@ -152,7 +152,7 @@ class SampleLog:
                     file.write(line)
             os.replace(fresh, path)
         except OSError as error:
-            self._note("disk", f"{path}: responses cannot be written ({error.strerror}); the run goes on without")
+            self._note("disk", f"{path}: responses cannot be written ({error.strerror}); the run continues")
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
         except Exception as error:  # a tokenizer or a user's object may raise anything, and these files are optional
@@ -182,7 +182,7 @@ class SampleLog:
         try:
             return orjson.dumps(row, default=str, option=_OPTIONS) + b"\n"
         except Exception as error:  # a user's values: numbers beyond 64 bits, keys that are objects, str() that raises
-            self._note("values", f"labels or metadata are written as plain text, as they are not JSON ({error})"[:400])
+            self._note("values", f"labels or metadata are written as text, because they are not JSON ({error})"[:400])
             plain = {name: _as_text(row[name]) for name in ("label", "metadata")}
             return orjson.dumps(row | plain, default=str, option=_OPTIONS) + b"\n"
 

@@ -84,7 +84,7 @@ def split_slice(spec: str) -> tuple[Path, slice]:
         return Path(spec), slice(None)
     match = _SLICE.match(spec)
     if match is None:
-        raise DataError("data.prompts", spec, "a slice is `path@[a:b]` with integers or nothing for a and b", "for "
+        raise DataError("data.prompts", spec, "a slice is `path@[a:b]`, where a and b are integers or empty", "for "
                         "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
     start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
     return Path(match["path"]), slice(start, stop)
@@ -98,7 +98,7 @@ def keys_of_rows(config: DataConfig) -> list[str]:
 
 def tokenised(row: RowContent, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
     """The prompt of a row. Raises DataError if it cannot be rendered or tokenised."""
-    with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
+    with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "fix or delete the row"):
         messages = list(as_messages(row.prompt)) if config.apply_chat_template else None
         if messages is not None:
             offered = {"tools": row.tools} if row.tools else {}
@@ -136,7 +136,7 @@ def checked_row(row: RowContent, config: DataConfig) -> RowContent:
     prompt, where = row.prompt, row.where
     chat = config.apply_chat_template or config.messages_key is not None
     if not (isinstance(prompt, str) and config.messages_key is None) and not (chat and is_chat(prompt)):
-        raise DataError(where, prompt, _kind_rule(config), "mend the row, or name another key: data.prompt_key, "
+        raise DataError(where, prompt, _kind_rule(config), "fix the row, or correct its key: data.prompt_key, "
                         "data.messages_key")  # fmt: skip
     if not prompt:
         raise DataError(where, prompt, "the prompt is empty", "delete the row, or write a prompt into it")
@@ -144,7 +144,7 @@ def checked_row(row: RowContent, config: DataConfig) -> RowContent:
         prompt = [normalised(message, where) for message in prompt]
     metadata = cast("object", row.metadata)
     if not isinstance(metadata, dict):
-        raise DataError(where, metadata, f"{config.metadata_key or 'metadata'!r} must be an object", "mend the row")
+        raise DataError(where, metadata, f"{config.metadata_key or 'metadata'!r} must be an object", "fix the row")
     plain([row.label, metadata], "labels and metadata", where)
     return replace(row, prompt=prompt)
 
@@ -174,11 +174,11 @@ class PromptSource:
             chosen = range(len(file))[part]
             if not chosen:
                 rule = f"selects none of the {len(file)} rows" if len(file) else "holds no rows"
-                raise DataError("data.prompts", spec, rule, "give a file with rows, and a slice inside it")
+                raise DataError("data.prompts", spec, rule, "use a file with rows, and a slice within it")
             rows += [(len(self._files), i) for i in chosen]
             self._files.append(file)
         if not rows:
-            raise DataError("data.prompts", list(specs), "names no file", "give at least one .jsonl or .parquet file")
+            raise DataError("data.prompts", list(specs), "names no file", "name at least one .jsonl or .parquet file")
         self._rows: NDArray[np.int64] = np.asarray(rows, np.int64)
         for index in range(len(self)):
             self.row(index)
@@ -203,9 +203,9 @@ class PromptSource:
             if prompt is not None:
                 return prompt
             self.skipped += 1
-        rule = f"every one of the {len(self)} prompts is longer"
+        rule = f"all {len(self)} prompts are longer"
         raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
-                        "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
+                        "raise data.max_prompt_tokens, or use shorter prompts")  # fmt: skip
 
     def draw(self) -> int:
         """The next row's index; begins a new epoch when one ends."""
@@ -251,7 +251,7 @@ class PromptSource:
                     "data.prompts",
                     mine[key],
                     f"the run was saved with other prompts or another order ({key} was {saved!r}), so the saved "
-                    "position means nothing here",
+                    "position is not valid",
                     "resume with the same files, slices, seed and shuffle, or start a run under another name",
                 )
         self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
@@ -347,8 +347,8 @@ class NoPrompts:
         """Continue from `state`. Raises ConfigError if it is from a run with prompts."""
         if state.get("source") != ENVIRONMENTS:
             raise ConfigError(
-                SETTING, None, f"the run was saved with {state.get('source') or 'files of data.prompts'}, and its "
-                "prompts are those of environments now", "resume with the same, or start a run under another name",
+                SETTING, None, f"the run was saved with {state.get('source') or 'files of data.prompts'}, and now "
+                "environments provide the prompts", "resume with the same source, or start a run under another name",
             )  # fmt: skip
         self.drawn = int(state["drawn"])
 
@@ -360,7 +360,7 @@ class UserSource:
     that is not a prompt, for an end, and if no prompt fits `data.max_prompt_tokens`.
 
     Attributes:
-        drawn: items taken so far. skipped: those of them that were too long.
+        drawn: items taken so far. skipped: number of items that were too long.
     """
 
     def __init__(self, spec: str, config: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -371,8 +371,8 @@ class UserSource:
         for method in METHODS:
             if not callable(getattr(self._source, method, None)):
                 raise ConfigError(
-                    SETTING, spec, f"made a {type(self._source).__name__}, which has no {method}",
-                    "give an object that can be iterated over, with state_dict and load_state_dict",
+                    SETTING, spec, f"returned a {type(self._source).__name__} without {method}",
+                    "return an iterable object with state_dict and load_state_dict",
                 )  # fmt: skip
         self._items: Iterator[object] | None = None  # begins after `load_state_dict`
         self.drawn, self.skipped = 0, 0
@@ -386,7 +386,7 @@ class UserSource:
             self.skipped += 1
         raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens,
                         f"the last {MOST_TOO_LONG} prompts of {self._spec} are longer",
-                        "raise it, or give shorter prompts")  # fmt: skip
+                        "raise it, or use shorter prompts")  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The object's own state and the counts kept here."""
@@ -395,7 +395,7 @@ class UserSource:
         try:
             own = json.loads(json.dumps(own, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise ConfigError(SETTING, self._spec, f"state_dict returned what JSON cannot hold: {error}",
+            raise ConfigError(SETTING, self._spec, f"state_dict returned a value that is not JSON: {error}",
                               "return plain numbers, texts, lists and mappings") from error  # fmt: skip
         return {"source": self._spec, "drawn": self.drawn, "skipped": self.skipped, "own": own}
 
@@ -418,7 +418,7 @@ class UserSource:
             item = next(self._items, None)
         if item is None:
             raise DataError(SETTING, self._spec, f"ended after {self.drawn} prompts",
-                            "begin again at the end of your data: training takes as many as it needs")  # fmt: skip
+                            "repeat your data: training draws as many as it needs")  # fmt: skip
         self.drawn += 1
         return checked_row(_row_of(item, where), self._config)
 
@@ -431,7 +431,7 @@ def _row_of(item: object, where: str) -> RowContent:
     unknown = [str(key) for key in given if key not in KEYS]
     if unknown or "prompt" not in given:
         raise DataError(
-            where, unknown or sorted(given), f"an item of data.source has the keys {', '.join(KEYS)}",
+            where, unknown or sorted(given), f"an item of data.source may only have the keys {', '.join(KEYS)}",
             f"{nearest((unknown or ['prompt'])[0], KEYS)} put anything else into metadata".lstrip(),
         )  # fmt: skip
     return RowContent(given["prompt"], given.get("label"), given.get("metadata") or {}, where)

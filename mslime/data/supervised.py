@@ -78,8 +78,8 @@ class SupervisedSource:
             self.cut += fitted.cut
             if fitted.sequences:
                 return [_sample(one, group_id, part, row) for part, one in enumerate(fitted.sequences)]
-        raise DataError("train.sft_too_long", self._train.sft_too_long, f"every one of the {len(self)} rows is "
-                        "too long", "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
+        raise DataError("train.sft_too_long", self._train.sft_too_long, f"all {len(self)} rows are "
+                        "too long", "raise rollout.max_total_tokens, or use shorter rows")  # fmt: skip
 
     def fitted(self, row: RowContent) -> FittedRow:
         """Trained part of a row. Raises DataError if it has none or is too long."""
@@ -87,12 +87,12 @@ class SupervisedSource:
         long = [len(one.tokens) for one in sequences if len(one.tokens) > self.limit]
         if not sequences or not long:
             return FittedRow(sequences, skipped=int(not sequences))
-        what = self._train.sft_too_long
-        if what == "refuse":
-            raise DataError(row.where, f"{max(long)} tokens", f"the model takes {self.limit} tokens at most, prompt "
-                            "and response together", "set train.sft_too_long to skip or cut, raise "
-                            "rollout.max_total_tokens, or leave the row out")  # fmt: skip
-        kept = [one.cut(self.limit) for one in sequences if what == "cut" or len(one.tokens) <= self.limit]
+        policy = self._train.sft_too_long
+        if policy == "refuse":
+            raise DataError(row.where, f"{max(long)} tokens", f"the limit is {self.limit} tokens for prompt and "
+                            "response together", "set train.sft_too_long to skip or cut, raise "
+                            "rollout.max_total_tokens, or remove the row")  # fmt: skip
+        kept = [one.cut(self.limit) for one in sequences if policy == "cut" or len(one.tokens) <= self.limit]
         trained = [one for one in kept if one.spans]
         return FittedRow(trained, skipped=len(sequences) - len(trained), cut=len(trained) + len(long) - len(sequences))
 
@@ -133,7 +133,7 @@ def refuse_unlabelled(label: Any, where: str, tokenizer: Tokenizer) -> None:
     """Raise DataError if a row's label cannot be a response, or the tokenizer has no EOS to end it."""
     if not isinstance(label, str) or not label:
         raise DataError(where, label, "supervised training needs the response as text in data.label_key",
-                        "write the response into the row, name its key with data.label_key, or name a list of "
+                        "write the response into the row, set data.label_key to its key, or use a list of "
                         "messages with data.messages_key")  # fmt: skip
     if tokenizer.eos_token_id is None:
         raise DataError("model.tokenizer_path", None, "the tokenizer has no EOS, so a response cannot end",

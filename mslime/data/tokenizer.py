@@ -92,7 +92,7 @@ class HFTokenizer(Tokenizer):
         if self._inner.chat_template is None:
             raise ConfigError(
                 "data.apply_chat_template", True, "this tokenizer has no chat template",
-                "set data.apply_chat_template to false, or point model.tokenizer_path at a chat model's tokenizer",
+                "set data.apply_chat_template to false, or model.tokenizer_path to a chat model's tokenizer",
             )  # fmt: skip
         arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
@@ -151,7 +151,7 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     """Load the tokenizer of a checkpoint directory. Raises DataError if it is missing or unreadable."""
     directory = Path(path)
     if not directory.is_dir():
-        raise DataError("model.tokenizer_path", str(directory), "is not a directory", "give a checkpoint directory")
+        raise DataError("model.tokenizer_path", str(directory), "is not a directory", "name a checkpoint directory")
     hint = "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path"
     if not any((directory / name).is_file() for name in _FILES) and not any(directory.glob("*.tiktoken")):
         rule = f"holds no tokenizer files (none of {', '.join(_FILES)})"
@@ -164,7 +164,7 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
         return HFTokenizer(inner)
     except StrictDataclassError as error:  # of transformers' configurations alone
         raise DataError(str(directory / "config.json"), " ".join(str(error).split())[:300],
-                        "transformers refuses a value in it", "correct the value, or download the file again"
+                        "transformers rejects a value in it", "correct the value, or download the file again"
                         ) from error  # fmt: skip
     except Exception as error:  # readers raise anything for a damaged file, plain Exceptions included
         message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -179,7 +179,7 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
     end-of-sequence ids must be tokens of this tokenizer, otherwise generation would not stop.
     """
     config_file = Path(checkpoint) / "config.json"
-    with reading(DataError, str(config_file), "is no configuration with a vocab_size and integer eos_token_ids",
+    with reading(DataError, str(config_file), "is not a configuration with a vocab_size and integer eos_token_ids",
                  "download the file again"):  # fmt: skip
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
         model = language_model(config)

@@ -44,9 +44,9 @@ def call_step_hook(spec: str, record: StepRecord) -> dict[str, float]:
     Raises:
         ConfigError: the hook raised, or returned anything but metrics or None. It ends the run.
     """
-    step, seen = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
+    step, copy = f"step {record.step}", replace(record, metrics=MappingProxyType(dict(record.metrics)))
     with phase(_log, f"{SETTING} {spec} of {step}"), calling(spec, SETTING, step):
-        returned: object = load_function(spec, SETTING)(seen)
+        returned: object = load_function(spec, SETTING)(copy)
     found = checked_metrics({} if returned is None else returned)
     if isinstance(found, str):
         raise ConfigError(SETTING, spec, f"{found} ({step})", "return a mapping of names and numbers, or None")
@@ -54,5 +54,5 @@ def call_step_hook(spec: str, record: StepRecord) -> dict[str, float]:
     taken = next((name for name in named if name in record.metrics), None)
     if taken is not None:
         raise ConfigError(SETTING, spec, f"returned {taken}, which a reward or the loss also returned",
-                          "give it another name")  # fmt: skip
+                          "choose another name")  # fmt: skip
     return named

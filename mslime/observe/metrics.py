@@ -190,7 +190,7 @@ def _finite(value: float) -> float | None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(str(path), error.strerror, "metrics cannot be written", "free some space, or choose an output_dir")
+    return UserError(str(path), error.strerror, "metrics cannot be written", "free space, or change output_dir")
 
 
 # Lock of a run's directory, which names the owning process. `run.run.owned` takes and releases it.

@@ -1,6 +1,6 @@
-"""Responses that a run kept, in `RUN/rollouts`. `step_N.jsonl` holds those that step N trained on, `eval_step_N.jsonl`
-those of the evaluation after N steps, `trainer_step_N.jsonl` the trainer's results for some of step N. Steps count as
-in the metrics. docs/report.md defines the lines.
+"""Responses that a run kept, in `RUN/rollouts`. `step_N.jsonl` holds the responses trained in step N,
+`eval_step_N.jsonl` responses of the evaluation after N steps, `trainer_step_N.jsonl` the trainer's results for some of
+step N. Steps count as in the metrics. docs/report.md defines the lines.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ def read_samples(path: Path) -> Iterator[SampleLine]:
     Raises:
         UserError: a line is not a response in this version's format.
     """
-    return _lines(path, _SAMPLE, "is not a response that this version wrote")
+    return _lines(path, _SAMPLE, "is not a response in this version's format")
 
 
 def read_trainer_lines(path: Path) -> Iterator[TrainerLine]:
     """Iterate over the lines of a trainer's file. Raises UserError as `read_samples`."""
-    return _lines(path, _TRAINER, "is not a trainer's line")
+    return _lines(path, _TRAINER, "is not a line of trainer log-probs")
 
 
 def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:

@@ -103,7 +103,7 @@ def _refuse_unknown(init: Callable[..., Any], further: Mapping[str, Any]) -> Non
         if name not in takes and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
             raise UserError(
                 f"observe.wandb.{name}", further[name], "the installed wandb.init has no such argument",
-                nearest(name, takes) or f"it has: {', '.join(takes)}",
+                nearest(name, takes) or f"its arguments: {', '.join(takes)}",
             )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Time spans on lanes in `timeline.jsonl`, for the report's picture of a step.
 
-A lane is one of the parts that work in parallel: `engine 0`, ..., `trainer 0`, ..., `sender 0` (of weights), ...,
-`driver`. The driver's span named `step` bounds a step. Recording costs an append to a list. At the end of a step
-overlapping spans of one kind (concurrent requests of an engine) are merged, and the step is written.
+A lane is a part of the run that works in parallel to others: `engine 0`, ..., `trainer 0`, ..., `sender 0` (of
+weights), ..., `driver`. The driver's span named `step` bounds a step. Recording costs an append to a list. At the end
+of a step overlapping spans of one kind (concurrent requests of an engine) are merged, and the step is written.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Timeline:
                         str(self._file.name),
                         error.strerror,
                         "cannot be written",
-                        "free some space, or choose an output_dir",
+                        "free space, or change output_dir",
                     ) from error
 
     def record_lanes(self, name: str, spans: Mapping[str, tuple[float, float]], step: int) -> None:

@@ -43,7 +43,7 @@ def load_filter(spec: str) -> tuple[str, GroupFilter | None]:
             verdict = function(group)
         if not isinstance(verdict, bool):
             raise ConfigError("rollout.dynamic_filter", verdict, f"{spec} must return True (keep) or False",
-                              "mend the function")  # fmt: skip
+                              "fix the function")  # fmt: skip
         return verdict
 
     return "filter", keep
@@ -75,13 +75,13 @@ def load_sample_hook(spec: str | None) -> Hook:
                 hint = "return a mapping of names and numbers, or None"
                 raise ConfigError(SETTING, spec, f"{found} ({about})", hint)
             if _print(sample) != before:
-                hint = "read it only: what is trained was sampled and scored"
+                hint = "the hook must only read samples"
                 raise ConfigError(SETTING, spec, f"changed {about}", hint)
             named = {f"user/{name}": number for name, number in found.items()}
             taken = next((name for name in named if name in sample.scores and name not in own), None)
             if taken is not None:
                 rule = f"returned {taken}, which the reward or the rollout also returned ({about})"
-                raise ConfigError(SETTING, spec, rule, "give it another name")
+                raise ConfigError(SETTING, spec, rule, "choose another name")
             own.update(named)
             sample.scores |= named
 

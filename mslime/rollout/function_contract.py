@@ -84,7 +84,7 @@ class _Script:
     def __init__(self, replies: Sequence[str]) -> None:
         self.clients: list[object] = [self]
         self.dead: dict[str, EngineError] = {}
-        self.version, self.said = 0, list[int]()
+        self.version, self.sampled = 0, list[int]()
         self._replies: Iterator[str] = iter(replies)
         self._rest = dict[str, list[int]]()
 
@@ -100,7 +100,7 @@ class _Script:
             finish = "length"
             self._rest.pop(sequence, None)
         spans, self.version = ((self.version, 0, len(now)),) if now else (), self.version + (finish == "abort")
-        self.said += now
+        self.sampled += now
         log_probs = np.full(len(now), -1.0, np.float32)
         return GenerateResult(np.asarray(now, np.int32), log_probs, finish, spans, None, None, 0, "", "script")
 
@@ -150,11 +150,11 @@ def check_rollout(
     messages = None if isinstance(prompt, str) else [dict(m) for m in prompt]
     tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else _Plain().render(prompt, tools or ())
     offered = None if tools is None else [dict(t) for t in tools]
-    asked = Prompt(tokens, label, dict(metadata or {}), "made up", messages=messages, tools=offered)
-    return asyncio.run(_tried(function, replies, asked))
+    row = Prompt(tokens, label, dict(metadata or {}), "made up", messages=messages, tools=offered)
+    return asyncio.run(_tried(function, replies, row))
 
 
-async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[Sample]:
+async def _tried(function: str, replies: Sequence[str], row: Prompt) -> list[Sample]:
     workflow, tokenizer, script = load_workflow(function), _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
     model = ModelFacts(
@@ -163,7 +163,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
     generator = Generator(
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
     )
-    group = new_group(0, asked, 1)
+    group = new_group(0, row, 1)
     group_gate, sampling = (
         GroupGate(Traffic(open=True), admitted=True),
         Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits()),
@@ -180,10 +180,10 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
         (blocked,) = await asyncio.gather(watch)
     where = f"{SETTING} {function}"
     if blocked > LONGEST_BLOCK_S:
-        raise RolloutError(where, f"{blocked:.1f} s", "held up the event loop that all rollouts share",
-                           "await what takes long, or run it with asyncio.to_thread")  # fmt: skip
+        raise RolloutError(where, f"{blocked:.1f} s", "blocked the event loop that all rollouts share",
+                           "await long operations, or run them with asyncio.to_thread")  # fmt: skip
     trained = [token for s in group.samples for token in s.tokens[s.loss_mask].tolist()]
-    assert not Counter(trained) - Counter(script.said), "trained tokens are the engine's, each once"
+    assert not Counter(trained) - Counter(script.sampled), "trained tokens are the engine's, each once"
     return group.samples
 
 

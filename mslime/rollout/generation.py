@@ -244,7 +244,7 @@ class Generator:
         self.cached_tokens += result.cached_tokens
         endings = self._endings if not stop else Endings(self._end_ids, self._stop + stop, self._tokenizer)
         which = f"group {sample.group_id}, response {sample.index}"
-        with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
+        with reading(EngineError, result.engine, f"{which}: an inconsistent answer", "read the engine's log"):
             settled = endings.settled(sample.tokens[start:], result)
             if len(settled.output_ids):
                 versions = [version for version, _, _ in settled.versions]

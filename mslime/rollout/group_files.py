@@ -100,7 +100,7 @@ def fitted(stored: StepGroups, path: Path, train: TrainConfig, has_teacher: bool
                            "lower train.optimizer_steps_per_rollout")  # fmt: skip
         samples = [s for g in stored.groups for s in g.samples]
         if not any(s.trainable_tokens for s in samples):
-            raise refuse("0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
+            raise refuse("0 tokens", "the groups have no token to train", "check rollout.mask_truncated and the reward")
         groups = [replace(g, samples=[_used(s, routed, has_teacher) for s in g.samples]) for g in stored.groups]
         for sample in (s for g in groups for s in g.samples):
             _check_model(sample, refuse, model)
@@ -117,7 +117,7 @@ def _check_model(sample: Sample, refuse: Refuse, model: ModelFacts) -> None:
         raise refuse(f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
     kept = 0 if sample.supports is None else int(sample.supports.ids.max(initial=0))
     if kept >= model.vocab_size:
-        rule = f"a token was drawn from it, and the model has {model.vocab_size} tokens"
+        rule = f"it is in a recorded support, and the model has {model.vocab_size} tokens"
         raise refuse(f"token {kept} ({where})", rule, other)
     routes = sample.routes
     if routes is None:
@@ -138,8 +138,8 @@ def _check_complete(sample: Sample, refuse: Refuse, routed: bool, has_teacher: b
         raise refuse(where, "has no routes to replay (train.replay: r3)",
                        "set train.replay to r2 or off, or write the groups with r3")  # fmt: skip
     if has_teacher and sample.teacher_log_probs is None:
-        raise refuse(where, "has no scores of the teacher, which is served",
-                       "write groups with this teacher, or hold it in the trainer (model.teacher_path)")  # fmt: skip
+        raise refuse(where, "has no scores of the served teacher",
+                       "write groups with this teacher, or load it into the trainer (model.teacher_path)")  # fmt: skip
 
 
 def _used(sample: Sample, routed: bool, has_teacher: bool) -> Sample:

@@ -110,7 +110,7 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.traffic, self.moved = Traffic(), asyncio.Event()
         self.failure: BaseException | None = None
-        self._forgiven: set[int] = set()  # groups in flight at a raised failure: theirs count as the same one
+        self._same_failure: set[int] = set()  # groups in flight at a raised failure: theirs count as the same one
         tracker.on_discard = self._end_rollout
 
     def start(self, group: Group) -> None:
@@ -139,7 +139,7 @@ class GroupRunner:
         """Return and clear the first failure. Failures of groups that run now count as the same one."""
         failure, self.failure = self.failure, None
         if failure is not None:
-            self._forgiven = set(self._tasks)
+            self._same_failure = set(self._tasks)
         return failure
 
     def forget_deaths(self) -> None:
@@ -201,9 +201,7 @@ class GroupRunner:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 where = f"group {rollout.samples[0].group_id}, response {rollout.number}"
-                raise RolloutError(
-                    "reward", where, "was cancelled from within", "catch CancelledError in it"
-                ) from error
+                raise RolloutError("reward", where, "raised CancelledError", "catch CancelledError in it") from error
             finally:
                 rollout.scored()
 
@@ -249,7 +247,7 @@ class GroupRunner:
         then(live.group)
         if not live.rollouts:
             self._live.pop(group_id, None)
-        self._forgiven.discard(group_id)
+        self._same_failure.discard(group_id)
         self.moved.set()
 
     def _complete(self, group: Group) -> None:
@@ -263,14 +261,14 @@ class GroupRunner:
                 self.fail(error)
 
     def _failed(self, group: Group, errors: Sequence[BaseException]) -> None:
-        """Drop a group at its second failure of its own; otherwise put it back and record the failure. An engine's
+        """Drop a group at its second own failure; otherwise put it back and record the failure. An engine's
         death, or a failure of all groups at once, is not the group's own."""
-        forgiven = group.group_id in self._forgiven
-        own = not forgiven and not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
+        same = group.group_id in self._same_failure
+        own = not same and not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
         if own and (group.failures or self.failure is None) and self._tracker.count_failure(group, str(errors[0])):
             return
         self._tracker.put_back(group)
-        if not forgiven:
+        if not same:
             self.fail(errors[0])
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:

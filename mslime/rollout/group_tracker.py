@@ -117,10 +117,10 @@ def begun_anew(headers: Sequence[Mapping[str, Any]], columns: StoredColumns) -> 
     groups: list[Group] = []
     for h in headers:
         tokens, chat = columns.cut("prompts", h["prompt"]).tolist(), h.get("chat") or {}
-        asked = Prompt(
+        prompt = Prompt(
             tokens, h["label"], dict(h["metadata"]), h["source"], "", chat.get("messages"), chat.get("tools")
         )
-        groups.append(new_group(int(h["group_id"]), asked, int(h["size"])))
+        groups.append(new_group(int(h["group_id"]), prompt, int(h["size"])))
         groups[-1].failures = int(h["failures"])
     return groups
 
@@ -131,7 +131,7 @@ def trainable(groups: Sequence[Group]) -> int:
 
 
 def sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
-    """The groups that can be saved. A group that breaks an invariant would be refused at every resume, and one with
+    """Groups that can be saved. A group that breaks an invariant would be refused at every resume, and one with
     values that are not JSON cannot be written. Such groups are recorded as dropped."""
     kept: list[Group] = []
     for group in groups:
@@ -155,9 +155,9 @@ class SubmitGate:
     """Limit of groups in flight. Pure arithmetic.
 
     With `max_staleness` = s, weights of version v may generate groups for the steps v .. v + s, so groups are submitted
-    while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups are added for those that a filter will
-    refuse or, with s = 0, that finish late. If nothing is refused and s > 0 there are no spares: the last of them would
-    belong to step v + s + 1, too old by construction. Counts and versions are those since the gate opened.
+    while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups make up for groups that a filter
+    rejects or, with s = 0, that finish late. If nothing is rejected and s > 0 there are no spares: the last of them
+    would belong to step v + s + 1, too old by construction. Counts and versions start when the gate opens.
 
     Attributes:
         groups_per_step: groups that one training step takes.

@@ -266,8 +266,8 @@ class Manager:
                 group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
                 sampling, group_gate, self._agents, limit_s=self._config.deadlines.rollout_function_s,
             )  # fmt: skip
-            asked = rollout.task(self._config.seed, evaluation=True)
-            await rollout.play(self._workflow, asked, self._config.rollout.on_error)
+            task = rollout.task(self._config.seed, evaluation=True)
+            await rollout.play(self._workflow, task, self._config.rollout.on_error)
 
         scorer = self._eval_scorers.get(eval_set.name, self._scorer)
         rollout = self._config.rollout
@@ -413,7 +413,7 @@ class Manager:
                 if living(self._engines) == 0:
                     raise
 
-    # ------------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------------- reports
 
     def _note_span(self, lane: str, name: str, start: float, end: float) -> None:
         self._spans.append((lane, name, start, end, self._step))
@@ -458,8 +458,8 @@ async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             begun = [tasks.create_task(each) for each in work]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    if any(task.cancelled() for task in begun):  # which a TaskGroup ignores
-        raise RolloutError("eval", "a rollout", "was cancelled from within",
+    if any(task.cancelled() for task in begun):  # a TaskGroup ignores this
+        raise RolloutError("eval", "a rollout", "raised CancelledError",
                            "catch CancelledError in the function that answers or scores it")  # fmt: skip
     return [task.result() for task in begun]
 

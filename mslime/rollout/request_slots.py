@@ -59,7 +59,7 @@ class FairGate:
         Args:
             adapters: all adapters by name; ties go to the first.
         """
-        assert adapters.keys() == self.weights.keys(), "weights are those of the adapters"
+        assert adapters.keys() == self.weights.keys(), "weights have the names of the adapters"
         kept = sum(max(self.share(name), one.running) for name, one in adapters.items())
         may = [
             name
@@ -129,7 +129,7 @@ class RequestSlots:
             self._waiting[name].popleft().set()
 
     def _next(self, gate: FairGate) -> str | None:
-        """Adapter of the next request. Those of a trained adapter, from an evaluation, have priority."""
+        """Adapter of the next request. Requests of a trained adapter, from an evaluation, have priority."""
         trained = next((n for n, turns in self._waiting.items() if turns and n not in self._weights), None)
         return trained or gate.next_adapter(
             {n: AdapterQueue(self._running[n], len(self._waiting[n])) for n in self._weights}

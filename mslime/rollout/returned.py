@@ -155,7 +155,7 @@ def outcome_of(returned: object, grown: Sequence[GrowingSample], reply: FindRepl
     """Validate a function's return value against the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
-        hint = "look at the environment; or set rollout.on_error: drop to leave such rollouts out"
+        hint = "check the environment, or set rollout.on_error: drop to drop such rollouts"
         raise error(f"reported a failed rollout: {episode.failed}", hint)
     chosen = _chosen(episode.samples, grown, error)
     for one in chosen:
@@ -189,7 +189,7 @@ def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], er
         if len({id(g) for g in found}) < len(found):
             raise error("returned a sample twice", "return each sequence once")
     if any(g.busy for g in found):  # checked before `finish`, which is None until a turn has ended
-        raise error("returned while a turn was generated", "await it, or cancel it")
+        raise error("returned while a turn was being generated", "await it, or cancel it")
     if not found or any(g.finish is None for g in found):
         raise error(
             "returned without generating",
@@ -216,9 +216,9 @@ def _reward(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -
     given = [r for r in (episode.reward, *(g.sample.reward for g in chosen)) if r is not None]
     for reward in given:
         if not (isinstance(reward, int | float) and math.isfinite(reward)):
-            raise error(f"set the reward {reward!r:.80}", "set a finite number, or leave it to the reward")
+            raise error(f"set the invalid reward {reward!r:.80}", "set a finite number, or None to use `reward`")
     if len(set(given)) > 1:
-        raise error(f"set the rewards {sorted(given)}", "a rollout has one; use Episode.step_rewards beside it")
+        raise error(f"set several rewards: {sorted(given)}", "set one, and use Episode.step_rewards for steps")
     return float(given[0]) if given else None
 
 
@@ -229,12 +229,12 @@ def _steps(
     for where, at, reward in episode.step_rewards:
         if isinstance(where, str):
             place, found = f"choice {at!r:.40} of {where!r:.60}", _of_reply(reply(where, at), chosen)
-            hint = "name the id of a response that an agent got and the index of a choice, and a finite number"
+            hint = "give the id of a response to an agent, the index of a choice, and a finite number"
         else:
             place, found = f"token {at!r:.40}", _of_sample(where, at, chosen)
-            hint = "name a sequence that is returned, a position within it, and a finite number"
+            hint = "give a returned sequence, a position in it, and a finite number"
         if found is None or not math.isfinite(reward):
-            raise error(f"gave the step reward {reward!r:.40} at {place}", hint)
+            raise error(f"returned the invalid step reward {reward!r:.40} at {place}", hint)
         steps.setdefault(id(found[0]), []).append((int(found[1]), float(reward)))
     return steps
 

@@ -66,7 +66,7 @@ P = ParamSpec("P")
 
 
 class Handle(Protocol[T_co]):
-    """`await manager.ask(Manager.report)`: argument and result types are those of the method."""
+    """`await manager.ask(Manager.report)`, with the argument and result types of the method."""
 
     async def ask(self, method: Callable[Concatenate[T_co, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
         """Call the method: return its result or raise its error."""
@@ -313,7 +313,7 @@ class RolloutService:
                 for _ in range(count):
                     prompt = self._source.next()
                     if len(prompt.tokens) >= self._longest_input:
-                        rule = f"model and engines take fewer than {self._longest_input} tokens"
+                        rule = f"model and engines accept fewer than {self._longest_input} tokens"
                         raise DataError(
                             prompt.where, f"{len(prompt.tokens)} tokens", f"leaves no room for a response: {rule}",
                             "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' context",
@@ -345,8 +345,8 @@ class RolloutService:
 
     async def _too_late(self) -> EngineError:
         """The error of a step without enough groups in time, with sums over all managers that answer in time."""
-        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
-        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
+        calls = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
+        answered, silent = await asyncio.wait(calls, timeout=ANSWER_S)
         for task in silent:
             task.cancel()
         parts = [astuple(task.result()) for task in answered if task.exception() is None]
@@ -355,10 +355,10 @@ class RolloutService:
             f"rollout of step {self._step}",
             f"{found.accepted} of {self._groups_per_step} groups",
             f"not complete within {self._step_limit_s:g} s ({found.running} groups running, "
-            f"{found.outside} rollouts busy with something else than generation, {found.failed} failed, "
-            f"{found.filtered} refused by the dynamic filter, {found.truncated} truncated and masked whole, "
+            f"{found.outside} rollouts busy outside generation, {found.failed} failed, "
+            f"{found.filtered} rejected by the dynamic filter, {found.truncated} truncated and fully masked, "
             f"{found.engines} engines alive)",
-            "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
+            "check the engines' logs and the filter; raise deadlines.rollout_step_s if generation is merely slow",
         )
 
     async def _enough(self) -> None:

@@ -193,10 +193,10 @@ def open_state(path: Path) -> Iterator[tuple[dict[str, Any], StoredColumns]]:
             stored = StoredColumns(path, stack)
             state: object = json.loads(stored.whole("header").tobytes())
             if not isinstance(state, dict):
-                raise ValueError("its header is no JSON object")
+                raise ValueError("its header is not a JSON object")
             known = cast("dict[str, Any]", state)
             if known["format"] != FORMAT:
-                raise CheckpointError(str(path), known["format"], f"was written in another format than {FORMAT}", hint)
+                raise CheckpointError(str(path), known["format"], f"unsupported format; expected {FORMAT}", hint)
             yield known, stored
             stored.check_read()
     except (CheckpointError, DataError):

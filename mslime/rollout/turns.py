@@ -95,7 +95,7 @@ class Rollout:
         tokens = self._group.prompt if prompt is None else self._ids(prompt)
         if not 0 < len(tokens) < self._sampling.longest_input:
             raise self._error(f"began a sequence with {len(tokens)} tokens",
-                              f"give at least one, and fewer than {self._sampling.longest_input}")  # fmt: skip
+                              f"use at least one, and fewer than {self._sampling.longest_input}")  # fmt: skip
         index, label = self._group.next_index(self.number), self._grown[0].sample.label
         sample = Sample.from_prompt(self._group.group_id, index, tokens, label)
         sample.metadata = copy.deepcopy(self._group.metadata)
@@ -114,8 +114,8 @@ class Rollout:
     async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         grown = self._checked(sample)
         if grown.busy:
-            raise self._error("called generate() while another call was under way for the sequence",
-                              "await one turn after the other")  # fmt: skip
+            raise self._error("called generate() while another call for the sequence was running",
+                              "await each turn before the next")  # fmt: skip
         grown.busy = True
         task = asyncio.current_task()
         assert task is not None, "generate() is awaited in a task"
@@ -131,7 +131,8 @@ class Rollout:
         tokens = self.encode(added, int(sample.tokens[-1])) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
-            raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
+            limit = self._sampling.longest_input - 1
+            raise NoRoomError(f"{len(tokens)} tokens after {len(sample)} exceed the limit of {limit}")
         if len(sample) > grown.turn_start:  # a cancelled turn's tokens
             self._end_turn(grown)
         sample.extend(tokens)
@@ -288,26 +289,26 @@ class Rollout:
         except NoRoomError:
             return None
         except ChatError as error:
-            raise self._error(f"sent the model what cannot be answered: {error}", "mend the messages") from error
+            raise self._error(f"sent an invalid request to the model: {error}", "fix the messages") from error
         except (UserError, AbsentError):
             raise
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise self._error("was cancelled from within", "catch CancelledError in it") from error
+            raise self._error("raised CancelledError", "catch CancelledError in it") from error
         except Exception as error:  # a user's function may raise anything
             if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
                 if expired := self._chats.expired:
-                    hint = "return when the agent has died, let its tools answer sooner, or raise the limit"
+                    hint = "return when the agent ends, speed up its tools, or raise the limit"
                     raise self._error(f"waited for an agent that sends no more requests ({expired})", hint) from error
-                hint = "give its tools a time limit, or raise deadlines.rollout_function_s"
-                raise self._error(f"did something else than to generate for {self._limit_s:g} s", hint) from error
+                hint = "set a time limit for its tools, or raise deadlines.rollout_function_s"
+                raise self._error(f"sent no request to the engines for {self._limit_s:g} s", hint) from error
             if self._chats.full:  # its agent received this error and raised its own because of it
                 return None
             if self._chats.failure is not None:
                 raise self._chats.failure from error
-            raise self._error(raised(error), "mend the function") from error
+            raise self._error(raised(error), "fix the function") from error
         finally:
             self._watch = None
 
@@ -340,7 +341,7 @@ class Rollout:
 
     def _conclude(self, returned: object) -> None:
         """Apply the function's result to the sequences."""
-        told_by_chats = self._chats.settle()
+        chat_metrics = self._chats.settle()
         for grown in self._grown:
             self._check_untouched(grown)
             if grown.finish is None and not grown.busy and grown.newest:  # its last turn was cancelled, and kept
@@ -359,7 +360,7 @@ class Rollout:
             sample.status = SampleStatus.COMPLETED if whole else SampleStatus.TRUNCATED
             sample.response = self._generator.decode(sample.response_tokens.tolist())
             sample.reward = outcome.reward
-        last.sample.scores |= {f"user/{name}": number for name, number in outcome.metrics.items()} | dict(told_by_chats)
+        last.sample.scores |= {f"user/{name}": number for name, number in outcome.metrics.items()} | dict(chat_metrics)
 
     def _add(self, grown: GrowingSample) -> Sample:
         """Add a further sequence to the rollout and its group."""
@@ -367,25 +368,25 @@ class Rollout:
         self._group.set_parts(self.number, [*self.samples, grown.sample])
         return grown.sample
 
-    async def _enter(self, who: object) -> None:
+    async def _enter(self, caller: object) -> None:
         self._check_alive()
         while not self._group_gate.open:
-            await self._wait(who)
+            await self._wait(caller)
         self._check_alive()
-        self._at_work.add(who)
+        self._at_work.add(caller)
         self._watch_outside()
 
-    async def _wait(self, who: object) -> None:
-        self._waiting.add(who)
+    async def _wait(self, caller: object) -> None:
+        self._waiting.add(caller)
         self._watch_outside()
         self._group_gate.moved.set()
         try:
             await self._group_gate.next_admission()
         finally:
-            self._waiting.discard(who)
+            self._waiting.discard(caller)
 
-    def _leave(self, who: object) -> None:
-        self._at_work.discard(who)
+    def _leave(self, caller: object) -> None:
+        self._at_work.discard(caller)
         self._watch_outside()
         self._group_gate.moved.set()
 
@@ -409,15 +410,15 @@ class Rollout:
         self._check_alive()
         grown = next((g for g in self._grown if g.sample is sample), None)
         if grown is None:
-            raise self._error(f"used a {type(sample).__name__} that is not of this rollout",
-                              "use those of engine.new_sample() and engine.branch()")  # fmt: skip
+            raise self._error(f"used a {type(sample).__name__} that does not belong to this rollout",
+                              "use samples of engine.new_sample() and engine.branch()")  # fmt: skip
         self._check_untouched(grown)
         return grown
 
     def _idle(self, sample: Sample) -> GrowingSample:
         grown = self._checked(sample)
         if grown.busy:
-            raise self._error("changed a sequence while a turn of it was generated", "await generate() first")
+            raise self._error("changed a sequence while a turn was being generated", "await generate() first")
         return grown
 
     def _ids(self, given: Sequence[int]) -> NDArray[np.int32]:
@@ -426,27 +427,27 @@ class Rollout:
         ids, known = np.asarray(given) if len(given) else np.empty(0, np.int32), self._generator.vocab_size
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < known):
             wrong = next((i for i in given if type(i) is not int or not 0 <= i < known), given)
-            raise ChatError("prompt", f"{wrong!r:.80}", f"is no token id of this model, which has {known}",
-                            "send ids of the model's own tokenizer, or a text")  # fmt: skip
+            raise ChatError("prompt", f"{wrong!r:.80}", f"is not a token id of this model, which has {known} tokens",
+                            "send ids of the model's own tokenizer, or a string")  # fmt: skip
         return ids.astype(np.int32)
 
     def _check_span(self, sample: Sample, start: int, end: int) -> None:
         if not sample.prompt_length <= start <= end <= len(sample):
-            raise self._error(f"named the tokens {start} to {end} of {len(sample)}",
-                              f"stay between the prompt's end ({sample.prompt_length}) and the sequence's")  # fmt: skip
+            raise self._error(f"passed the tokens {start} to {end} of {len(sample)}",
+                              f"use a range after the prompt ({sample.prompt_length} tokens)")  # fmt: skip
 
     def _check_untouched(self, grown: GrowingSample) -> None:
         if not grown.untouched:
-            self._over = True  # even if the function goes on after the error
+            self._over = True  # even if the function continues after the error
             grown.sample.restart()
             grown.sample.metadata = copy.deepcopy(self._group.metadata)
             self._tracker.dropped(grown.trained, "failed")
             raise self._error("changed tokens, loss mask or log-probs of its sample",
-                              "let it grow by engine.generate and engine.append only")  # fmt: skip
+                              "add tokens only with engine.generate and engine.append")  # fmt: skip
 
     def _check_alive(self) -> None:
         if self._over:
-            raise asyncio.CancelledError(f"rollout {self._session}-{self.number} has ended, or begins anew")
+            raise asyncio.CancelledError(f"rollout {self._session}-{self.number} has ended or restarted")
 
     def _error(self, rule: str, hint: str) -> RolloutError:
         where = f"group {self._group.group_id}, response {self.number}"
@@ -529,7 +530,7 @@ class Conversations:
 
     @property
     def failure(self) -> UserError | None:
-        """The engines' error at the last request, if any, whatever its agent makes of it."""
+        """The engines' error at the last request, if any, however its agent handles it."""
         return None if (chat := self._begun) is None else chat.failure
 
     @property
@@ -543,7 +544,7 @@ class Conversations:
         return "" if (chat := self._begun) is None else chat.expired
 
     async def stop(self) -> None:
-        """Take no more requests; cancel turns under way."""
+        """Accept no more requests; cancel running turns."""
         if (served := _made(self._served)) is not None:
             await self._agents.end(served[1])
         for task in (self._chat, self._served):

@@ -67,9 +67,9 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
     send(("ready", details))
     tasks: set[asyncio.Task[None]] = set()
 
-    async def work(number: int, asked: Any) -> None:
+    async def work(number: int, request: Any) -> None:
         try:
-            send((number, await answer(asked)))
+            send((number, await answer(request)))
         except Exception as error:  # any pickling error of the user's result: sent, or the parent would wait
             send((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
 
@@ -171,9 +171,9 @@ class WorkerProcess:
                 kind, details = await _read_message(process.stdout)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
             await _end(process)
-            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
-            rule = f"the process that imports it {reason} within {START_SECONDS:g} s"
-            hint = "mend what the module does when it is imported"
+            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else f"took over {START_SECONDS:g} s"
+            rule = f"the process that imports it {reason}"
+            hint = "fix the code that the module runs on import"
             raise ConfigError(job.setting, job.function, rule, hint) from error
         except BaseException:
             await _end(process)
@@ -183,7 +183,7 @@ class WorkerProcess:
             raise details
         return cls(process, details)
 
-    async def ask(self, asked: object, limit_s: float) -> Any:
+    async def ask(self, request: object, limit_s: float) -> Any:
         """Send a request and return the answer. Raises WorkerLostError if the process ends, TimeoutError if it
         hangs."""
         if not self.alive:
@@ -192,7 +192,7 @@ class WorkerProcess:
         number, self._count = self._count, self._count + 1
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._process.stdin.write(encode((number, asked)))
+            self._process.stdin.write(encode((number, request)))
             async with asyncio.timeout(limit_s + GRACE_SECONDS):  # Python 3.11's wait_for may swallow a cancellation
                 return await future
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -223,7 +223,7 @@ class WorkerProcess:
             end_process(self._process)
         except Exception as error:  # user code wrote to the pipe: unpickling may raise anything
             end_process(self._process)
-            reason = f"its process wrote something that is no answer ({type(error).__name__})"
+            reason = f"its process wrote an invalid answer ({type(error).__name__})"
         self._fail_all(WorkerLostError(reason))
 
     def _fail_all(self, error: WorkerLostError) -> None:

@@ -212,7 +212,7 @@ class NoRoomError(Exception):
 
 
 class AbsentError(Exception):
-    """The rollout does not exist: its group is smaller than others, which is no failure. For mslime's own functions
+    """The rollout does not exist: its group is smaller than others, which is not a failure. For mslime's own functions
     with external rollouts."""
 
 

@@ -29,8 +29,8 @@ from mslime.rollout.agents.requests import (
     Event,
     Request,
     ServedReply,
-    asked,
     integer,
+    request_of,
     texts,
 )
 from mslime.rollout.agents.session import ReplyTurn
@@ -67,7 +67,7 @@ class AtroposServer:
         self.address = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the address cannot be listened on."""
+        """Listen. Raises ConfigError if that is not possible on the address."""
         s, secret = self._settings, self._settings.secret() or self._kept_token()
         prefix = f"/{secret}"
         app = web.Application(client_max_size=self._max_body, middlewares=[own_clients(s.host)])
@@ -76,8 +76,8 @@ class AtroposServer:
         try:
             listening = listen(s.host, s.port)
         except OSError as error:
-            raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
-                              "give an address of this machine and a free port") from error  # fmt: skip
+            raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot listen on this address ({error})",
+                              "set an address of this machine and a free port") from error  # fmt: skip
         self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
         self.address = network.url_of(s.host, listening.getsockname()[1]) + prefix
         network.write_address(self._record, listening, secret, trainer=self.address, model=f"{self.address}/v1")
@@ -91,11 +91,11 @@ class AtroposServer:
     def described(self) -> list[str]:
         """Instructions to start an environment, for the log. They omit the token, because others may read logs."""
         shown = f"{self.address.rpartition('/')[0]}/TOKEN"
-        return [f"Atropos' environments find the trainer at {shown} (rollout_server_url), the model at {shown}/v1 "
-                f"(base_url); TOKEN is in {self._record}"]  # fmt: skip
+        return [f"start Atropos' environments with rollout_server_url {shown} and base_url {shown}/v1; TOKEN is in "
+                f"{self._record}"]  # fmt: skip
 
     def _kept_token(self) -> str:
-        """A random token, or that of an earlier process of the run, so that its environments continue."""
+        """A random token, or the token of an earlier process of the run, so its environments continue."""
         try:
             kept = json.loads(self._record.read_text())["key"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -222,7 +222,7 @@ def _with_token(handler: Handler) -> Handler:
 
 
 async def _not_mine(http: web.Request) -> web.StreamResponse:
-    return web.json_response({"detail": "mslime is the trainer here: it takes no other"}, status=409)
+    return web.json_response({"detail": "mslime is the trainer: another one cannot register"}, status=409)
 
 
 def _unprocessable(detail: str) -> web.Response:
@@ -249,7 +249,7 @@ class SGLangGenerate(OpenAIErrors):
         sampling = as_object(body.get("sampling_params") or {}, "sampling_params")
         given = body.get("text") if body.get("input_ids") is None else body.get("input_ids")
         unread = sorted(name for name, value in sampling.items() if value is not None and name not in _SAMPLING)
-        return asked(
+        return request_of(
             body,
             _OF_SGLANG,
             left_out=tuple(unread),
@@ -279,8 +279,8 @@ class VLLMGenerate(OpenAIErrors):
         ids = cast("dict[str, Any]", given).get("prompt_token_ids") if isinstance(given, dict) else given
         if integer(body, "prompt_logprobs", 0) is not None:
             raise ChatError("prompt_logprobs", body["prompt_logprobs"], "log-probs of prompts are not supported",
-                            "leave it out; see teacher for distillation")  # fmt: skip
-        return asked(
+                            "remove it; see teacher for distillation")  # fmt: skip
+        return request_of(
             body,
             _OF_VLLM,
             prompts=(ids if isinstance(ids, str) and ids else read_ids(ids, "prompt.prompt_token_ids"),),
@@ -328,4 +328,4 @@ def _of_sglang(routes: ServedReply) -> dict[str, Any]:
 
 
 def _no_stream() -> ChatError:
-    return ChatError("stream", True, "streams are not supported here", "leave it out")
+    return ChatError("stream", True, "streams are not supported here", "remove it")

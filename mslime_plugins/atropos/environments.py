@@ -56,18 +56,18 @@ class EnvironmentRegistry:
         """Environments that have not disconnected."""
         return [e for e in self._all if e.connected]
 
-    def register(self, asked: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def register(self, request: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Register an environment; returns the reply. It logs a status other than success, and retries."""
-        size, wanted = asked.get("group_size"), self._config.rollout.group_size
+        size, wanted = request.get("group_size"), self._config.rollout.group_size
         if not isinstance(size, int) or size > wanted:
-            return {"status": f"refused: group_size of the environment is {size}, rollout.group_size of the run is "
-                              f"{wanted}: set both alike"}  # fmt: skip
-        if asked.get("min_batch_allocation") is not None:
-            return {"status": "refused: min_batch_allocation is not kept, a step takes groups in the order in which "
-                              "they are ready: leave it out"}  # fmt: skip
-        base = str(asked.get("desired_name") or "environment")
+            return {"status": f"refused: group_size of the environment is {size}, but rollout.group_size of the run is "
+                              f"{wanted}: set both to one value"}  # fmt: skip
+        if request.get("min_batch_allocation") is not None:
+            return {"status": "refused: min_batch_allocation is not supported, because a step takes groups in the "
+                              "order of their completion: remove it"}  # fmt: skip
+        base = str(request.get("desired_name") or "environment")
         number = sum(e.name.rpartition("_")[0] == base for e in self._all)
-        weight, length = asked.get("weight", 1.0), asked.get("max_token_length", 1)
+        weight, length = request.get("weight", 1.0), request.get("max_token_length", 1)
         self._all.append(RegisteredEnvironment(f"{base}_{number}", int(length), max(0.0, float(weight))))
         config = self._config
         return {
@@ -90,7 +90,7 @@ class EnvironmentRegistry:
             return RegisteredEnvironment("environment", 1, 1.0)
         if not isinstance(env_id, int) or isinstance(env_id, bool) or not 0 <= env_id < len(self._all):
             raise GroupRefusedError("unknown_environment", f"env_id = {env_id!r:.40} has not registered with this run",
-                                    "start the environment again after the run was")  # fmt: skip
+                                    "restart the environment after the start of the run")  # fmt: skip
         return self._all[env_id]
 
     def name_of(self, given: object) -> str:
@@ -105,10 +105,10 @@ class EnvironmentRegistry:
         Args:
             waiting, spare: see `AtroposRollouts.queue`.
         """
-        asking = self.named(env_id)
-        now = asking.touch = time.monotonic()
+        environment = self.named(env_id)
+        now = environment.touch = time.monotonic()
         total = sum(e.length * e.weight for e in self.connected if now - e.touch < GONE_S)
-        share = asking.length * asking.weight / total if total > 0 else 1.0
+        share = environment.length * environment.weight / total if total > 0 else 1.0
         return {
             "current_step": step, "queue_size": waiting + spare, "unallocated_fraction": 1.0,
             "self_queue_size": waiting, "max_group_size": self._config.rollout.group_size,

@@ -96,7 +96,7 @@ class Leases:
         lease = self._open.setdefault(group_id, Lease(size, broken=not whole))
         if lease.broken:
             del self._open[group_id]
-            raise AbsentError("its group was handed in to an earlier process, which ended")
+            raise AbsentError("its group was submitted to an earlier process, which ended")
         future = lease.asked[index] = asyncio.get_running_loop().create_future()
         self._give()
         try:

@@ -102,11 +102,11 @@ def _longest(
         return max(whole, key=lambda turn: (turn.end, sum(t not in taken for t in turn.path())))
     if nearest is None:
         rule = f"no recorded request begins with its {len(tokens)} tokens, {_shown(tokens, 0, text)}"
-        raise GroupRefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", HINT)
+        raise GroupRefusedError("unknown_sequence", f"sequence {number}: {rule}, or its record has expired", HINT)
     theirs = _shown(tokens, common, text) if common < len(tokens) else "its end"
     ours = _shown(nearest.sample.tokens[: nearest.end], common, text)
     raise GroupRefusedError("unknown_sequence", f"sequence {number}: it differs from the recorded tokens: at token "
-                            f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", HINT)  # fmt: skip
+                            f"{common} of {len(tokens)} it has {theirs}, but the record has {ours}", HINT)  # fmt: skip
 
 
 HINT = (
@@ -131,7 +131,7 @@ def _check_unsampled(
         if len(ids) > WHITE or text(ids).strip():
             raise GroupRefusedError(
                 "not_sampled",
-                f"sequence {number}: tokens {start} to {stop} are unmasked, and the "
+                f"sequence {number}: tokens {start} to {stop} are unmasked, but the "
                 f"model did not sample {text(ids)!r:.60}",
                 "mask with -100 the tokens that the model did not sample",
             )
@@ -145,7 +145,7 @@ def _one_advantage(number: int, pushed: PushedSequence, turn: ReplyTurn) -> floa
     if len(found) > 1:
         rule = f"the advantages of tokens {turn.start} to {turn.end}, one reply of the model, differ"
         raise GroupRefusedError(
-            "advantages", f"sequence {number}: {rule}: {found[:3].tolist()}", "give it one advantage"
+            "advantages", f"sequence {number}: {rule}: {found[:3].tolist()}", "send one advantage for the reply"
         )
     return float(found[0])
 

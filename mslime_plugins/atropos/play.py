@@ -1,6 +1,6 @@
-"""`rollout.function: atropos`: a rollout is a sequence of a group that an environment of Atropos hands in.
+"""`rollout.function: atropos`: a rollout is a sequence of a group that an environment of Atropos submits.
 
-Environments generate at any time, at a model server of ours that records every token. The run's gate sets how many
+Environments generate at any time, at a model server of this run that records every token. The run's gate sets how many
 groups it waits for, and environments receive that number. A submitted group is matched with the records. Its tokens,
 versions, log-probs, routes and supports are the recorded ones; masks and scores are the environment's.
 """
@@ -144,7 +144,7 @@ class AtroposRollouts(HostedRollouts):
         if self._leases.full:
             raise GroupRefusedError(
                 "no_room",
-                f"{self._leases.waiting} groups wait already (rollout.atropos.waiting)",
+                f"{self._leases.waiting} groups are waiting already (rollout.atropos.waiting)",
                 "set max_batches_offpolicy of the environment to 1 + rollout.max_staleness",
             )
         try:
@@ -152,34 +152,34 @@ class AtroposRollouts(HostedRollouts):
         except GroupRefusedError as error:
             if pushed.digest not in self._submitted:  # the model may produce the same again, which is another group
                 raise
-            hint = "nothing has to be done: it is trained once"
-            raise GroupRefusedError("repeated", "the group was handed in before", hint) from error
+            hint = "no action is needed: it is trained once"
+            raise GroupRefusedError("repeated", "the group was submitted before", hint) from error
         self._submitted.append(pushed.digest)
         self.latest = cast("dict[str, Any]", given)
         self._leases.submit(SubmittedGroup(environment.name, sequences))
 
     def _check_size(self, pushed: PushedGroup, environment: RegisteredEnvironment) -> None:
         size, count = self._config.rollout.group_size, len(pushed.sequences)
-        message = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
+        message = f"{environment.name} submitted a group of {count} rollouts, but rollout.group_size is {size}"
         if count > size:
             raise GroupRefusedError(
                 "too_large", message, "raise rollout.group_size, or lower group_size of the environment"
             )
         if count < min(2, size):
-            raise GroupRefusedError("too_small", message, "a group has at least two rollouts, which are compared")
+            raise GroupRefusedError("too_small", message, "submit at least two rollouts, which are compared")
 
     def _check_advantages(self, pushed: PushedGroup) -> None:
         with_some = sum(s.advantages is not None for s in pushed.sequences)
         if with_some and not self._own_advantages:
             raise GroupRefusedError("advantages", "the environment sends advantages, which "
                                     f"algorithm.advantage {self._config.algorithm.advantage} does not use",
-                                    f"set algorithm.advantage: {GIVEN}, or give scores alone")  # fmt: skip
+                                    f"set algorithm.advantage: {GIVEN}, or send only scores")  # fmt: skip
         if self._own_advantages and with_some < len(pushed.sequences):
             raise GroupRefusedError(
                 "advantages",
-                f"{GIVEN} takes the environment's advantages, and "
+                f"{GIVEN} uses the environment's advantages, but "
                 f"{len(pushed.sequences) - with_some} of {len(pushed.sequences)} rollouts have none",
-                "give each one, or use another algorithm.advantage",
+                "send them for each rollout, or use another algorithm.advantage",
             )
 
     def _recognised(self, pushed: PushedGroup) -> tuple[MatchedSequence, ...]:
@@ -193,8 +193,8 @@ class AtroposRollouts(HostedRollouts):
             found.append(one)
         if not new:
             raise GroupRefusedError(
-                "nothing_new", "every reply in the group is trained already, or none is to be trained",
-                "hand each reply in once, unmasked",
+                "nothing_new", "every reply in the group is trained already or masked",
+                "submit each reply once, unmasked",
             )  # fmt: skip
         for turn, home in new.items():
             home.taken.add(turn)
@@ -208,7 +208,7 @@ class AtroposRollouts(HostedRollouts):
     def _refuse(self, error: GroupRefusedError, given: object) -> None:
         self._count(error.reason)
         name = self.registry.name_of(given)
-        message = f"{name} handed in a group that is not trained ({error.reason}): {error}"
+        message = f"{name} submitted a group that is not trained ({error.reason}): {error}"
         if self._reports < MOST_REPORTS:
             self._reports += 1
             log.warning("%s", message)
@@ -230,20 +230,20 @@ class AtroposRollouts(HostedRollouts):
 
     async def _ask(self, task: Task, engine: Rollout, size: int) -> SubmittedGroup | str:
         """The group of a rollout, or why there is none."""
-        asking = asyncio.ensure_future(self._leases.ask(task.group_id, task.index, size, engine.whole_group))
+        request = asyncio.ensure_future(self._leases.ask(task.group_id, task.index, size, engine.whole_group))
         try:
-            while not asking.done():
-                await asyncio.wait([asking], timeout=min(1.0, self._settings.silent_s))
-                if not asking.done() and (silence := time.monotonic() - self.registry.last) > self._settings.silent_s:
+            while not request.done():
+                await asyncio.wait([request], timeout=min(1.0, self._settings.silent_s))
+                if not request.done() and (silence := time.monotonic() - self.registry.last) > self._settings.silent_s:
                     return self._silent(silence)
-            return asking.result()
+            return request.result()
         finally:
-            asking.cancel()
+            request.cancel()
 
     def _silent(self, seconds: float) -> str:
         known = ", ".join(e.name for e in self.registry.connected)
-        who = f"none of {known}" if known else "no environment"
-        return (f"{who} has asked for anything for {seconds:.0f} s (rollout.atropos.silent_s): start it, with "
+        senders = f"none of {known}" if known else "no environment"
+        return (f"{senders} has sent a request for {seconds:.0f} s (rollout.atropos.silent_s): start it, with "
                 f"rollout_server_url {self._server.address} and base_url {self._server.address}/v1")  # fmt: skip
 
 

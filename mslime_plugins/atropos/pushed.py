@@ -89,19 +89,19 @@ def read_group(given: object) -> PushedGroup:
 
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Reject training by anything other than scores or advantages."""
-    for name, what in (
-        ("images", "images"),
+    for name, feature in (
+        ("images", "image input"),
         ("distill_token_ids", "distillation"),
         ("distill_logprobs", "distillation"),
     ):
         given = data.get(name)
         if given and any(part is not None for part in (given if isinstance(given, list) else [given])):
-            raise GroupRefusedError("unsupported", f"{name}: a run has no use for {what} of environments",
-                                    "leave it out; see teacher for distillation")  # fmt: skip
+            raise GroupRefusedError("unsupported", f"{name}: {feature} from environments is not supported",
+                                    "remove it; see teacher for distillation")  # fmt: skip
     many: list[Any] = data.get("overrides") if isinstance(data.get("overrides"), list) else []  # type: ignore[assignment]
     for given in (data.get("group_overrides"), *many):
         if isinstance(given, Mapping) and given.get("sft"):
-            raise GroupRefusedError("unsupported", "sft: tokens that the model did not sample are no rollout",
+            raise GroupRefusedError("unsupported", "sft: tokens that the model did not sample are not a rollout",
                                     "train them in a separate run (train.task: sft)")  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _is_number(found: object) -> bool:
 
 
 def _malformed(field: str, value: object, rule: str) -> GroupRefusedError:
-    return GroupRefusedError("malformed", f"{field} = {value!r:.60} {rule}", "mend what the environment returns")
+    return GroupRefusedError("malformed", f"{field} = {value!r:.60} {rule}", "fix the group that the environment sends")
 
 
 def _digest(sequences: Sequence[PushedSequence]) -> bytes:

@@ -172,7 +172,7 @@ class RecordedConversations:
             try:
                 self.let_go(time.monotonic() - self._keep_s)
             except Exception:  # otherwise no later conversation would ever be removed
-                log.exception("unused conversations are not removed")
+                log.exception("unused conversations cannot be removed")
 
     def let_go(self, before: float) -> None:
         """Remove conversations whose last request ended before this time (`time.monotonic`)."""

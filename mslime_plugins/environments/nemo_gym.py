@@ -23,7 +23,7 @@ from mslime.rollout.agents.app import ModelEndpoint, body_of, listen, own_client
 from mslime.rollout.agents.messages import ChatError
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime.web_server import BodyError, ListeningServer, admitted, read_body, same_key, serve
-from mslime_plugins.environments.verifiers import asked_of, episode_of, is_number
+from mslime_plugins.environments.verifiers import answer_of, episode_of, is_number
 
 NAME = "mslime_rollout"
 """Key in a request's metadata with the relay's name of the rollout."""
@@ -58,18 +58,18 @@ class NemoGym:
         """Play one episode. The row's metadata is a row of the Gym: `responses_create_params` and others. Numbers that
         the verifier adds to its answer are metrics."""
         row = dict(task.metadata)
-        asked = row.get("responses_create_params")
-        if not isinstance(asked, dict):
+        params = row.get("responses_create_params")
+        if not isinstance(params, dict):
             raise ValueError("the row's metadata has no responses_create_params: put the Gym's row there")
         endpoint = await engine.endpoint()
         async with self.relay.serving(endpoint) as name:
-            named = {**cast("dict[str, Any]", asked)}
+            named = {**cast("dict[str, Any]", params)}
             named["metadata"] = {**(named.get("metadata") or {}), NAME: name}
-            answer = await asked_of(f"{self._url}/run", {**row, "responses_create_params": named})
+            answer = await answer_of(f"{self._url}/run", {**row, "responses_create_params": named})
         if isinstance(answer, str):
             return episode_of(answer)
-        told = {name: n for name, n in answer.items() if name not in row and name not in OWN and is_number(n)}
-        return episode_of({"reward": answer.get("reward"), "metrics": told})
+        metrics = {name: n for name, n in answer.items() if name not in row and name not in OWN and is_number(n)}
+        return episode_of({"reward": answer.get("reward"), "metrics": metrics})
 
 
 class GymRequestRouter:
@@ -81,7 +81,7 @@ class GymRequestRouter:
 
     def __init__(self, host: str, port: int, key: str) -> None:
         if not key:
-            raise ValueError("relay_key is empty: choose one, and give the Gym the same as policy_api_key")
+            raise ValueError("relay_key is empty: choose a key, and set the Gym's policy_api_key to it")
         self._host, self.port, self._key = host, port, read_secret(SecretStr(key), "relay_key")
         self._endpoints: dict[str, ModelEndpoint] = {}
         self._listening: ListeningServer | None = None
@@ -119,7 +119,7 @@ class GymRequestRouter:
     async def _pass_on(self, request: web.Request) -> web.Response:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if not same_key(key, self._key):
-            return _refused("the key is not the relay's: give the Gym relay_key as policy_api_key", 401)
+            return _refused("invalid key: set the Gym's policy_api_key to relay_key", 401)
         admitted(request)
         try:
             body = dict(body_of(await read_body(request)))
@@ -131,7 +131,7 @@ class GymRequestRouter:
         metadata = dict(cast("dict[str, Any]", metadata)) if isinstance(metadata, dict) else {}
         endpoint = self._endpoints.get(str(metadata.pop(NAME, "")))
         if endpoint is None:
-            return _refused(f"metadata.{NAME} names no rollout under way")
+            return _refused(f"metadata.{NAME} names no running rollout")
         body["metadata"] = metadata
         url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
         try:

@@ -60,9 +60,9 @@ class OpenEnv:
         try:
             action = json.loads(text)
         except RecursionError:
-            raise ValueError("is nested too deep") from None
+            raise ValueError("the JSON is nested too deeply") from None
         if not isinstance(action, dict):
-            raise ValueError("is no JSON object")
+            raise ValueError("it is not a JSON object")
         return action
 
     def observation(self, seen: dict[str, Any]) -> str:
@@ -77,13 +77,13 @@ class OpenEnv:
     async def reset(self, task: EnvironmentTask) -> str:
         """Begin an episode, with the seed of the row's metadata, else one for all rollouts of the prompt."""
         own = zlib.crc32(f"{task.evaluation}/{task.group_id}".encode()) & 0x7FFFFFFF
-        asked = {"seed": task.metadata.get("seed", own), **self._reset}
+        arguments = {"seed": task.metadata.get("seed", own), **self._reset}
         url = self._urls[task.seed % len(self._urls)].rstrip("/")
         self._session = aiohttp.ClientSession()
         while True:
             self._socket = await self._session.ws_connect(f"{url}/ws", max_msg_size=MOST_BYTES)
             try:
-                return self.observation((await self._ask("reset", asked))["observation"])
+                return self.observation((await self._ask("reset", arguments))["observation"])
             except ServerError as error:
                 if error.code != FULL:
                     raise
@@ -93,11 +93,11 @@ class OpenEnv:
     async def step(self, action: str) -> Step:
         """Take one action. The model receives errors of the server's schema, and the episode continues."""
         try:
-            asked = self.action(action)
+            request = self.action(action)
         except ValueError as error:
             return Step(f"Invalid action: {error}", 0.0)
         try:
-            answer = await self._ask("step", asked)
+            answer = await self._ask("step", request)
         except ServerError as error:
             if error.code != INVALID:
                 raise

@@ -35,11 +35,11 @@ class Verifiers:
         if "task" not in task.metadata:
             raise ValueError("the row's metadata has no task: make rows with `serve_verifiers.py tasks`")
         endpoint = await engine.endpoint()
-        asked = {
+        request = {
             "base_url": endpoint.openai_url, "key": endpoint.key, "model": endpoint.model,
             "task": task.metadata["task"], "sampling": self._sampling,
         }  # fmt: skip
-        return episode_of(await asked_of(f"{self._urls[task.seed % len(self._urls)].rstrip('/')}/run", asked))
+        return episode_of(await answer_of(f"{self._urls[task.seed % len(self._urls)].rstrip('/')}/run", request))
 
 
 # Requests and answers of environment servers that play episodes against a rollout's endpoint.
@@ -49,7 +49,7 @@ MOST_FAILURE = 500
 """Most characters of an error in a message."""
 
 
-async def asked_of(url: str, body: Mapping[str, Any]) -> dict[str, Any] | str:
+async def answer_of(url: str, body: Mapping[str, Any]) -> dict[str, Any] | str:
     """A server's answer to a request that takes as long as an episode; else an error text."""
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
     try:

@@ -108,8 +108,8 @@ def unwrap(text: str, command: re.Pattern[str], wrap: str = "{}") -> str:
 @lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """Normalise an answer: no delimiters, sizes, fonts or thousands separators; text stays in `\\text{...}`."""
-    for spoilt, meant in _SPOILT:
-        text = text.replace(spoilt, meant)
+    for spoilt, intended in _SPOILT:
+        text = text.replace(spoilt, intended)
     text = _SPOILT_TAB.sub(r"\\t", text).translate(_INVISIBLE)
     text = _symbols(text)
     if not re.search(r"matrix|cases|array|aligned", text):

@@ -48,7 +48,7 @@ def _grade(sample: Sample, answers_of: Callable[[str], Sequence[str]]) -> float:
                 if equal(gold, answer):
                     return 1.0
             except TooLargeError as error:
-                refused = f"the answer holds {error}"
+                refused = f"the answer contains {error}"
             except (RecursionError, MemoryError) as error:
                 refused = f"the answer is too deep or too large ({type(error).__name__})"
     if refused:

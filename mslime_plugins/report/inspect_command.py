@@ -65,7 +65,7 @@ def inspect_run(run_dir: Path, wanted: InspectSelection, console: Console) -> No
     rows = telling_of_step(run_dir, step, evaluation=wanted.evaluation)
     rows = [row for row in rows if not wanted.set_name or row.get("set") == wanted.set_name]
     if not rows:
-        raise UserError("--eval", wanted.set_name, f"{path} has no responses to it", "leave it out to see all sets")
+        raise UserError("--eval", wanted.set_name, f"{path} has no responses to it", "omit it to see all sets")
     if wanted.group is None and wanted.sample is None:
         console.print(_overview(rows))
         chosen = rows[:1]
@@ -87,15 +87,15 @@ def _chosen(rows: Sequence[SampleLine], wanted: InspectSelection, path: Path) ->
             raise UserError(
                 name,
                 value,
-                f"{path} keeps no such response",
-                f"there are {there}; observe.save_rollouts: all keeps all",
+                f"{path} has no such response",
+                f"choose one of {there}; observe.save_rollouts: all keeps all",
             )
     return list(rows)
 
 
 def _overview(rows: Sequence[SampleLine]) -> Table:
     table = Table(
-        title="kept responses, most telling first; the largest difference of log-probs of each",
+        title="kept responses, most informative first, with the largest log-prob difference of each",
         title_justify="left",
         title_style="dim",
     )
@@ -218,7 +218,7 @@ def _legend(row: SampleLine, tokens: Sequence[Token], colour: ColourBy) -> Text:
     elif colour == "mask":
         parts = list(_MASK.items())
     elif all(token.difference is None for token in tokens):
-        parts = [("the trainer's log-probs of this response are not known", "dim")]
+        parts = [("trainer's log-probs unknown", "dim")]
     else:
         above = [(f"trainer higher by {b:g}", style) for b, style in zip(BOUNDS, HIGHER, strict=True)]
         parts = [*above, *((f"lower by {b:g}", style) for b, style in zip(BOUNDS, LOWER, strict=True))]

@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> Sequence[Row]:
     """The rows of a run's metrics as in the file; `rows.by_step` reduces them to one per step."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
-        raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
+        raise UserError("run directory", str(run_dir), "does not exist", "name the directory outputs/NAME of a run")
     found = metrics.read_metrics(path)
     if not found:
         why = "is empty" if path.exists() else "is missing"
@@ -77,7 +77,7 @@ def read_run(run_dir: Path) -> Sequence[Row]:
             str(path),
             None,
             f"the run has recorded no step yet: {metrics.FILE_NAME} {why}",
-            "wait for the first step, or look at the run's log for why it did not get there",
+            "wait for the first step, or check the run's log",
         )
     return found
 
@@ -119,7 +119,7 @@ def _parts(run_dir: Path, recorded: Sequence[Row], config_text: str) -> dict[str
 
 
 _TIMELINE = """<section id="timeline-section"><h2>Timeline of one step</h2>
-<p class="lead">Who worked, and who waited. Gaps are idle time; what other steps did meanwhile is shown too.</p>
+<p class="lead">Work of each part of the run. Gaps are idle time; concurrent work of other steps is shown too.</p>
 <figure class="card wide" id="timeline">
 <div class="stepper"><button type="button" data-move="-1" aria-label="previous step">&#8592;</button>
 <label>step <output></output><input type="range" min="0" value="0" aria-label="step"></label>
@@ -242,8 +242,8 @@ def read_config(text: str) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split())[:200]
-        raise UserError("config.yaml", told, "is not valid YAML", "repair it, or move it away") from error
+        message = " ".join(str(error).split())[:200]
+        raise UserError("config.yaml", message, "is not valid YAML", "repair it, or move it away") from error
     return loaded if isinstance(loaded, dict) and loaded.keys() >= RunConfig.model_fields.keys() else {}
 
 
@@ -285,25 +285,23 @@ def progress_of(run_dir: Path, rows: Sequence[Row], planned: int | None) -> tupl
     age = max(time.time() - times[-1], 0.0) if times else None
     row_age = f"the last row is {format_seconds(age)} old" if age is not None else "rows have no time"
     owner = _owner(run_dir)
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    process = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     done = f"{last} of {planned} steps are done, {row_age}"
     if not owner:
         return "note", f"{done}; no lock in its directory names its process.", ""
     if owner.get("host") != socket.gethostname():
-        return "note", f"{done}; whether {who} still runs cannot be seen from this machine.", ""
+        return "note", f"{done}; this machine cannot see whether {process} still runs.", ""
     if not lives_here(owner):
         how_to_resume = "The same command continues it from its newest checkpoint; logs/driver.log shows how it ended."
-        return "bad", f"The run is not running: {done}, {who} is gone.", how_to_resume
+        return "bad", f"The run has stopped: {done}, and {process} has ended.", how_to_resume
     paces = [b - a for a, b in pairwise([t for t in times if t >= owner["process_started"]])][-PACE_STEPS:]
     if age is not None and paces and age > SLOW * max(median(paces), 1.0):
         hangs = "logs/ shows the last operation of each process (docs/report.md)."
-        return "note", f"{who} runs, but {done}: a step took {format_seconds(median(paces))}.", hangs
+        return "note", f"{process} runs, but {done}: a step took {format_seconds(median(paces))}.", hangs
     eta = (
-        f" It will be done in {format_seconds(max((planned - last) * fmean(paces) - (age or 0.0), 0.0))}."
-        if paces
-        else ""
+        f" Expected end in {format_seconds(max((planned - last) * fmean(paces) - (age or 0.0), 0.0))}." if paces else ""
     )
-    return "good", f"The run goes on: {done}, {who} runs.{eta}", ""
+    return "good", f"The run is in progress: {done}, {process} runs.{eta}", ""
 
 
 def _owner(run_dir: Path) -> dict[str, Any]:

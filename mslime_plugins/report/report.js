@@ -189,7 +189,7 @@
     });
   }
 
-  // Mean over a centred window, so that the average does not lag behind what it averages.
+  // Mean over a centred window, so the average does not lag behind its values.
   function smoothed(values, count) {
     const reach = Math.max(2, Math.round(count / 30));
     return values.map((value, i) => {
@@ -326,7 +326,7 @@
     if (entry.idle !== null) el("text", { x: view.width, y: top + 18, "text-anchor": "end" }, view.svg, `${Math.round(100 * entry.idle)}%`);
   }
 
-  // All of it
+  // Start
 
   const DRAW = { lines: drawLines, stack: drawStack, heat: drawHeat };
   let drawnWidth = 0;

@@ -36,7 +36,7 @@
     return routes.list;
   }
 
-  // Choosing: a step, a group of it, a response of that
+  // Selection of a step, a group of the step, and a response of the group
 
   function fill(select, names, current) {
     select.replaceChildren();
@@ -111,14 +111,14 @@
     if (by === "version") versions(sample).forEach((v, i) => item(`weights ${v}`, `by${i % 8}`));
     if (by === "mask") { item("trained", "by2"); item("sampled, not trained", "by1"); item("from outside", "plain"); }
     if (by === "difference") {
-      if (!sample.tokens.some((t) => difference(t) !== null)) item("the trainer's log-probs of this response are not known", "plain");
+      if (!sample.tokens.some((t) => difference(t) !== null)) item("trainer's log-probs unknown", "plain");
       else for (const part of [-1, -0.25, 0.25, 1]) item(`${number(part * scale, 3)} nats`, "", shade(part));
       if (sample.tokens.some((t) => difference(t) !== null)) item("trainer minus sampler", "");
     }
     if (sample.tokens.some((t) => t[6])) item("tool call", "call");
   }
 
-  // What is known of a token
+  // Facts about a token
 
   function row(label, value) {
     const line = add(tip, "div");

@@ -57,8 +57,8 @@ def show_samples(run_dir: Path, wanted: SampleSelection, console: Console, as_js
         console.print(_card(row))
     if not shown:
         kinds = {"truncated": "cut at the length limit", "continued": "of several weight versions"}
-        what = kinds.get(wanted.kind, "there")
-        console.print(f"step {step}: none of the responses in {path} is {what}", markup=False, highlight=False)
+        description = kinds.get(wanted.kind, "there")
+        console.print(f"step {step}: none of the responses in {path} is {description}", markup=False, highlight=False)
     else:
         console.print(_footer(path, step, shown), style="dim", markup=False, highlight=False)
 
@@ -80,29 +80,29 @@ def _of_set(path: Path, rows: Iterator[SampleLine] | Sequence[SampleLine], name:
     first = next(found, None)
     if first is None:
         known = sorted({row.get("set") or "" for row in read_samples(path)})
-        raise UserError("--eval", name, f"{path} has no responses to it", f"there are {', '.join(known) or 'none'}")
+        raise UserError("--eval", name, f"{path} has no responses to it", f"the sets are {', '.join(known) or 'none'}")
     return itertools.chain([first], found)
 
 
 def find_file(run_dir: Path, wanted: SampleSelection) -> tuple[Path, int]:
     """The file of the selected step, and the step."""
     if not run_dir.is_dir():
-        raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
+        raise UserError("run directory", str(run_dir), "does not exist", "name the directory outputs/NAME of a run")
     steps = recorded_steps(run_dir, evaluation=wanted.evaluation)
-    what = "evaluation" if wanted.evaluation else "step"
+    unit = "evaluation" if wanted.evaluation else "step"
     if not steps and (adapters := directories(run_dir)[1:]):
         raise UserError(
-            str(run_dir), None, "is of several adapters, and each has responses of its own",
+            str(run_dir), None, "is a run of several adapters, each with its own responses",
             f"name one of them: {', '.join(map(str, adapters))}",
         )  # fmt: skip
     if not steps:
         raise UserError(
-            str(run_dir), None, f"holds no responses of any {what}",
+            str(run_dir), None, f"holds no responses of any {unit}",
             "wait for the first; reinforcement learning keeps them, unless observe.save_rollouts is none",
         )  # fmt: skip
     step = steps[-1] if wanted.step is None else wanted.step
     if step not in steps:
-        raise UserError("--step", step, f"no responses of this {what} are kept", f"there are: {_ranges(steps)}")
+        raise UserError("--step", step, f"no responses of this {unit} are kept", f"choose from {_ranges(steps)}")
     return file_of(run_dir, step, evaluation=wanted.evaluation), step
 
 

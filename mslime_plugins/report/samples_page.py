@@ -47,11 +47,11 @@ def samples_data(run_dir: Path) -> tuple[Chosen, str]:
         return {"steps": [], "bound": ""}, f"responses ({error.field}: {error.rule})"
     found, count = [*steps, *evaluations], sum(len(step["samples"]) for step in [*steps, *evaluations])
     summary = (
-        f"{count} responses of {len(found)} steps and evaluations: those that the run kept to show them best, of at "
-        f"most {STEPS} steps and {EVALUATIONS} evaluations, together at most {(BYTES + EVALUATION_BYTES) / 1e6:g} MB"
+        f"{count} responses of {len(found)} steps and evaluations, selected by the run as most informative. At most "
+        f"{STEPS} steps and {EVALUATIONS} evaluations are shown, with at most {(BYTES + EVALUATION_BYTES) / 1e6:g} MB"
         + (f" ({left_out + more} more did not fit)" if left_out + more else "")
-        + f"; of long ones the first and last {TOKENS_A_SIDE} tokens. Move over a token to see where it came from. On "
-        "a terminal: <code>mslime inspect RUN</code>; others: <code>mslime samples RUN</code>."
+        + f". Long responses show their first and last {TOKENS_A_SIDE} tokens. Hover over a token for its origin. On "
+        "a terminal: <code>mslime inspect RUN</code>; other responses: <code>mslime samples RUN</code>."
     )
     return {"steps": found, "bound": summary}, "" if found else "responses (rollouts/)"
 

@@ -39,7 +39,7 @@ _LEARNING = (
         ),
     ),
     Chart(
-        "advantage", "Advantage", "Over trained tokens, as the loss sees it; lowest to highest shaded.", "advantage",
+        "advantage", "Advantage", "Over trained tokens, as used by the loss; lowest to highest shaded.", "advantage",
         series=(
             Series("advantage/mean", "mean", BLUE, band=("advantage/min", "advantage/max")),
             Series("advantage/std", "standard deviation", AMBER),
@@ -56,7 +56,7 @@ _LEARNING = (
         ),
     ),
     Chart(
-        "loss", "Loss", "What was minimised. In reinforcement learning its level means little.", "loss",
+        "loss", "Loss", "The minimised loss. In reinforcement learning its level means little.", "loss",
         series=(
             Series("loss/total", "total", BLUE, smooth=True),
             Series("loss/nll", "negative log-likelihood", RED),
@@ -78,7 +78,7 @@ _POLICY = (
         ),
     ),
     Chart(
-        "entropy-position", "Entropy by position", "Mean from a token after the response's first on, to the next.",
+        "entropy-position", "Entropy by position", "By range of positions in the response.",
         "nats", each={"entropy/position_{start}": "from {start}"}, repeats="entropy",
     ),
     Chart(
@@ -94,7 +94,7 @@ _POLICY = (
         each={"loss/clip_fraction_age_{age}": "age {age}"}, repeats="clip",
     ),
     Chart(
-        "clip-position", "Clipped tokens by position", "From a token after the response's first on, to the next.",
+        "clip-position", "Clipped tokens by position", "By range of positions in the response.",
         "share of tokens", each={"loss/clip_fraction_position_{start}": "from {start}"}, repeats="clip",
     ),
     Chart(
@@ -132,7 +132,7 @@ _OFF_POLICY = (
         each={"mismatch/kl_age_{age}": "age {age}"}, log=True, repeats="mismatch",
     ),
     Chart(
-        "mismatch-position", "Mismatch KL by position", "From a token after the response's first on, to the next.",
+        "mismatch-position", "Mismatch KL by position", "By range of positions in the response.",
         "nats", each={"mismatch/kl_position_{start}": "from {start}"}, log=True, repeats="mismatch",
     ),
     Chart(
@@ -144,7 +144,7 @@ _OFF_POLICY = (
         series=(Series("staleness/mean", "mean", BLUE), Series("staleness/max", "oldest", RED, dashed=True)),
     ),
     Chart(
-        "correction", "Corrected tokens", "Share of what a correction's bound touched.", "share",
+        "correction", "Corrected tokens", "Share of tokens and sequences that a correction bounded or masked.", "share",
         series=(
             Series("correction/clipped_fraction", "tokens: weight bounded", BLUE),
             Series("correction/masked_fraction", "tokens: masked", RED),
@@ -188,7 +188,7 @@ _REPLAY = (
         each={"replay/agreement_layer_{layer}": "{layer}"},
     ),
     Chart(
-        "agreement", "Route agreement", "Over all layers, the layer that agrees least, and what was replayed.", "share",
+        "agreement", "Route agreement", "Over all layers, the layer that agrees least, and coverage.", "share",
         series=(
             Series("replay/agreement", "all layers", BLUE),
             Series("replay/agreement_min_layer", "lowest layer", RED),
@@ -200,7 +200,7 @@ _REPLAY = (
 
 _TOKENS = (
     Chart(
-        "ledger", "Ledger", "Every token the step had in its hands, by what became of it.", "tokens", "stack",
+        "ledger", "Ledger", "Every token of the step, by its fate.", "tokens", "stack",
         (
             Series("ledger/trained_tokens", "trained", BLUE),
             Series("ledger/masked_tokens", "masked", AMBER),
@@ -209,7 +209,7 @@ _TOKENS = (
         ),
     ),
     Chart(
-        "partial", "Partial rollouts", "Responses stopped in mid-generation, and those continued later.", "responses",
+        "partial", "Partial rollouts", "Responses interrupted in generation, and continued ones.", "responses",
         series=(Series("rollout/aborted", "aborted", RED), Series("rollout/recycled", "continued", GREEN)),
     ),
     Chart(
@@ -250,7 +250,7 @@ _TIME = (
     ),
     Chart(
         "weight-sync", "Weight sync",
-        "Duration, how long the engines stood still, and where the slowest sender's time went.", "seconds",
+        "Duration, pause of the engines, and the slowest sender's time by activity.", "seconds",
         series=(
             Series("weights/seconds", "sync", GREEN),
             Series("weights/pause_seconds", "engines paused", RED, dashed=True),

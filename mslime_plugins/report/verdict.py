@@ -48,7 +48,7 @@ class ReportRule:
 
     Attributes:
         topic: its subject; the only part shown of rules without a finding.
-        chart: id of the chart to look at.
+        chart: id of its chart.
         threshold: condition of a finding, as text.
         advice: for a finding.
         needs: metrics, of which at least one must be recorded; templates of `names.METRICS`.
@@ -211,16 +211,16 @@ def _nll(rows: Sequence[Row]) -> Verdict:
         return None
     (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g} nats a token"
     if (risen := lately(values)) > max(early(values), late(values)):
-        return "bad", f"The negative log-likelihood is {risen:.3g} nats a token lately, above its beginning: {numbers}."
+        return "bad", f"The negative log-likelihood is {risen:.3g} nats a token now, above its start: {numbers}."
     if change < -REWARD_ERRORS * error:
         return "good", f"The negative log-likelihood fell {numbers}."
     return "bad", f"The negative log-likelihood did not fall: {numbers}."
 
 
-def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Verdict:
-    """The sentence for a fraction above its limit, late or lately; it replaces the `{}` of `what`."""
+def _above(values: Sequence[float], limit: float, tone: Tone, sentence: str) -> Verdict:
+    """The sentence for a fraction above its limit, late or lately; it replaces the `{}` of `sentence`."""
     share = max(late(values), lately(values)) if values else 0.0
-    return None if share <= limit else (tone, what.format(_percent(share)))
+    return None if share <= limit else (tone, sentence.format(_percent(share)))
 
 
 def _entropy(rows: Sequence[Row]) -> Verdict:
@@ -241,8 +241,8 @@ def _mismatch(rows: Sequence[Row]) -> Verdict:
 def _clipped(rows: Sequence[Row]) -> Verdict:
     sides = ("loss/clip_fraction_below", "loss/clip_fraction_above")
     shares = [sum(row.get(name) or 0.0 for name in sides) for row in rows if row.get(sides[0]) is not None]
-    what = "The loss's trust region bounded {} of the last tokens."
-    return _above(shares or values_of(rows, "loss/clip_fraction"), CLIPPED, "bad", what)
+    sentence = "The loss's trust region bounded {} of the last tokens."
+    return _above(shares or values_of(rows, "loss/clip_fraction"), CLIPPED, "bad", sentence)
 
 
 def _corrected(rows: Sequence[Row]) -> Verdict:
@@ -263,9 +263,9 @@ def _dropped(rows: Sequence[Row]) -> Verdict:
     return "note", f"{short(dropped)} tokens, {_percent(dropped / generated)} of those generated, were dropped{why}."
 
 
-def _idle(rows: Sequence[Row], name: str, who: str) -> Verdict:
+def _idle(rows: Sequence[Row], name: str, workers: str) -> Verdict:
     share = fmean(values_of(rows, name))
-    return None if share <= IDLE else ("note", f"{who} did nothing in {_percent(share)} of a step, on average.")
+    return None if share <= IDLE else ("note", f"{workers} were idle for {_percent(share)} of a step, on average.")
 
 
 def _spikes(rows: Sequence[Row]) -> Verdict:
@@ -291,38 +291,38 @@ def _coverage(rows: Sequence[Row]) -> Verdict:
     lowest = min(row["replay/coverage"] + row.get("replay/too_old", 0.0) for row in rows if "replay/coverage" in row)
     if lowest > 1.0 - 1e-9:  # the two shares are rounded separately
         return None
-    return "bad", f"In a step only {_percent(lowest)} of the routes were replayed, or left out for their age."
+    return "bad", f"In one step, only {_percent(lowest)} of the routes were replayed, or omitted for their age."
 
 
 RULES = (
     ReportRule(
-        "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls; or rose, "
-        f"and is lately below its best by {FALLEN_ERRORS:g} standard errors and {_percent(FALLEN_PART)} of its range",
-        "Read the worst responses: is the reward what you meant, can the model earn it? Else raise train.lr. After "
+        "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls; or it rose, "
+        f"and is now below its best by {FALLEN_ERRORS:g} standard errors and {_percent(FALLEN_PART)} of its range",
+        "Read the worst responses: is the reward what you meant? Can the model earn it? Else raise train.lr. After "
         "a fall: continue from a checkpoint before it, with a lower train.lr.",
         ("reward/mean",), _reward,
     ),
     ReportRule(
         "held-out accuracy", "accuracy",
         f"always; bad when it has lost over {ACCURACY_BY:g} and {_percent(ACCURACY_LOST)} of its gain",
-        "A reward that rises without it is gamed or learnt by heart: read the best responses.",
+        "A reward that rises without it is gamed or memorised: read the best responses.",
         ("eval/{set}/accuracy",), _accuracy,
     ),
     ReportRule(
         "held-out loss", "held-out-loss", f"always; bad when it ends more than {_percent(OVERFIT_BY)} above its lowest",
-        "The model learns its rows by heart: stop there (checkpoint.keep_best keeps the step), or lower train.lr.",
+        "The model memorises its rows: stop there (checkpoint.keep_best keeps the step), or lower train.lr.",
         ("eval/{set}/nll",), _held_out_loss,
     ),
     ReportRule(
         "negative log-likelihood", "loss", "always in supervised training; bad when it does not fall",
-        "Change train.lr, and look whether labels follow from prompts.", ("loss/nll",), _nll,
+        "Change train.lr, and check that labels follow from prompts.", ("loss/nll",), _nll,
     ),
     ReportRule(
         "groups without a signal", "groups", f"more than {_percent(SIGNAL_SHARE)} of the groups, late",
         "Take harder prompts if the reward is high, easier ones if it is low, or set rollout.dynamic_filter.",
         ("reward/zero_variance_share",),
         lambda rows: _above(values_of(rows, "reward/zero_variance_share"), SIGNAL_SHARE, "note",
-                            "{} of the last groups teach nothing: all their responses have one reward."),
+                            "{} of the last groups have no signal: all their responses have the same reward."),
     ),
     ReportRule(
         "entropy", "entropy", f"late below {_percent(ENTROPY_PART)} of early",
@@ -343,18 +343,18 @@ RULES = (
     ),
     ReportRule(
         "clipped tokens", "clip",
-        f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds much by design",
+        f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds many by design",
         "Updates leave the trust region: lower train.lr or train.optimizer_steps_per_rollout.",
         ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped, lambda loss: loss.clips_much,
     ),
     ReportRule(
         "corrected tokens", "correction", f"more than {_percent(CORRECTED)} of the tokens, late",
-        "What is trained is far from what was sampled: lower rollout.max_staleness, and look at the mismatch.",
+        "The trained policy is far from the sampler: lower rollout.max_staleness, and check the mismatch.",
         ("correction/clipped_fraction",), _corrected,
     ),
     ReportRule(
-        "dropped tokens", "ledger", f"more than {_percent(DROPPED)} of what was generated",
-        "They were paid for and not used. stale: raise rollout.max_staleness or keep them. A filter: other prompts.",
+        "dropped tokens", "ledger", f"more than {_percent(DROPPED)} of the generated tokens",
+        "Generated, but not used. If stale: raise rollout.max_staleness or keep them. If filtered: use other prompts.",
         ("ledger/dropped_tokens",), _dropped,
     ),
     ReportRule(
@@ -376,7 +376,7 @@ RULES = (
         ("reward/errors",), _reward_errors,
     ),
     ReportRule(
-        "routing replay", "agreement", "less than all routes replayed, those beyond train.replay_max_age aside",
+        "routing replay", "agreement", "not all routes replayed, except routes beyond train.replay_max_age",
         "Routes were lost on the way from the engine; please report it.", ("replay/coverage",), _coverage,
     ),
 )  # fmt: skip
@@ -385,7 +385,7 @@ RULES = (
 def markdown() -> str:
     """The rules as the table of docs/report.md."""
     rows = [f"| {rule.topic} | {rule.threshold} | {rule.advice} |" for rule in RULES]
-    return "\n".join(["| topic | it speaks when | what to do |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| topic | shown if | action |", "|---|---|---|", *rows]) + "\n"
 
 
 if __name__ == "__main__":
@@ -407,8 +407,8 @@ def irregular(rows: Sequence[Row]) -> str:
         known |= own
     gaps = [(a, b) for a, b in pairwise(sorted(names)) if b > a + 1]
     missing = sum(b - a - 1 for a, b in gaps)
-    told = [f"steps without a row: {missing}, the first is {gaps[0][0] + 1}"] if gaps else []
-    told += (
+    found = [f"steps without a row: {missing}, the first is {gaps[0][0] + 1}"] if gaps else []
+    found += (
         [f"steps with two rows, of which the later counts: {len(twice)}, the first is {min(twice)}"] if twice else []
     )
-    return "; ".join(told)
+    return "; ".join(found)

@@ -27,7 +27,7 @@ def read(kind: type[B], raw: bytes) -> B:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         value = None if first["type"] == "missing" else str(first["input"])[:200]
-        raise ServeError(where, value, first["msg"], "send what the SDK sends") from None
+        raise ServeError(where, value, first["msg"], "send a request of the tinker SDK 0.38.0") from None
 
 
 class CreateSession(Body):

@@ -98,8 +98,8 @@ class Futures:
         if request_id in self._all:
             return request_id
         if self.unfinished >= self.most:
-            raise ServeError("requests", self.unfinished, "so many wait already (serve.max_requests)",
-                             "come again later", BUSY)  # fmt: skip
+            raise ServeError("requests", self.unfinished, "too many requests are waiting (serve.max_requests)",
+                             "retry later", BUSY)  # fmt: skip
         task = asyncio.create_task(_answered(request_id, work, turn), name=request_id)
         self._all[request_id] = Future(owner, task)
         self._running.add(task)

@@ -59,8 +59,8 @@ def read_header(raw: bytes) -> Any:
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
-        raise ServeError("body", f"{len(raw)} bytes", f"is no ForwardBackwardRequest: {error}",
-                         "send what tinker 0.38.0 sends") from None  # fmt: skip
+        raise ServeError("body", f"{len(raw)} bytes", f"is not a ForwardBackwardRequest: {error}",
+                         "send a request of the tinker SDK 0.38.0") from None  # fmt: skip
     return message
 
 
@@ -72,7 +72,7 @@ def read_pass(message: Any, limits: ModelLimits, stable_reinforce: ClientLoss | 
     """
     loss = _loss(message, stable_reinforce)
     if not message.data:
-        raise ServeError("data", "none", "there is nothing to compute", "give at least one datum")
+        raise ServeError("data", "none", "must not be empty", "send at least one datum")
     data = [_datum(datum, f"data[{i}]", loss.name, limits) for i, datum in enumerate(message.data)]
     return PassRequest(message.model_id, message.seq_id, data, loss, not message.forward_only, str(message.loss_fn))
 
@@ -84,8 +84,8 @@ def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
     if name not in CLIENT_LOSSES:
         hint = "use one of them, or forward_backward_custom"
         if name == "stable_reinforce":
-            hint += "; where the client cannot choose, start the server with --serve.stable_reinforce and one of them"
-        raise ServeError("loss_fn", name, f"is not served; {', '.join(CLIENT_LOSSES)} are", hint)
+            hint += "; if the client cannot choose, start the server with --serve.stable_reinforce and one of them"
+        raise ServeError("loss_fn", name, f"is not supported; {', '.join(CLIENT_LOSSES)} are", hint)
     given = {key: value.number if value.WhichOneof("value") == "number" else value.text
              for key, value in message.loss_fn_config_v2.items()}  # fmt: skip
     given = {**dict(message.loss_fn_config), **given}
@@ -95,7 +95,7 @@ def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
             takes = f"it takes {', '.join(settings)}" if settings else "it takes none"
             raise ServeError(f"loss_fn_config.{key}", value, f"{name} has no such setting", takes)
         if not isinstance(value, float) or not np.isfinite(value) or value < 0:
-            raise ServeError(f"loss_fn_config.{key}", value, "must be a number that is 0 or larger", "correct it")
+            raise ServeError(f"loss_fn_config.{key}", value, "must be a number >= 0", "correct it")
         settings[key] = value
     low, high = settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2)
     if low > high:
@@ -107,11 +107,11 @@ def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
 def _datum(message: Any, where: str, loss: str, limits: ModelLimits) -> Datum:
     tokens = _tokens(message.model_input, where)
     if not len(tokens):
-        raise ServeError(f"{where}.model_input", "no token", "there is nothing to predict from", "leave it out")
+        raise ServeError(f"{where}.model_input", "no token", "must not be empty", "remove the datum")
     if len(tokens) + 1 > limits.positions:
         raise ServeError(
-            f"{where}.model_input", f"{len(tokens)} tokens", f"the model takes {limits.positions - 1} at most, and "
-            "predicts one more", "cut it, or leave it out",
+            f"{where}.model_input", f"{len(tokens)} tokens", f"the limit is {limits.positions - 1} tokens, because "
+            "one more is predicted", "shorten or remove the datum",
         )  # fmt: skip
     _check_ids(tokens, f"{where}.model_input", limits)
     wanted = COLUMNS.get(loss, OF_POLICY)
@@ -133,8 +133,8 @@ def _tokens(chunks: Sequence[Any], where: str) -> NDArray[np.int32]:
     found = [np.empty(0, "<i4")]
     for chunk in chunks:
         if chunk.WhichOneof("chunk") != "encoded_text":
-            raise ServeError(f"{where}.model_input", chunk.WhichOneof("chunk"), "only text is served",
-                             "give chunks of tokens")  # fmt: skip
+            raise ServeError(f"{where}.model_input", chunk.WhichOneof("chunk"), "only text is supported",
+                             "send chunks of tokens")  # fmt: skip
         raw = chunk.encoded_text.tokens
         if len(raw) % 4:
             raise ServeError(f"{where}.model_input", f"{len(raw)} bytes", "tokens are int32", "send whole numbers")
@@ -146,18 +146,18 @@ def _check_ids(ids: NDArray[np.integer[Any]], where: str, limits: ModelLimits) -
     wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if len(wrong):
         raise ServeError(where, int(wrong[0]), f"the model has token ids 0 to {limits.vocab_size - 1}",
-                         "use the tokenizer that get_tokenizer gives")  # fmt: skip
+                         "use the tokenizer from get_tokenizer")  # fmt: skip
 
 
 def _column(given: Mapping[str, Any], name: str, where: str, length: int, loss: str) -> NDArray[Any]:
     """[length] of a datum's input. Raises ServeError if it is missing or has another shape."""
     field = f"{where}.loss_fn_inputs.{name}"
     if name not in given:
-        raise ServeError(field, None, f"{loss} needs it", f"give one number for each of the {length} input tokens")
+        raise ServeError(field, None, f"{loss} requires it", f"send one number for each of the {length} input tokens")
     tensor = given[name]
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
-        raise ServeError(field, list(tensor.shape), "several targets for a position are not served",
-                         "give one target and one weight for each position")  # fmt: skip
+        raise ServeError(field, list(tensor.shape), "several targets for a position are not supported",
+                         "send one target and one weight for each position")  # fmt: skip
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or len(tensor.dense) % dtype.itemsize or (name == "target_tokens" and dtype.kind != "i"):
         raise ServeError(field, f"dtype {tensor.dtype}", "targets are int64, everything else is float32 or int64",
@@ -165,7 +165,7 @@ def _column(given: Mapping[str, Any], name: str, where: str, length: int, loss: 
     column = np.frombuffer(tensor.dense, dtype)
     if len(column) != length:
         raise ServeError(field, f"{len(column)} numbers", f"the input has {length} tokens",
-                         "give one for each: row t is about what follows token t")  # fmt: skip
+                         "send one for each: row t predicts the token after token t")  # fmt: skip
     return column
 
 

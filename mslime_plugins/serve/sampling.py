@@ -21,17 +21,17 @@ _NOT_SERVED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_lo
 
 def requests_of(body: bodies.SampleBody, rid: str, limits: ModelLimits) -> list[GenerateRequest]:
     """The requests to engines: one per continuation, all for one engine. Log-probs are over the whole vocabulary, as
-    the trainer computes them; the first request returns those of the prompt. Raises ServeError for the first
+    the trainer computes them; the first request returns the prompt's log-probs. Raises ServeError for the first
     mistake."""
     for name in _NOT_SERVED:
         if getattr(body, name):
-            raise ServeError(name, getattr(body, name), "is not served", "leave it out")
+            raise ServeError(name, getattr(body, name), "is not supported", "remove it")
     prompt = prompt_of(body, limits)
     params, room = body.sampling_params, limits.positions - len(prompt)
     wanted = params.max_tokens if params.max_tokens is not None else room
     if room < 1 or wanted > room:
-        raise ServeError("prompt", f"{len(prompt)} tokens, and {wanted} more", f"the model takes {limits.positions}",
-                         "shorten the prompt, or ask for fewer with max_tokens")  # fmt: skip
+        raise ServeError("prompt", f"{len(prompt)} tokens, and {wanted} more", f"the limit is {limits.positions}",
+                         "shorten the prompt, or lower max_tokens")  # fmt: skip
     texts, ids = _stops(params)
     request = GenerateRequest(
         rid, prompt, wanted, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k or -1, stop=texts,
@@ -53,13 +53,13 @@ def prompt_of(body: bodies.SampleBody, limits: ModelLimits) -> tuple[int, ...]:
     """The prompt's token ids. Raises ServeError."""
     for chunk in body.prompt.chunks:
         if not isinstance(chunk, bodies.TextChunk):
-            raise ServeError("prompt", chunk.type, "only text is served", "give chunks of tokens")
+            raise ServeError("prompt", chunk.type, "only text is supported", "send chunks of tokens")
     prompt = tuple(t for chunk in body.prompt.chunks if isinstance(chunk, bodies.TextChunk) for t in chunk.tokens)
     if not prompt:
-        raise ServeError("prompt", "no token", "there is nothing to continue", "give at least one token")
+        raise ServeError("prompt", "no token", "must not be empty", "send at least one token")
     if max(prompt) >= limits.vocab_size:
         raise ServeError("prompt", max(prompt), f"the model has token ids 0 to {limits.vocab_size - 1}",
-                         "use the tokenizer that get_tokenizer gives")  # fmt: skip
+                         "use the tokenizer from get_tokenizer")  # fmt: skip
     return prompt
 
 
@@ -76,8 +76,8 @@ def _stops(params: bodies.SamplingParams) -> tuple[tuple[str, ...], tuple[int, .
 def _scored_from(body: bodies.SampleBody, length: int) -> int | None:
     if not body.prompt_logprobs:
         if body.prompt_logprobs_last_n is not None:
-            raise ServeError("prompt_logprobs_last_n", body.prompt_logprobs_last_n, "applies to prompt_logprobs",
-                             "set include_prompt_logprobs")  # fmt: skip
+            raise ServeError("prompt_logprobs_last_n", body.prompt_logprobs_last_n, "requires include_prompt_logprobs",
+                             "set both, or remove it")  # fmt: skip
         return None
     last = body.prompt_logprobs_last_n
     if last is not None and last >= length:
@@ -127,6 +127,6 @@ class PooledEngines:
         while not len(self._pool):
             if not self._may_come():
                 raise EngineError(
-                    "engines", 0, "none is left: they died, see the console", "start the server again"
+                    "engines", 0, "all engines have died; see the console", "restart the server"
                 ) from error
             await asyncio.sleep(LOOK_S)

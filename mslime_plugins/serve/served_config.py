@@ -69,20 +69,20 @@ def served_config(values: Mapping[str, Any]) -> RunConfig:
     given = _of_server(values)
     lora = given.get("lora")
     if not (isinstance(lora, Mapping) and lora.get("rank")):
-        raise ConfigError("lora.rank", 0, "clients train adapters on a frozen base",
-                          "set it to the largest rank that a client may ask for, for example 32")  # fmt: skip
+        raise ConfigError("lora.rank", 0, "must be above 0: clients train adapters on a frozen base",
+                          "set it to the largest rank that a client may request, for example 32")  # fmt: skip
     config = build(merge(given, _FIXED))
     if config.sglang.pairs is not None:
-        raise ConfigError("sglang.pairs", config.sglang.pairs, "engines of a server are one server each", "remove it")
+        raise ConfigError("sglang.pairs", config.sglang.pairs, "a server does not support engine pairs", "remove it")
     if config.colocated:
-        raise ConfigError("cluster.placement", "colocated", "engines of a server answer while the trainer trains",
+        raise ConfigError("cluster.placement", "colocated", "not supported: a server generates during training",
                           "set it to separate")  # fmt: skip
     if config.lora.init is not None:
-        raise ConfigError("lora.init", str(config.lora.init), "each client's adapter begins as new, or from what it "
+        raise ConfigError("lora.init", str(config.lora.init), "a client's adapter starts new, or from a state that it "
                           "saved", "remove it")  # fmt: skip
     if config.lora.shares_outer:
-        raise ConfigError("lora.experts", "shared_outer", "what clients save is in peft's format, which has no factor "
-                          "that experts share", "remove it")  # fmt: skip
+        raise ConfigError("lora.experts", "shared_outer", "clients save adapters in peft's format, "
+                          "which has no factors shared by experts", "remove it")  # fmt: skip
     if config.lora.together and config.megatron.counts_over_a_step:
         raise ConfigError(
             "lora.together", True,

@@ -73,7 +73,7 @@ class Server:
             try:
                 await self._service.tidy()
             except UserError as error:
-                _log.error("tidying: %s", error)
+                _log.error("cleanup failed: %s", error)
 
     def app(self) -> web.Application:
         """The application."""
@@ -124,14 +124,14 @@ class Server:
         try:
             given = request.headers.get("X-API-Key", "")
             if not same_key(given, self._key):
-                raise ServeError("api_key", "(not shown)", "is not the key of this server", "give the key that "
+                raise ServeError("api_key", "(not shown)", "is not the key of this server", "pass the key that "
                                  "`mslime serve` wrote to RUN/serve.json, as api_key or TINKER_API_KEY",
                                  UNKNOWN_KEY)  # fmt: skip
             admitted(request)
             await read_body(request)  # kept by aiohttp: a body that cannot be read is refused in one place
             response = await handler(request)
         except web.HTTPNotFound:
-            response = _refusal(ServeError("path", path, "is not served", "see docs/serve.md", UNKNOWN))
+            response = _refusal(ServeError("path", path, "is not supported", "see docs/serve.md", UNKNOWN))
         except BodyError as error:
             response = _refusal(ServeError("body", path, error.rule, error.hint, error.status))
         except UserError as error:
@@ -142,18 +142,18 @@ class Server:
 
     async def _in_turn(self, request: web.Request, error: UserError) -> web.Response:
         """Answer with an error; as a future if the request has a number for which later ones wait."""
-        told = error if isinstance(error, ServeError) else ServeError(
+        refused = error if isinstance(error, ServeError) else ServeError(
             error.field, error.value, error.rule, error.hint
         )  # fmt: skip
-        if told.status in (BUSY, UNKNOWN_KEY, GONE):
-            return _refusal(told)
+        if refused.status in (BUSY, UNKNOWN_KEY, GONE):
+            return _refusal(refused)
         model_id, number = _turn_of(request.path, await request.read())
         if model_id and number:
             try:
-                return _taken(self._service.refused(model_id, number, told), model_id)
+                return _taken(self._service.refused(model_id, number, refused), model_id)
             except ServeError as unknown:
                 return _refusal(unknown)
-        return _refusal(told)
+        return _refusal(refused)
 
     # ------------------------------------------------------------------------------------------------ about the server
 
@@ -176,7 +176,7 @@ class Server:
         return _json(type="session_heartbeat")
 
     async def _finish(self, request: web.Request) -> web.Response:
-        await self._service.end_session(request.match_info["session"], "it said so")
+        await self._service.end_session(request.match_info["session"], "ended by the client")
         return web.Response(status=204)
 
     async def _sessions(self, request: web.Request) -> web.Response:
@@ -202,10 +202,10 @@ class Server:
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
         message = read_header(await request.read())
-        asked = await asyncio.to_thread(
+        pass_request = await asyncio.to_thread(
             read_pass, message, self._service.served.limits, self._service.settings.stable_reinforce
         )
-        return _taken(self._service.pass_over(asked), asked.model_id)
+        return _taken(self._service.pass_over(pass_request), pass_request.model_id)
 
     # ------------------------------------------------------------------------------------------------ saved states
 
@@ -228,7 +228,7 @@ class Server:
         saved = self._service.states.of_model(model_id)
         model = next((m for m in self._service.sessions.models if m.model_id == model_id), None)
         if model is None and not saved:
-            raise ServeError("training_run", model_id, "no such model, and nothing is saved of one",
+            raise ServeError("training_run", model_id, "unknown model without saved states",
                              "list training_runs", UNKNOWN)  # fmt: skip
         ask, base = (model.ask, model.base_model) if model is not None else (saved[-1].ask, saved[-1].base_model)
         last = model.last_request if model is not None else saved[-1].at
@@ -270,14 +270,14 @@ class Server:
     # --------------------------------------------------------------------------------------------------------- futures
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        asked = bodies.read(bodies.OfRequest, await request.read()).request_id
+        request_id = bodies.read(bodies.OfRequest, await request.read()).request_id
         try:
-            answer = await self._service.futures.fetch(asked, POLL_S)
+            answer = await self._service.futures.fetch(request_id, POLL_S)
         except KeyError:
-            raise ServeError("request_id", asked, "no such request: its client is gone, or its answer was fetched long "
-                             "ago", "send the request again", GONE) from None  # fmt: skip
+            raise ServeError("request_id", request_id, "unknown request: its client has left, or its answer has "
+                             "expired", "send the request again", GONE) from None  # fmt: skip
         if answer is None:
-            pending = {"type": "try_again", "request_id": asked, "queue_state": "active"}
+            pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return web.Response(status=408, body=orjson.dumps(pending), content_type=JSON)
         return web.Response(body=answer.body, content_type=answer.kind)
 

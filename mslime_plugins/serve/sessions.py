@@ -99,8 +99,8 @@ class Sessions:
         """A session; this counts as a sign of life. Raises ServeError."""
         if session_id not in self._all:
             raise ServeError(
-                "session_id", session_id, "no such session: it was finished, gave no sign of life for too long, or the "
-                "server was started again", "make a new ServiceClient; what was saved can be loaded", GONE,
+                "session_id", session_id, "unknown session: it ended, sent no request for too long, or the "
+                "server was restarted", "create a new ServiceClient; saved states can be loaded", GONE,
             )  # fmt: skip
         session = self._all[session_id]
         session.seen = time.monotonic()
@@ -110,7 +110,7 @@ class Sessions:
         """A model of an open session. Raises ServeError."""
         session = self.get(model_id.partition(":")[0])
         if model_id not in session.models:
-            raise ServeError("model_id", model_id, "no such model", "create it with create_lora_training_client", GONE)
+            raise ServeError("model_id", model_id, "unknown model", "create it with create_lora_training_client", GONE)
         model = session.models[model_id]
         model.last_request = time.time()
         return model
@@ -119,7 +119,7 @@ class Sessions:
         """A sampler of an open session. Raises ServeError."""
         session = self.get(sampler_id.partition(":")[0])
         if sampler_id not in session.samplers:
-            raise ServeError("sampling_session_id", sampler_id, "no such sampler", "create a sampling client", GONE)
+            raise ServeError("sampling_session_id", sampler_id, "unknown sampler", "create a sampling client", GONE)
         return session.samplers[sampler_id]
 
     @property

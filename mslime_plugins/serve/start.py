@@ -76,7 +76,7 @@ def _key(given: SecretStr | None) -> str:
         return KEY_PREFIX + secrets.token_urlsafe(32)
     key = read_secret(given, "serve.key")
     if not key.startswith(KEY_PREFIX):
-        raise ConfigError("serve.key", "(not shown)", f"the SDK takes keys that begin with {KEY_PREFIX}",
+        raise ConfigError("serve.key", "(not shown)", f"must begin with {KEY_PREFIX}, as the SDK requires",
                           f"put {KEY_PREFIX} before it")  # fmt: skip
     return key
 
@@ -91,8 +91,8 @@ def _listen(port: int) -> socket.socket:
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise ConfigError("serve.port", port, f"cannot be listened on: {error.strerror}",
-                          "end what listens there, choose another port, or 0 for a free one") from error  # fmt: skip
+        raise ConfigError("serve.port", port, f"cannot listen on this port: {error.strerror}",
+                          "end the process there, choose another port, or 0 for a free one") from error  # fmt: skip
     return listening
 
 
@@ -174,5 +174,5 @@ class ServerResources(StartedRun):
         self.progress.note(f"serving {served.names[0]} at {url}; the key is in {record}")
         if (loss := self.config.serve.stable_reinforce) is not None:
             self.progress.note(
-                f"clients that ask for stable_reinforce get {loss}, another loss (serve.stable_reinforce)"
+                f"clients that request stable_reinforce get another loss, {loss} (serve.stable_reinforce)"
             )

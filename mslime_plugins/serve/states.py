@@ -64,20 +64,20 @@ class States:
         """The directory of a tinker path. Raises ServeError for an invalid path, or one outside the root."""
         found = _PATH.fullmatch(path)
         if found is None:
-            raise ServeError("path", path, "is no path of this server: tinker://MODEL/weights/NAME or "
-                             "tinker://MODEL/sampler_weights/NAME", "give one that a save returned")  # fmt: skip
+            raise ServeError("path", path, "must be tinker://MODEL/weights/NAME or "
+                             "tinker://MODEL/sampler_weights/NAME", "use a path that a save returned")  # fmt: skip
         return self._place(found[1], found[2], found[3])
 
     def new(self, model_id: str, kind: Kind, name: str, *, overwrite: bool = False) -> tuple[str, Path]:
         """Path and directory of a new state. Raises ServeError for an invalid or existing name."""
         if _NAME.fullmatch(name) is None:
-            raise ServeError("path", name, "a name has letters, digits and . _ -, begins with a letter or a digit, "
-                             "and has at most 200 of them", "choose another name")  # fmt: skip
+            raise ServeError("path", name, "must have letters, digits and . _ - only, begin with a letter or a "
+                             "digit, and have at most 200 characters", "choose another name")  # fmt: skip
         directory = self._place(model_id, kind, name)
         if directory.exists():
             if not overwrite:
                 hint = "choose another name" + (", or overwrite it" if kind == "weights" else "")
-                raise ServeError("path", name, "this model has saved something of that name", hint)
+                raise ServeError("path", name, "this model already has a saved state of that name", hint)
             shutil.rmtree(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         return f"tinker://{model_id}/{kind}/{name}", directory
@@ -93,11 +93,11 @@ class States:
         """The state saved there. Raises ServeError if there is none, or one of another kind."""
         file = self.directory(path) / SAVED
         if not file.is_file():
-            raise ServeError("path", path, "nothing is saved there", "give a path that a save returned", UNKNOWN)
+            raise ServeError("path", path, "no state is saved there", "use a path that a save returned", UNKNOWN)
         saved = _read(file)
         if kind is not None and saved.parts[1] != kind:
             made = "save_state" if kind == "weights" else "save_weights_for_sampler"
-            raise ServeError("path", path, f"is of kind {saved.parts[1]}, and {kind} is needed", f"use {made}")
+            raise ServeError("path", path, f"is of kind {saved.parts[1]}, but {kind} is needed", f"use {made}")
         return saved
 
     def of_model(self, model_id: str) -> list[StoredState]:
@@ -125,6 +125,6 @@ class States:
 
 
 def _read(file: Path) -> StoredState:
-    with reading(CheckpointError, str(file), "is not what mslime serve writes", "remove the directory around it"):
+    with reading(CheckpointError, str(file), "is not a file written by mslime serve", "remove its directory"):
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return StoredState(**{**values, "ask": AdapterAsk(**values["ask"])})

@@ -73,12 +73,12 @@ class Service:
         self._ranks, self._engines, self._note = ranks, engines, note
         self.sessions, self.states = Sessions(), States(root)
         self.futures = Futures(self.settings.max_requests)
-        self._looked = 0.0  # time of the last check of saved states
+        self._checked_at = 0.0  # time of the last check of saved states
 
     def describe(self) -> str:
         """The current activity, as one line."""
         clients, adapters = len(self.sessions.all), len(self.sessions.models)
-        return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} request(s) under way"
+        return f"{clients} client(s), {adapters} adapter(s), {self.futures.unfinished} unfinished request(s)"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
@@ -86,7 +86,7 @@ class Service:
         """Open a client's session."""
         session = self.sessions.open(body.user_metadata, body.display_name)
         named = f" ({body.display_name})" if body.display_name else ""
-        self._note(f"client {session.session_id[:8]}{named} has come, tinker {body.sdk_version}")
+        self._note(f"client {session.session_id[:8]}{named} connected, tinker {body.sdk_version}")
         return session
 
     async def end_session(self, session_id: str, why: str) -> None:
@@ -103,15 +103,15 @@ class Service:
             if sampler.own and sampler.adapter is not None:
                 await self._engines.forget(sampler.adapter)
                 shutil.rmtree(sampler.adapter, ignore_errors=True)
-        self._note(f"client {session_id[:8]} is gone ({why}): {len(session.models)} adapter(s) freed")
+        self._note(f"client {session_id[:8]} left ({why}): {len(session.models)} adapter(s) freed")
 
     async def tidy(self) -> None:
         """Remove silent clients, old answers, and expired states."""
         for session in self.sessions.silent(self.settings.silence_s):
-            await self.end_session(session.session_id, f"no sign of life for {self.settings.silence_s:g} s")
+            await self.end_session(session.session_id, f"no request for {self.settings.silence_s:g} s")
         self.futures.forget_fetched()
-        if time.monotonic() - self._looked > EXPIRED_S:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._checked_at > EXPIRED_S:
+            self._checked_at = time.monotonic()
             for saved in list(self.states.expired()):
                 await self.remove(saved.path)
 
@@ -128,7 +128,7 @@ class Service:
         self._check_base(body.base_model)
         if body.lora_config is None:
             raise ServeError("lora_config", None, "the base is frozen: only adapters are trained",
-                             "give it a rank")  # fmt: skip
+                             "set its rank")  # fmt: skip
         self._check_adam(body.optimizer_config)
         lora = body.lora_config
         seed = random.SystemRandom().randrange(2**31) if lora.seed is None else lora.seed % 2**31
@@ -152,7 +152,7 @@ class Service:
             return session.models[model_id], False
         if len(self.sessions.models) >= self.settings.max_adapters:
             raise ServeError(
-                "create_model", len(self.sessions.models), "so many adapters are trained already (serve.max_adapters)",
+                "create_model", len(self.sessions.models), "the limit of adapters is reached (serve.max_adapters)",
                 "close clients that are done (ServiceClient.close), or raise the setting",
             )  # fmt: skip
         model = Model(model_id, session_id, base_model, ask, user_metadata)
@@ -179,7 +179,7 @@ class Service:
         made = in_thread(self._ranks.create, model.model_id, own, stacked=False)
         try:
             model.trainer = trainer = await asyncio.shield(asyncio.wrap_future(made))
-        except asyncio.CancelledError:  # its client is gone, and the ranks go on making it
+        except asyncio.CancelledError:  # its client has left, and the ranks continue to create it
             made.add_done_callback(lambda made: made.exception() or in_thread(self._ranks.free, model.model_id))
             raise
         layers = " and ".join(n for n, on in (("attention", model.ask.attention), ("MLP", model.ask.mlp)) if on)
@@ -221,11 +221,11 @@ class Service:
         async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.adam_params is None:
-                raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is served",
-                                 "give AdamParams")  # fmt: skip
+                raise ServeError("optim_params", (body.optimizer_params or {}).get("type"), "only AdamW is supported",
+                                 "pass AdamParams")  # fmt: skip
             if not model.gradients:
                 raise ServeError("optim_step", model.model_id, "there are no gradients since the last step",
-                                 "run forward_backward first, and look at what it failed with")  # fmt: skip
+                                 "run forward_backward first; if it failed, see its error")  # fmt: skip
             adam = body.adam_params
             params = AdamParams(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay,
                                 adam.grad_clip_norm)  # fmt: skip
@@ -257,8 +257,8 @@ class Service:
         async def work(trainer: AdapterTrainer) -> FutureResult:
             self._check_sound(model)
             if body.kind != "snapshot":
-                raise ServeError("kind", body.kind, "a sampler has the weights that it was made with",
-                                 "use snapshot, the default, and make another one for newer weights")  # fmt: skip
+                raise ServeError("kind", body.kind, "a sampler keeps its weights",
+                                 "use snapshot, the default, and a new sampler for newer weights")  # fmt: skip
             own = body.path is None
             name = body.path or f"sampler-{body.seq_id}"
             path, directory = self.states.new(model.model_id, "sampler_weights", name)
@@ -287,7 +287,7 @@ class Service:
             return self._take(model, body.seq_id, load), model.model_id
         if body.session_id is None or body.model_seq_id is None:
             raise ServeError("load_weights", None, "names neither a model nor a session with a number",
-                             "send what the SDK sends")  # fmt: skip
+                             "send a request of the tinker SDK 0.38.0")  # fmt: skip
         base = body.base_model or saved.base_model
         self._check_base(base)
         model, new = self._new_model(body.session_id, body.model_seq_id, base, saved.ask, body.user_metadata)
@@ -310,7 +310,7 @@ class Service:
 
         async def made() -> FutureResult:
             if model.trainer is None:
-                raise ServeError("model_id", model.model_id, "it was never made", "look at the reply of create_model")
+                raise ServeError("model_id", model.model_id, "it was never created", "see the reply of create_model")
             return await work(model.trainer)
 
         return self.futures.take(f"{model.model_id}:{number}", model.model_id, made, (model.turns, number))
@@ -322,7 +322,7 @@ class Service:
         self.sessions.get(body.session_id)
         if body.model_path is None:
             if body.base_model is None:
-                raise ServeError("base_model", None, "is needed where no model_path is given", "name one of the two")
+                raise ServeError("base_model", None, "is required without model_path", "set one of the two")
             self._check_base(body.base_model)
             return self._new_sampler(body.session_id, body.sampling_session_seq_id, body.base_model, None, None)
         saved = self.states.find(body.model_path, "sampler_weights")
@@ -340,7 +340,7 @@ class Service:
     def sample(self, body: bodies.SampleBody) -> tuple[str, list[str]]:
         """(id of the request, ids of its future sequences)."""
         if body.sampling_session_id is None or body.seq_id is None:
-            raise ServeError("sampling_session_id", body.sampling_session_id, "is needed, with seq_id",
+            raise ServeError("sampling_session_id", body.sampling_session_id, "is required, with seq_id",
                              "create a sampling client")  # fmt: skip
         sampler = self.sessions.sampler(body.sampling_session_id)
         if sampler.path is not None:
@@ -364,12 +364,12 @@ class Service:
     def _check_base(self, name: str) -> None:
         if name.split(":")[0] not in self.served.names:
             raise ServeError("base_model", name, f"this server has {' or '.join(self.served.names)}",
-                             "ask get_server_capabilities for its name")  # fmt: skip
+                             "get its name from get_server_capabilities")  # fmt: skip
 
     def _check_ask(self, ask: AdapterAsk) -> None:
         if ask.rank > self.served.max_rank:
-            raise ServeError("lora_config.rank", ask.rank, f"this server takes ranks up to {self.served.max_rank} "
-                             "(lora.rank of its configuration)", "ask for a lower rank")  # fmt: skip
+            raise ServeError("lora_config.rank", ask.rank, f"this server supports ranks up to {self.served.max_rank} "
+                             "(lora.rank of its configuration)", "request a lower rank")  # fmt: skip
         if not ((ask.attention and self.served.attention) or (ask.mlp and self.served.mlp)):
             raise ServeError("lora_config", "train_attn, train_mlp", "no layer would have an adapter: the unembedding "
                              "has none here", "train attention, MLP layers or both")  # fmt: skip
@@ -377,13 +377,13 @@ class Service:
     @staticmethod
     def _check_adam(config: Mapping[str, Any]) -> None:
         if config.get("type") != "adamw":
-            raise ServeError("optimizer_config.type", config.get("type"), "only adamw is served", "leave it out")
+            raise ServeError("optimizer_config.type", config.get("type"), "only adamw is supported", "remove it")
 
     @staticmethod
     def _check_sound(model: Model) -> None:
         if model.broken:
             raise ServeError("model_id", model.model_id, f"it can no longer be trained: {model.broken}",
-                             "load what was saved before with create_training_client_from_state")  # fmt: skip
+                             "load an earlier state with create_training_client_from_state")  # fmt: skip
 
 
 async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -393,10 +393,10 @@ async def _in_turn(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 @contextmanager
-def _breaking(model: Model, what: str) -> Iterator[None]:
+def _breaking(model: Model, operation: str) -> Iterator[None]:
     """Mark the model as broken if an exception inside leaves its state undefined."""
     try:
         yield
     except (TrainerError, CheckpointError) as error:
-        model.broken = f"{what} failed, {error.brief} ({error.hint})"
+        model.broken = f"{operation} failed, {error.brief} ({error.hint})"
         raise

@@ -214,7 +214,7 @@ def test_mistakes_are_answered_in_words_by_the_real_parts(server: Server) -> Non
         )
         with pytest.raises(tinker.RequestFailedError, match="5000 tokens"):
             training.forward_backward([long], "cross_entropy").result()
-        with pytest.raises(tinker.RequestFailedError, match="stable_reinforce.*not served"):
+        with pytest.raises(tinker.RequestFailedError, match="stable_reinforce.*not supported"):
             training.forward_backward(batch(0), "stable_reinforce").result()
         # Finite inputs whose loss is not: every rank finds it, and all go on.
         training.forward_backward(batch(0), "cross_entropy")

@@ -77,7 +77,7 @@ def test_a_token_that_the_model_does_not_have_is_the_agents_mistake() -> None:
 
 @pytest.mark.parametrize("token", [-1, 1 << 40, 10**30, 1.5, "a", None])
 def test_a_token_that_the_model_does_not_have_is_the_functions_mistake(token: object) -> None:
-    with pytest.raises(RolloutError, match="no token id of this model"):
+    with pytest.raises(RolloutError, match="not a token id of this model"):
         check_rollout("tests.unit.user_agents:appends_what_is_no_token", label=token)
 
 
@@ -117,7 +117,7 @@ def test_a_reply_that_sequences_share_has_its_reward_where_it_was_generated() ->
 
 
 def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
-    with pytest.raises(RolloutError, match=r"step reward 1.0 at choice 1 of 'cmpl-\w+'.*\n.*hint: name the id"):
+    with pytest.raises(RolloutError, match=r"step reward 1.0 at choice 1 of 'cmpl-\w+'.*\n.*hint: give the id"):
         rolled("rewards_what_was_not_said", "x")
     with pytest.raises(RolloutError, match=r"step reward 0.5 at choice 0 of 'chatcmpl-\w+'"):
         rolled("rewards_a_reply_that_is_not_returned", "a", "b", "c")
@@ -126,7 +126,7 @@ def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
 
 
 def test_messages_that_cannot_be_answered_name_the_function() -> None:
-    with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*cannot be answered: messages = "):
+    with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*invalid request to the model: messages = "):
         rolled("asks_nonsense")
 
 

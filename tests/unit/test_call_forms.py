@@ -119,7 +119,7 @@ def test_calls_in_a_form_that_nobody_reads_are_text_and_tools_are_refused() -> N
     known = FAMILIES["kimi-k2"]
     made = TemplateRenderer(Family(family_templates.OF_ITS_OWN, "", known.specials, known.eos).tokenizer(), "template")
     assert made.form == "" and not made.calls_read
-    with pytest.raises(ChatError, match=r"(?s)calls in this template's form are not read.*rollout\.renderer"):
+    with pytest.raises(ChatError, match=r"(?s)calls in this template's form cannot be parsed.*rollout\.renderer"):
         made.render([USER], TOOLS)
     reply = "<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|><|tool_calls_section_end|>"
     assert made.parse(made._encode(reply), [], TOOLS) == Parsed(reply)

@@ -317,7 +317,7 @@ async def test_27_equal_replies_without_ids_go_to_the_newest_that_was_received(
 @pytest.mark.parametrize("messages", [[SYSTEM, QUESTION, {"role": "assistant", "content": "Sure"}], []])
 async def test_28_a_reply_that_was_begun_by_the_client_is_refused(messages: list[dict[str, Any]]) -> None:
     chat = Chat("x")
-    with pytest.raises(ChatError, match="must end with a message to the model"):
+    with pytest.raises(ChatError, match="must not end with an assistant message"):
         await chat.ask(*messages)
     assert not chat.engine.samples
 

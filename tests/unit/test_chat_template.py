@@ -16,10 +16,10 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 USER = {"role": "user", "content": "what is 1 and 2?"}
 RESULT = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
-NOT_READ, DROPS = "calls in this template's form are not read", "the template drops the reasoning of a reply"
+NOT_READ, DROPS = "tool calls in this template's form cannot be parsed", "the template drops the reasoning of a reply"
 REWRITES, DEPENDS = (
-    "the template rewrites what comes before them",
-    "what the template writes depends on the conversation before",
+    "the template rewrites the text before them",
+    "the template's text depends on the earlier conversation",
 )
 
 
@@ -161,13 +161,13 @@ def test_a_broken_call_in_harmony_is_no_call(arguments: str, status: str) -> Non
 def test_messages_that_the_template_refuses_are_the_clients_mistake() -> None:
     made = renderer("HERMES")
     made._tokenizer.chat_template = chat_templates.BROKEN
-    with pytest.raises(ChatError, match="the chat template refuses them"):
+    with pytest.raises(ChatError, match="the chat template cannot render them"):
         made.render([USER], ())
 
 
 @pytest.mark.parametrize(
-    ("template", "rule"), [(None, "no chat template"), ("{{ 'x' }}", "ends a reply with no special token"),
-                           (chat_templates.BROKEN, "ends a reply with no special token")],
+    ("template", "rule"), [(None, "no chat template"), ("{{ 'x' }}", "without a special token"),
+                           (chat_templates.BROKEN, "without a special token")],
 )  # fmt: skip
 def test_a_tokenizer_without_a_usable_template_is_refused(template: str | None, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):

@@ -344,7 +344,7 @@ def test_a_training_checkpoint_is_compared_with_its_manifest(
         if name != METADATA:  # torch may be unable to read it
             assert run("to-hf", trained, out, "--source", source) == 2
             said = capsys.readouterr().err
-            assert f"{trained / name} = 'sha256" in said and "the file is not what was written" in said, said
+            assert f"{trained / name} = 'sha256" in said and "the file is damaged" in said, said
         assert run("inspect", trained, "--verify") == 2
         assert not out.exists() and not staging_directory(out).exists()
 

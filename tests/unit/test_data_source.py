@@ -131,7 +131,7 @@ def test_long_prompts_are_skipped_and_counted(tmp_path: Path):
 
 
 def test_only_long_prompts_end_the_run_instead_of_spinning(tmp_path: Path):
-    with pytest.raises(DataError, match=r"max_prompt_tokens = 1: every one of the 3 prompts"):
+    with pytest.raises(DataError, match=r"max_prompt_tokens = 1: all 3 prompts"):
         source(write(tmp_path / "a.jsonl", rows(3)), max_prompt_tokens=1).next()
 
 
@@ -189,7 +189,7 @@ def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path: P
         ("none.jsonl", None, "no such file"),
         ("empty.jsonl", b"", "holds no rows"),
         ("blank.jsonl", b"\n  \n", "holds no rows"),
-        ("rows.csv", b"prompt\nP\n", "suffix '.csv' is unknown"),
+        ("rows.csv", b"prompt\nP\n", "suffix '.csv'"),
         ("bad.parquet", b"PAR1 no", "not a readable parquet"),
     ]:
         path = tmp_path / name

@@ -88,13 +88,13 @@ def nothing(made: Sample) -> None:
     (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
     (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
     (support, {}, {}, ""),
-    (support, {"vocab_size": 999}, {}, "was drawn from it, and the model has 999 tokens"),
+    (support, {"vocab_size": 999}, {}, "the model has 999 tokens"),
     (lambda s: setattr(s, "routes", None), {}, {}, "has no routes to replay"),
     (lambda s: setattr(s, "routes", None), {}, {"train": {"replay": "off"}}, ""),
     (lambda s: setattr(s, "reward", None), {}, {}, "is not scored"),
-    (Sample.mask_all, {}, {}, "has nothing to train on"),
+    (Sample.mask_all, {}, {}, "no token to train"),
     (nothing, {}, {"train": {"optimizer_steps_per_rollout": 4}}, "cannot fill 4 optimizer steps"),
-    (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "no scores of the teacher"),
+    (nothing, {}, {"teacher": {"urls": ["http://t:1"]}, "algorithm": {"opd_coef": 1.0}}, "of the served teacher"),
 ])  # fmt: skip
 def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
     tmp_path: Path, change: Callable[[Sample], None], of_model: dict[str, Any], sections: dict[str, Any], told: str

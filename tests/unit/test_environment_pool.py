@@ -99,7 +99,7 @@ def test_methods_may_be_async_and_close_may_be_missing():
     ("nan", "step returned reward = nan, which is not a finite number"),
     ("pair", r"step returned \('', 1.0\), which is neither a Step nor"),
     ("object", "step returned <object object at"),
-    ("role", "step returned the message .*; a message is .* with a role of system, user, tool"),
+    ("role", "step returned the message .*; expected .* with a role of system, user, tool"),
 ])  # fmt: skip
 def test_what_an_environment_does_wrong_is_its_own_failure_and_others_go_on(tmp_path: Path, action: str, said: str):
     async def work(pool: EnvironmentPool) -> None:
@@ -115,8 +115,8 @@ def test_what_an_environment_does_wrong_is_its_own_failure_and_others_go_on(tmp_
 
 
 @pytest.mark.parametrize(("action", "said"), [
-    ("exit", "step was not answered: its process ended with exit code 7"),
-    ("hold", "step took longer than 0.5 s and let nothing else run in its process"),
+    ("exit", "step returned no answer: its process ended with exit code 7"),
+    ("hold", "step took longer than 0.5 s and blocked its process"),
     ("memory", "step needed more memory than the 512 MiB of its process"),
 ])  # fmt: skip
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_process_that_starts_too_slowly_is_fatal_only_where_none_has_started(m
         environment = await begun(pool)
         monkeypatch.setattr(worker_process, "START_SECONDS", 0.0)
         for _ in range(2):
-            with pytest.raises(EnvironmentFailedError, match="did not return within 0 s"):
+            with pytest.raises(EnvironmentFailedError, match="took over 0 s"):
                 await pool.open(alone=True)
         assert (await environment.step("1")).observation == "At 1."
         pool._size = 2
@@ -238,8 +238,8 @@ def test_a_close_that_raises_is_told_and_harms_nothing(capsys: pytest.CaptureFix
     ("Missing", {}, "rollout.environment", "has no function 'Missing'"),
     ("NoStep", {}, "rollout.environment", "has no method step"),
     ("OldReset", {}, "rollout.environment", "it is called with (self, task)"),
-    ("Counting", {"size": 3}, "rollout.environment_options", "cannot be made with (size=3)"),
-    ("made_by_a_function", {}, "rollout.environment", "is no class"),
+    ("Counting", {"size": 3}, "rollout.environment_options", "cannot be constructed with (size=3)"),
+    ("made_by_a_function", {}, "rollout.environment", "is not a class"),
 ])  # fmt: skip
 def test_a_class_that_cannot_be_used_is_refused_when_its_process_starts(
     kind: str, options: dict[str, Any], field: str, rule: str

@@ -129,7 +129,7 @@ def failure(tmp_path: Path, **more: Any) -> str:
 
 @pytest.mark.parametrize(("trouble", "told"), [
     ("raise", "step raised ValueError: the group_gate is stuck"), ("hang", "step took longer than 2 s"),
-    ("exit", "step was not answered: its process ended with exit code 7"),
+    ("exit", "step returned no answer: its process ended with exit code 7"),
     ("memory", "step needed more memory than the 512 MiB of its process"), ("number", "step returned reward = 'one'"),
 ])  # fmt: skip
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_episodes_that_another_one_took_down_begin_again(tmp_path: Path):
 
 def test_a_first_text_that_does_not_fit_is_told_as_such(tmp_path: Path):
     error = failure(tmp_path, options={"trouble": "long"})
-    assert "reset returned what does not fit: 1000 tokens after" in error
+    assert "reset returned a text that does not fit: 1000 tokens after" in error
     assert closed_as_often_as_begun(tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_a_template_that_rewrites_replies_is_refused():
         def render(self, messages: Any, options: Any) -> str:
             return super().render([m for m in messages if m["role"] != "assistant"], options)
 
-    with pytest.raises(ConfigError, match="does not write a reply as it is"):
+    with pytest.raises(ConfigError, match="the chat template changes replies"):
         ChatTurns(Rewrites(), {}).user_turn([{"role": "user", "content": "x"}], 0)
 
 

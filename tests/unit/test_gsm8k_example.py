@@ -65,7 +65,7 @@ def test_a_row_that_is_not_gsm8ks_is_named_and_nothing_is_written(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(("name", "says"), [("nope.jsonl", "no such file"), ("rows.csv", "suffix '.csv' is unknown")])
+@pytest.mark.parametrize(("name", "says"), [("nope.jsonl", "no such file"), ("rows.csv", "suffix '.csv'")])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "rows.csv").write_text("question,answer\n")
     done = prepare(tmp_path / name, tmp_path / "out.jsonl")

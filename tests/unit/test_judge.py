@@ -80,17 +80,17 @@ def test_a_judge_is_asked_the_filled_template_and_its_last_number_is_the_reward(
 
 @pytest.mark.parametrize(("reply", "number"), [
     ('{"score": 7}', 7.0), ('Let me think.\n```json\n{"why": "x", "score": "0.5"}\n```', 0.5),
-    ("seven", "answered what is no JSON object"), ('{"points": 7}', "answered without the key 'score'"),
-    ('{"score": [7]}', "answered [7], which is no number"),
+    ("seven", "answered without a JSON object"), ('{"points": 7}', "answered without the key 'score'"),
+    ('{"score": [7]}', "answered [7], which is not a number"),
 ])  # fmt: skip
 def test_the_number_may_be_a_field_of_a_json_object(reply: str, number: object):
     assert number_in(reply, None, "score") == number
 
 
 @pytest.mark.parametrize(("reply", "message"), [
-    ("no idea", "answered without Score: "), ("Score: high", "answered 'high', which is no number"),
-    ("Score: 11", "11, outside of 0 to 10"), ("Score: nan", "nan, outside of 0 to 10"),
-    (None, "answered no text (finish_reason 'stop')"),
+    ("no idea", "answered without a match of Score: "), ("Score: high", "answered 'high', which is not a number"),
+    ("Score: 11", "11, outside the range 0 to 10"), ("Score: nan", "nan, outside the range 0 to 10"),
+    (None, "sent no text (finish_reason 'stop')"),
 ])  # fmt: skip
 def test_a_reply_without_its_number_is_an_error_of_the_sample_with_what_was_said(reply: object, message: str):
     config: dict[str, Any] = {"judge": {"range": [0, 10], "retries": 3, "options": {"temperature": 0.0}}}
@@ -116,11 +116,7 @@ def test_an_answer_that_is_no_completion_is_named():
         return web.json_response({"error": "no such model"})
 
     (error,) = scores([other], {}, sample("x"))
-    assert (
-        isinstance(error, RewardError)
-        and "answered no chat completion: " in error.rule
-        and "no such model" in error.rule
-    )
+    assert isinstance(error, RewardError) and "not a chat completion: " in error.rule and "no such model" in error.rule
 
 
 def test_a_pool_shares_the_work_and_a_server_that_fails_costs_no_reward():

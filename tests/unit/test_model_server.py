@@ -327,8 +327,8 @@ def test_numbers_that_are_no_token_ids_are_refused(ids: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "told"),
-    [(1, "128 replies asked for, 100 left"), (2000, "are more than 1024"),
-     (20, "more than 1024"), (7, "896 replies asked for, 100 left")],
+    [(1, "128 replies requested, 100 left"), (2000, "limit of 1024"),
+     (20, "limit of 1024"), (7, "896 replies requested, 100 left")],
 )  # fmt: skip
 def test_more_replies_than_a_rollout_may_have_are_refused_before_anything_is_made(prompts: int, told: str) -> None:
     async def work(chat: Served) -> None:
@@ -486,9 +486,9 @@ def test_an_engine_that_fails_is_told_as_503_and_the_clients_retry_is_answered()
         (b"{", 400, "is not valid JSON"),
         (b"[]", 400, "must be an object"),
         (b'{"messages": 3}', 400, "messages = '3': must be an array"),
-        (b'{"messages": []}', 400, "must end with a message to the model"),
-        (b'{"messages": [{"role": "assistant", "content": "Sure"}]}', 400, "must end with a message to the model"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "text alone"),
+        (b'{"messages": []}', 400, "must not end with an assistant message"),
+        (b'{"messages": [{"role": "assistant", "content": "Sure"}]}', 400, "must not end with an assistant message"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "image_url"),
         (b'{"messages": [{"role": "user", "content": "q"}], "n": 0}', 400, "n = '0': must be a whole number"),
         (b'{"messages": [{"role": "user", "content": "q"}], "n": true}', 400, "n = 'True'"),
         (b'{"messages": [{"role": "user", "content": "q"}], "max_tokens": "9"}', 400, "max_tokens"),
@@ -612,7 +612,7 @@ def test_items_of_ours_may_be_named_instead_of_sent() -> None:
         check_loop(chat)
         for name in ("msg_other", "other", "fc_x_9", call["id"] + "7", 5, None):
             async with chat.post("/v1/responses", json={"input": [{"type": "item_reference", "id": name}]}) as r:
-                assert r.status == 400 and "is no item of this rollout" in (await r.json())["error"]["message"]
+                assert r.status == 400 and "input[0].id" in (await r.json())["error"]["message"]
 
     serve(work, THINK_AND_CALL, "three")
 
@@ -680,7 +680,7 @@ def test_rollouts_at_one_server_do_not_see_each_other() -> None:
 def test_an_address_that_cannot_be_listened_on_is_refused() -> None:
     async def work(chat: Served) -> None:
         port = int(chat.endpoint.url.split(":")[2].split("/")[0])
-        with pytest.raises(ConfigError, match=r"rollout.server = .*cannot be listened on"):
+        with pytest.raises(ConfigError, match=r"rollout.server = "):
             await ModelServer(port=port).open(chat.session)
 
     serve(work)

@@ -108,7 +108,7 @@ async def test_an_answer_that_does_not_fit_its_sample_is_an_engine_error(tmp_pat
             return replace(result, routes=None if result.routes is None else result.routes[1:])
 
     service = make_service(run_config(tmp_path), FakeForgetfulEngine(one_long))
-    with pytest.raises(EngineError, match="does not add up"):
+    with pytest.raises(EngineError, match="inconsistent answer"):
         await service.take(0)
 
 

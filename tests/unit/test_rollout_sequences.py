@@ -248,7 +248,7 @@ async def test_groups_of_several_sequences_are_read_as_they_were_written(tmp_pat
     ("function", "told", "deadlines"),
     [
         ("fails_for_one", "the environment is gone", {}),
-        ("hangs_for_one", "did something else than to generate for 0.2 s", {"rollout_function_s": 0.2}),
+        ("hangs_for_one", "sent no request to the engines for 0.2 s", {"rollout_function_s": 0.2}),
     ],
 )
 async def test_a_failed_rollout_ends_the_run_or_does_not_count(

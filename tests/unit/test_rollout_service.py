@@ -383,7 +383,7 @@ async def test_samples_whose_reward_is_dropped_leave_their_group(tmp_path: Path)
 async def test_a_step_that_cannot_be_filled_ends_at_its_deadline_and_says_what_is_missing(tmp_path: Path):
     config = run_config(tmp_path, dynamic_filter="zero_variance", deadlines={"rollout_step_s": 0.3})
     service = make_service(config, FakeSlowEngine(short), FakeScorer(lambda s: 1.0))
-    with pytest.raises(EngineError, match=r"(?s)0 of 4 groups.*refused by the dynamic filter"):
+    with pytest.raises(EngineError, match=r"(?s)0 of 4 groups.*rejected by the dynamic filter"):
         await service.take(0)
     await service.close()
 

@@ -105,7 +105,7 @@ def test_damaged_files_are_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="not readable"):
         opened(path)
     np.savez(path, header=np.frombuffer(json.dumps({"format": 99}).encode(), np.uint8))
-    with pytest.raises(CheckpointError, match="another format"):
+    with pytest.raises(CheckpointError, match="unsupported format"):
         opened(path)
 
 

@@ -52,7 +52,7 @@ def test_a_resumed_source_gives_what_the_first_would_have(before: int, again: in
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("ends", r"(?s)data.source.*ended after 3 prompts.*begin again"),
+        ("ends", r"(?s)data.source.*ended after 3 prompts.*repeat your data"),
         ("raises", r"(?s)data.source.*raised OSError: no network for item 2 .*user_functions.py:\d+"),
         ("text", r"(?s)Letters:0.*keys prompt, label, metadata"),
         ("a list", r"must be a mapping with the key 'prompt'"),
@@ -71,12 +71,12 @@ def test_an_item_that_is_no_prompt_is_named(bad: str, said: str, monkeypatch: py
 
 def test_a_state_that_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_functions.Letters, "bad", "state")
-    with pytest.raises(ConfigError, match="state_dict returned what JSON cannot hold"):
+    with pytest.raises(ConfigError, match="state_dict returned a value that is not JSON"):
         source().state_dict()
 
 
 def test_an_object_that_cannot_resume_is_refused() -> None:
-    with pytest.raises(ConfigError, match="made a list, which has no state_dict"):
+    with pytest.raises(ConfigError, match="returned a list without state_dict"):
         source("tests.unit.user_functions:no_source")
 
 

@@ -65,7 +65,7 @@ async def sends_what_is_no_token(task: Task, engine: Engine) -> None:
             try:
                 await client.completions.create(model="m", prompt=prompt)
             except openai.BadRequestError as error:
-                assert "is no token id of this model" in str(error)
+                assert "is not a token id of this model" in str(error)
             else:
                 raise AssertionError("was answered")
             await client.completions.create(model="m", prompt=[*map(ord, "ask")])

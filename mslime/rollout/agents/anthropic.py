@@ -17,7 +17,17 @@ from mslime.rollout.agents.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, texts, tool, tools_of
+from mslime.rollout.agents.requests import (
+    Event,
+    Request,
+    ServedReply,
+    integer,
+    refuse,
+    request_of,
+    texts,
+    tool,
+    tools_of,
+)
 from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
@@ -28,15 +38,15 @@ class Messages:
     path = "/v1/messages"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        refuse(body, thread="threads are not kept here")
+        refuse(body, thread="threads are not supported")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
         messages = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
-        return asked(
+        return request_of(
             body,
             _READ,
             messages=(*((Message("system", system),) if system else ()), *messages),
-            **tools_of(body, _read_tool, "tools: those without input_schema"),
+            **tools_of(body, _read_tool, "tools: without input_schema"),
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop_sequences"),
         )
@@ -60,7 +70,7 @@ class Messages:
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
         details: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
-        if field == "thread":  # the code upon which Anthropic's client resends whole conversations
+        if field == "thread":  # on this code Anthropic's client resends the whole conversation
             details["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": details}
 
@@ -73,7 +83,7 @@ def _read_message(value: object, where: str) -> Iterator[Message]:
     message = as_object(value, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ChatError(f"{where}.role", role, "is user or assistant", "name the speaker")
+        raise ChatError(f"{where}.role", role, "must be user or assistant", "correct the role")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else as_list(content, f"{where}.content")
     if role == "assistant":
         yield _assistant(blocks, f"{where}.content")

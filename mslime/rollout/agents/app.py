@@ -40,8 +40,8 @@ class ModelEndpoint:
     """Address of one rollout's model for an agent.
 
     Attributes:
-        url: for clients that add /v1 themselves, such as Anthropic's.
-        openai_url: for those that do not, such as OpenAI's.
+        url: for clients that append /v1, such as Anthropic's.
+        openai_url: for clients that do not, such as OpenAI's.
         key: the API key; of this rollout alone.
         model: a name for the model. Any other works too.
     """
@@ -60,7 +60,7 @@ class ServedRollout:
 
     Attributes:
         name: in its URL. key: API key of its agents.
-        under_way: attempts that have not ended, awaited or not. on_end: called when one has.
+        under_way: unfinished attempts, awaited or not. on_end: called when one ends.
     """
 
     def __init__(self, chat: ChatSession, token: str = "") -> None:
@@ -222,12 +222,12 @@ class ModelServer:
         try:
             listening = listen(self._host, self._port)
         except OSError as error:
-            hint = "give an address of this machine and a free port, or leave them out"
-            rule = f"cannot be listened on ({error})"
+            hint = "set an address of this machine and a free port, or remove the settings"
+            rule = f"cannot listen on this address ({error})"
             raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, hint) from error
         self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
         self._address = url_of(self._host, listening.getsockname()[1])
-        log.info("agents find the model at %s", self._address)
+        log.info("the model server for agents listens at %s", self._address)
 
     # --------------------------------------------------------------------------------------------------- one request
 
@@ -245,7 +245,7 @@ class ModelServer:
         name = http.match_info["session"]
         session = self._sessions.get(name)
         if session is None:
-            rule = "the rollout has ended" if name in self._ended else "no rollout is served here"
+            rule = "the rollout has ended" if name in self._ended else "there is no rollout at this URL"
             raise _Refused(400 if name in self._ended else 404, "url", rule, "stop the agent")
         keys = http.headers.get("authorization", "").removeprefix("Bearer ").strip(), http.headers.get("x-api-key", "")
         if not any(same_key(key, session.key) for key in keys):
@@ -293,7 +293,7 @@ async def deliver(
         except Exception as error:  # any error goes to the client
             return await _fail(http, dialect, response, error)
         response = await _send_event(http, dialect, request, replies, response)
-    except ConnectionError:  # the client has disconnected: no error here, and its turn is not trained
+    except ConnectionError:  # the client has disconnected: not an error, and its turn is not trained
         log.debug("a client disconnected before its reply was sent")
         return web.Response(status=499)
     for reply in replies:
@@ -339,9 +339,9 @@ def own_clients(host: str) -> Any:
     async def check(http: web.Request, handler: Any) -> web.StreamResponse:
         name = re.sub(r":\d*$", "", http.host).strip("[]").lower()
         if host in LOOPBACK and name not in LOOPBACK:
-            return _json({"detail": f"{name} is no name of this server: ask {host}"}, 421, NO_RETRY)
+            return _json({"detail": f"{name} is not a name of this server: send requests to {host}"}, 421, NO_RETRY)
         if http.body_exists and http.content_type != "application/json":
-            return _json({"detail": f"{http.content_type} is not read: send application/json"}, 415, NO_RETRY)
+            return _json({"detail": f"{http.content_type} is not supported: send application/json"}, 415, NO_RETRY)
         return await handler(http)
 
     return check
@@ -355,13 +355,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def body_of(raw: bytes) -> Mapping[str, Any]:
-    """JSON object of a request. Raises ChatError if it is none."""
+    """JSON object of a request. Raises ChatError for any other body."""
     try:
         found = orjson.loads(raw)
     except ValueError as error:
-        raise ChatError("body", f"{raw[:40]!r}", f"is not valid JSON ({error})", "mend the request") from error
+        raise ChatError("body", f"{raw[:40]!r}", f"is not valid JSON ({error})", "fix the request") from error
     if not isinstance(found, dict):
-        raise ChatError("body", f"{found!r:.40}", "must be an object", "mend the request")
+        raise ChatError("body", f"{found!r:.40}", "must be an object", "fix the request")
     return found
 
 

@@ -67,11 +67,11 @@ class PlainTokenizer:
 
 SETTING = "rollout.renderer"
 LEFT_OUT = {
-    "default": "its extension of a conversation is always refused",
-    "auto": "it chooses by the tokenizer's path",
-    "gpt-oss": "it downloads a vocabulary; use mslime's own renderer, harmony",
-    "qwen3-vl": "mslime generates from text alone",
-    "custom": "name your own renderer as module:function",
+    "default": "not supported: it cannot extend a conversation",
+    "auto": "not supported: it chooses by the tokenizer's path",
+    "gpt-oss": "not supported: it downloads a vocabulary; use mslime's own renderer, harmony",
+    "qwen3-vl": "not supported: mslime generates from text only",
+    "custom": "not supported: name your own renderer as module:function",
 }
 """Renderers of the package that mslime does not support, with reasons."""
 
@@ -92,7 +92,7 @@ class PackageRenderer:
         configs = _configs()
         if name not in configs:
             hint = f"name one of {', '.join(sorted(configs))}, template or harmony"
-            raise ConfigError(SETTING, name, LEFT_OUT.get(name, "is no renderer"), nearest(name, configs) or hint)
+            raise ConfigError(SETTING, name, LEFT_OUT.get(name, "unknown renderer"), nearest(name, configs) or hint)
         import renderers
 
         try:
@@ -110,8 +110,8 @@ class PackageRenderer:
         try:
             return list(self._inner.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True))
         except MALFORMED as error:
-            message = f"renderer {self.name} refuses them ({type(error).__name__}: {error})"
-            raise ChatError("messages", f"{len(messages)} messages", message, "mend the messages") from error
+            message = f"renderer {self.name} cannot render them ({type(error).__name__}: {error})"
+            raise ChatError("messages", f"{len(messages)} messages", message, "fix the messages") from error
 
     def extend(
         self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
@@ -209,7 +209,7 @@ def _named(name: str, tokenizer: Any, thinking: Thinking) -> Renderer:
         return TemplateRenderer(tokenizer, thinking, harmony=name == "harmony")
     chosen = PackageRenderer(name, tokenizer, thinking)
     if tokenizer.chat_template and (differs := _difference(chosen, tokenizer)):
-        log.warning("renderer %s does not write as the checkpoint's chat template does: %s", name, differs)
+        log.warning("renderer %s differs from the checkpoint's chat template: %s", name, differs)
     return chosen
 
 
@@ -225,7 +225,7 @@ def _of_family(family: Sequence[str], tokenizer: Any, thinking: Thinking) -> Ren
         differs = _difference(chosen, tokenizer) if tokenizer.chat_template else ""
         if not differs:
             return chosen
-        log.info("renderer %s does not write as the checkpoint's chat template does: %s", name, differs)
+        log.info("renderer %s differs from the checkpoint's chat template: %s", name, differs)
     return None
 
 
@@ -253,5 +253,5 @@ def _description(renderer: Renderer) -> str:
     if not isinstance(renderer, TemplateRenderer):
         return ""
     kinds = {"+".join(kind): renderer.refused(kind) or "extended" for kind in USUAL}
-    calls = f"calls of tools as {renderer.form} has them" if renderer.form else "calls of tools are not read"
+    calls = f"tool calls in the form of {renderer.form}" if renderer.form else "tool calls are not parsed"
     return f" ({calls}; {'; '.join(f'{kind}: {how}' for kind, how in kinds.items())})"

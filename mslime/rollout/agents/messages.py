@@ -171,16 +171,16 @@ def from_chat(value: object, where: str) -> Message:
         where: its position, for errors.
 
     Raises:
-        ChatError: it is no message, or has a part that is not text.
+        ChatError: it is not a message, or has a part that is not text.
     """
     message = as_object(value, where)
     role = message.get("role")
     if role == "developer":
         role = "system"
     if role == "function":
-        raise ChatError(f"{where}.role", role, "functions became tools", "answer a call with a message of role tool")
+        raise ChatError(f"{where}.role", role, "is not supported", "answer calls with role tool")
     if role not in ROLES:
-        raise ChatError(f"{where}.role", role, f"is one of {', '.join(ROLES)}", "name the speaker")
+        raise ChatError(f"{where}.role", role, f"must be one of {', '.join(ROLES)}", "correct the role")
     calls = tuple(
         _call(call, f"{where}.tool_calls[{i}]")
         for i, call in enumerate(as_list(message.get("tool_calls"), f"{where}.tool_calls"))
@@ -224,7 +224,7 @@ def _part(value: object, where: str) -> str:
     if kind == "refusal":
         return as_text(part.get("refusal"), f"{where}.refusal")
     if kind not in ("text", "input_text", "output_text"):
-        raise ChatError(f"{where}.type", kind, "mslime generates from text alone", "leave images, audio and files out")
+        raise ChatError(f"{where}.type", kind, "mslime supports text only", "remove images, audio and files")
     return as_text(part.get("text"), f"{where}.text")
 
 
@@ -291,9 +291,9 @@ def as_list(value: object, where: str) -> list[Any]:
 
 
 def as_text(value: object, where: str) -> str:
-    """A text. Raises ChatError for any other value."""
+    """A string. Raises ChatError for any other value."""
     if not isinstance(value, str):
-        raise ChatError(where, _shown(value), "must be a text", "see the API's reference")
+        raise ChatError(where, _shown(value), "must be a string", "see the API's reference")
     return value
 
 

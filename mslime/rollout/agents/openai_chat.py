@@ -13,10 +13,10 @@ from mslime.rollout.agents.requests import (
     Event,
     Request,
     ServedReply,
-    asked,
     flag,
     integer,
     refuse,
+    request_of,
     stopped,
     texts,
     tool,
@@ -63,15 +63,15 @@ class ChatCompletions(OpenAIErrors):
     path = "/v1/chat/completions"
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
-        refuse(body, functions="functions became tools")
+        refuse(body, functions="is not supported: OpenAI replaced functions by tools")
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
-        return asked(
+        return request_of(
             body,
             _READ,
             messages=tuple(
                 from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
             ),
-            **tools_of(body, _read_tool, "tools: those that are no functions"),
+            **tools_of(body, _read_tool, "tools: other than functions"),
             count=integer(body, "n", 1, MOST_REPLIES) or 1,
             max_tokens=min(shorter, default=None),
             stop=texts(body, "stop"),
@@ -110,7 +110,7 @@ def _ending(request: Request, base: Mapping[str, Any], replies: Sequence[ServedR
 
 
 def _read_tool(value: object, where: str) -> dict[str, Any] | None:
-    """A tool definition in a chat completion's request; None for tools that are no functions."""
+    """A tool definition in a chat completion's request; None for other tools than functions."""
     given = as_object(value, where)
     if given.get("type", "function") != "function":
         return None
@@ -154,13 +154,13 @@ class Completions(OpenAIErrors):
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         for name in ("echo", "suffix"):
             if body.get(name):
-                raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
+                raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "remove the field")
         prompts, count = _prompts(body.get("prompt")), integer(body, "n", 1, MOST_REPLIES) or 1
         if len(prompts) * count > MOST_IN_ALL:
             raise ChatError(
-                "n", count, f"replies to each of {len(prompts)} prompts are more than {MOST_IN_ALL}", _FEWER
+                "n", count, f"replies to each of {len(prompts)} prompts exceed the limit of {MOST_IN_ALL}", _FEWER
             )
-        return asked(
+        return request_of(
             body,
             _COMPLETION_FIELDS,
             prompts=prompts,
@@ -188,12 +188,12 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise ChatError("prompt", f"{value!r:.80}", "must be a text, token ids, or an array of either", "send a prompt")
+        raise ChatError("prompt", f"{value!r:.80}", "must be a string, token ids, or an array", "send a prompt")
     items = cast("list[object]", value)
     if all(isinstance(item, int) for item in items):
         return (read_ids(items, "prompt"),)
     if len(items) > MOST_IN_ALL:
-        raise ChatError("prompt", f"{len(items)} prompts", f"are more than {MOST_IN_ALL}", _FEWER)
+        raise ChatError("prompt", f"{len(items)} prompts", f"exceed the limit of {MOST_IN_ALL}", _FEWER)
     return tuple(item if isinstance(item, str) else read_ids(item, f"prompt[{i}]") for i, item in enumerate(items))
 
 
@@ -201,7 +201,7 @@ def read_ids(value: object, where: str) -> tuple[int, ...]:
     """Token ids. Raises ChatError for any other value."""
     good = isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
     if not good or not value:
-        raise ChatError(where, f"{value!r:.80}", "must be a text or token ids below 2^31", "send a prompt")
+        raise ChatError(where, f"{value!r:.80}", "must be a string or token ids below 2^31", "send a prompt")
     return tuple(cast("list[int]", value))
 
 

@@ -26,7 +26,7 @@ class ParsedCall:
     Attributes:
         name, arguments: of a valid call; the arguments are JSON.
         raw: the model's text.
-        status: ok, or the error: unknown_tool for a call that can still be made, anything else for one that cannot.
+        status: ok, or the error: unknown_tool if the call can still be made, any other value if it cannot.
         id: written by the model, in formats that have one.
     """
 

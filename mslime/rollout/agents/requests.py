@@ -114,8 +114,8 @@ def integer(body: Mapping[str, Any], name: str, least: int, most: int | None = N
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        rule = f"must be a whole number from {least}" + ("" if most is None else f" to {most}")
-        raise ChatError(name, f"{value!r:.80}", rule, "mend the request, or leave the field out")
+        rule = f"must be a whole number >= {least}" + ("" if most is None else f" and <= {most}")
+        raise ChatError(name, f"{value!r:.80}", rule, "fix the request, or remove the field")
     return value
 
 
@@ -123,7 +123,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     """True or false; false if absent. Raises ChatError for any other value."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ChatError(name, f"{value!r:.80}", "must be true or false", "mend the request, or leave the field out")
+        raise ChatError(name, f"{value!r:.80}", "must be true or false", "fix the request, or remove the field")
     return bool(value)
 
 
@@ -136,17 +136,17 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether to end a stream with token counts (`stream_options`). Raises ChatError if that is no object."""
+    """Whether to end a stream with token counts (`stream_options`). Raises ChatError if that is not an object."""
     options = body.get("stream_options")
     return bool(options) and flag(as_object(options, "stream_options"), "include_usage")
 
 
-def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, ...] = (), **meant: Any) -> Request:
+def request_of(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, ...] = (), **rest: Any) -> Request:
     """Build a request with the fields that all dialects share. Raises ChatError if one is malformed.
 
     Args:
         read: names of the fields that the dialect reads; other fields are ignored, as are those in `left_out`.
-        meant: the other fields of `Request`.
+        rest: the other fields of `Request`.
     """
     known, model = set(read), body.get("model")
     unread = sorted(name for name, value in body.items() if value is not None and name not in known)
@@ -155,14 +155,14 @@ def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, 
         ignored=(*unread, *left_out),
         model=model if isinstance(model, str) and model else MODEL,
         body=body,
-        **meant,
+        **rest,
     )
 
 
 def tools_of(
     body: Mapping[str, Any], read: Callable[[object, str], dict[str, Any] | None], left_out: str
 ) -> dict[str, Any]:
-    """`tools` and `left_out` of `asked`.
+    """`tools` and `left_out` of `request_of`.
 
     Args:
         read: reads a tool's definition at a place; None: it is left out, and `left_out` is counted as ignored.
@@ -173,14 +173,14 @@ def tools_of(
 
 
 def refuse(body: Mapping[str, Any], **fields: str) -> None:
-    """Raise ChatError for fields that cannot be ignored, such as those that refer to a part of the conversation.
+    """Raise ChatError for fields that cannot be ignored, such as references to a part of the conversation.
 
     Args:
         fields: the error of each, by name.
     """
     for name, rule in fields.items():
         if body.get(name):
-            raise ChatError(name, f"{body[name]!r:.80}", rule, "leave it out, and send the whole conversation")
+            raise ChatError(name, f"{body[name]!r:.80}", rule, "remove it, and send the whole conversation")
 
 
 def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mslime.rollout.agents.messages import (
     text_of,
 )
 from mslime.rollout.agents.openai_chat import OpenAIErrors, token_log_probs
-from mslime.rollout.agents.requests import Event, Request, ServedReply, asked, integer, refuse, tool, tools_of
+from mslime.rollout.agents.requests import Event, Request, ServedReply, integer, refuse, request_of, tool, tools_of
 from mslime.rollout.agents.session import ReplyTurn
 
 _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model", "previous_response_id", "include")
@@ -31,8 +31,8 @@ class Responses(OpenAIErrors):
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, ReplyTurn]) -> Request:
         """See `Dialect`. `previous_response_id` selects that conversation, with its instructions unless new ones are
         sent."""
-        refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
-               background="a reply is only sent in answer to its request")  # fmt: skip
+        refuse(body, conversation="stored conversations are not supported", prompt="stored prompts are not supported",
+               background="background replies are not supported")  # fmt: skip
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else as_list(given, "input")
         messages = [*_before(body.get("previous_response_id"), recorded), *_merged(items, recorded)]
@@ -40,11 +40,11 @@ class Responses(OpenAIErrors):
             text = as_text(instructions, "instructions")
             messages = [Message("system", text), *messages[1 if messages and messages[0].role == "system" else 0 :]]
         include = as_list(body.get("include"), "include")
-        return asked(
+        return request_of(
             body,
             _READ,
             messages=tuple(messages),
-            **tools_of(body, _read_tool, "tools: those that are no functions"),
+            **tools_of(body, _read_tool, "tools: other than functions"),
             max_tokens=integer(body, "max_output_tokens", 1),
             logprobs="message.output_text.logprobs" in include,
         )
@@ -87,7 +87,7 @@ def _before(name: object, recorded: Mapping[str, ReplyTurn]) -> tuple[Message, .
         return ()
     turn = recorded.get(as_text(name, "previous_response_id").removeprefix("resp_"))
     if turn is None:
-        raise ChatError("previous_response_id", name, "is no response of this rollout", "send the whole input")
+        raise ChatError("previous_response_id", name, "is not a response of this rollout", "send the whole input")
     return turn.messages()
 
 
@@ -136,7 +136,7 @@ def _read_item(value: object, where: str, recorded: Mapping[str, ReplyTurn]) -> 
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
         if role not in ROLES:
-            raise ChatError(f"{where}.role", role, f"is one of {', '.join(ROLES)}", "name the speaker")
+            raise ChatError(f"{where}.role", role, f"must be one of {', '.join(ROLES)}", "correct the role")
         return Message(role, text_of(item.get("content"), f"{where}.content"), echo=_echo(item))
     if kind == "reasoning":
         parts = [as_object(p, where) for p in as_list(item.get("content"), f"{where}.content")]
@@ -155,7 +155,7 @@ def _read_item(value: object, where: str, recorded: Mapping[str, ReplyTurn]) -> 
         return Message("tool", text_of(item.get("output"), f"{where}.output"), answers=answers)
     if kind == "item_reference":
         return _named_item(item, where, recorded)
-    raise ChatError(f"{where}.type", f"{kind!r:.80}", "is no item of text or of functions", "leave it out")
+    raise ChatError(f"{where}.type", f"{kind!r:.80}", "item type is not supported (text or function)", "remove it")
 
 
 def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, ReplyTurn]) -> Message:
@@ -168,7 +168,7 @@ def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, Repl
         return Message("assistant", turn.reply.text, echo=turn.reply.echo)
     if turn is not None and kind == "fc" and last.isdigit() and int(last) < len(turn.reply.calls):
         return Message("assistant", calls=(turn.reply.calls[int(last)],), echo=turn.reply.echo)
-    raise ChatError(f"{where}.id", f"{item.get('id')!r:.80}", "is no item of this rollout", "send the whole item")
+    raise ChatError(f"{where}.id", f"{item.get('id')!r:.80}", "is not an item of this rollout", "send the whole item")
 
 
 def _echo(item: Mapping[str, Any]) -> str:

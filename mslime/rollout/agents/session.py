@@ -350,8 +350,8 @@ class ChatSession:
         `chat`."""
         if not messages or messages[-1].role == "assistant":
             last = messages[-1].role if messages else None
-            raise ChatError("messages", last, "must end with a message to the model: a reply that it did not sample "
-                            "cannot be continued", "end with a user's or a tool's message")  # fmt: skip
+            raise ChatError("messages", last, "must not end with an assistant message: a reply that the model did not "
+                            "sample cannot be continued", "end with a user or tool message")  # fmt: skip
         return await self._tracked(self._reply(messages, tools, max_tokens, tuple(stop)))
 
     async def complete(
@@ -363,7 +363,7 @@ class ChatSession:
         character including special tokens.
         """
         if not prompt:
-            raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
+            raise ChatError("prompt", prompt, "is empty", "send a string or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
 
     def ignore(self, fields: Sequence[str]) -> None:
@@ -375,7 +375,7 @@ class ChatSession:
         """Raise LimitReached if this many replies to one request exceed the rollout's remaining limit."""
         left = self._limits.turns - len(self.turns) - len(self._running)
         if count > max(1, left):  # a single reply too many is refused by its own check
-            raise self._over("turns", f"{self._limits.turns} ({count} replies asked for, {left} left)", "ask for fewer")
+            raise self._over("turns", f"{self._limits.turns} ({count} replies requested, {left} left)", "request fewer")
 
     async def count(self, messages: Sequence[Message], tools: Tools) -> int:
         """Number of tokens of messages, up to the start of the model's reply. Adds no turn."""
@@ -541,7 +541,7 @@ class ChatSession:
             raise ContextFull.of(f"{start} tokens", "leave no room for a reply", start, most)
         return generated.tokens.tolist()
 
-    # ------------------------------------------------------------------------------------------------ where it is said
+    # ----------------------------------------------------------------------------------------- sequence of a request
 
     async def _grow(self, place: ConversationPlace, tools: Tools) -> _Grown:
         """Prepare the sequence for a request, with all tokens before the reply."""
@@ -609,7 +609,7 @@ class ChatSession:
 
     def _check_limits(self) -> None:
         if self.closed:
-            raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
+            raise SessionOver("rollout", "over", "the rollout has ended and accepts no more turns", "stop the agent")
         limits, turns = self._limits, len(self.turns) + len(self._running) - 1  # not counting this one
         for name, had, limit in (("turns", turns, limits.turns), ("tokens", self._tokens, limits.tokens)):
             if had >= limit:
@@ -617,11 +617,11 @@ class ChatSession:
         if not turns:
             self._clock.begin()
         elif passed := self._clock.passed(alone=len(self._running) == 1):
-            raise self._over(*passed, "let the agent and its tools answer sooner")
+            raise self._over(*passed, "let the agent and its tools respond faster")
 
     def _over(self, name: str, value: object, hint: str) -> LimitReached:
         self.counts["limits_reached"] += 1
-        rule = "this rollout has reached the limit; what it has is kept"
+        rule = "this rollout has reached the limit; its turns are kept"
         return LimitReached(f"rollout.limits.{name}", value, rule, f"{hint}, or raise the limit")
 
 

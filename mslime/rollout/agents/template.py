@@ -56,7 +56,7 @@ class TemplateRenderer:
         template = tokenizer.chat_template or ""
         if not isinstance(template, str) or not template:
             raise ConfigError(SETTING, self.name, "this tokenizer has no chat template",
-                              "point model.tokenizer_path at a chat model's tokenizer")  # fmt: skip
+                              "set model.tokenizer_path to a chat model's tokenizer")  # fmt: skip
         self._spelling, self.form = SPELLINGS[0], "Harmony" if harmony else ""
         self.stop_ids = self._openers = frozenset[int]()
         tags = _thinking(template)
@@ -65,18 +65,18 @@ class TemplateRenderer:
         self.calls_read = self._reads_calls()
         self.stop_ids = self._find_stops()
         if not self.stop_ids:
-            raise ConfigError(SETTING, self.name, "the chat template ends a reply with no special token",
-                              "write a renderer for it, module:function (docs/agents.md)")  # fmt: skip
+            raise ConfigError(SETTING, self.name, "the chat template ends replies without a special token",
+                              "write a renderer for it (docs/agents.md)")  # fmt: skip
         self.refused = cache(self._refused)
         if harmony and not self.calls_read:
             raise ConfigError(SETTING, self.name, "the chat template does not write calls in gpt-oss' format",
-                              "leave the setting out")  # fmt: skip
+                              "remove the setting")  # fmt: skip
 
     def render(self, messages: Messages, tools: Tools) -> list[int]:
         """See `Renderer`. Refuses tools if their calls cannot be parsed."""
         if tools and not self.calls_read:
-            raise ChatError("tools", f"{len(tools)} tools", "calls in this template's form are not read",
-                            "name a renderer that reads them: rollout.renderer (docs/agents.md)")  # fmt: skip
+            raise ChatError("tools", f"{len(tools)} tools", "tool calls in this template's form cannot be parsed",
+                            "set rollout.renderer to one that parses them (docs/agents.md)")  # fmt: skip
         try:
             return self._encode(self._text(messages, tools, True))
         except Exception as error:  # jinja's errors are Exceptions; the template may raise any of them
@@ -109,7 +109,7 @@ class TemplateRenderer:
     def spell(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    # ------------------------------------------------------------------------------------------------ the difference
+    # ------------------------------------------------------------------------------------------------ new messages
 
     def _closed(
         self,
@@ -189,12 +189,12 @@ class TemplateRenderer:
         ids = self._encode(whole[len(text) :])
         return [i for i in ids[:1] if i in self._special()]
 
-    # ---------------------------------------------------------------------------------------------- what is admitted
+    # ------------------------------------------------------------------------------------------ possible extensions
 
     def _refused(self, kind: tuple[str, ...]) -> str:
         """Reason why messages of these roles cannot be appended; empty if they can."""
         if not set(kind) <= {"system", "user", "tool"}:
-            return "an assistant's message is among them"
+            return "they include an assistant message"
         answers = list(itertools.takewhile(lambda role: role == "tool", kind))
         new = [_made(role, i) for i, role in enumerate(kind)]
         reply_message = (
@@ -202,19 +202,19 @@ class TemplateRenderer:
         )
         tools = [_TOOL] if answers else []
         if answers and not self.calls_read:
-            return "calls in this template's form are not read"
+            return "tool calls in this template's form cannot be parsed"
         if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], reply_message, tools):
             return "the template drops the reasoning of a reply"
         # some templates refuse system messages
         histories = [history for history in _HISTORIES if self._head(history, reply_message, tools)]
         suffixes = [self._suffix(history, reply_message, new, tools) for history in histories]
         if None in suffixes:
-            return "the template rewrites what comes before them"
+            return "the template rewrites the text before them"
         if len(set(suffixes)) > 1:
-            return "what the template writes depends on the conversation before"
+            return "the template's text depends on the earlier conversation"
         parts = [self._encode(self._head(_HISTORIES[0], reply_message, tools)), self._encode(str(suffixes[0]))]
         whole = self._encode(self._text([*_HISTORIES[0], reply_message, *new], tools, True))
-        return "" if whole == parts[0] + parts[1] else "tokens reach across the end of the reply"
+        return "" if whole == parts[0] + parts[1] else "a token spans the end of the reply"
 
     def _tagged(self, thinking: tuple[str, str] | None) -> TaggedParser:
         """Parser of the template's form of calls; tries all spellings of its input."""
@@ -310,4 +310,4 @@ def _made(role: str, i: int) -> dict[str, Any]:
 def _refused_messages(messages: Messages, error: Exception) -> ChatError:
     roles = ", ".join(str(m["role"]) for m in messages[-5:])
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return ChatError("messages", roles, f"the chat template refuses them ({reason})", "mend the messages")
+    return ChatError("messages", roles, f"the chat template cannot render them ({reason})", "fix the messages")

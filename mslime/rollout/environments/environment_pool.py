@@ -96,12 +96,10 @@ class OpenEnvironment:
             failure, answer = await self._home.ask((method, self._number, argument), self._job.limit_of(method))
         except TimeoutError:
             await self._home.kill()
-            cause = (
-                f"{method} took longer than {self._job.limit_of(method):g} s and let nothing else run in its process"
-            )
+            cause = f"{method} took longer than {self._job.limit_of(method):g} s and blocked its process"
             raise self._lost(cause) from None
         except WorkerLostError as error:
-            raise self._lost(f"{method} was not answered: {error}", suspect) from error
+            raise self._lost(f"{method} returned no answer: {error}", suspect) from error
         finally:
             self.seconds += time.monotonic() - began
         if failure is None:

@@ -106,8 +106,8 @@ class ChatTurns:
         whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}, *messages])
         _, found, after = whole.rpartition(_REPLY)
         if not found:
-            raise ConfigError("data.apply_chat_template", True, "the chat template does not write a reply as it is, so "
-                              "nothing can follow one", "use a rollout function of yours")  # fmt: skip
+            raise ConfigError("data.apply_chat_template", True, "the chat template changes replies, so no text can "
+                              "follow them", "write your own rollout function")  # fmt: skip
         ended = self._tokenizer.decode([last], special_tokens=True) if last in self._tokenizer.special_ids else ""
         return after.removeprefix(ended) if ended else after
 
@@ -188,30 +188,30 @@ class EnvironmentRollout:
     async def _play(self, task: Task, engine: Engine, alone: bool) -> Episode:
         environment = await self._pool.open(alone)
         try:
-            asked = EnvironmentTask(
+            episode_task = EnvironmentTask(
                 task.text, task.label, dict(task.metadata), task.group_id, task.index, task.evaluation, task.seed,
                 task.messages,
             )  # fmt: skip
-            talk = self._begin(task, engine, await environment.reset(asked))
-            samples, steps = talk.samples, list[tuple[SampledTurn, Step]]()
+            conversation = self._begin(task, engine, await environment.reset(episode_task))
+            samples, steps = conversation.samples, list[tuple[SampledTurn, Step]]()
             for _ in range(self._limits.turns):
-                turn = await talk.turn()
+                turn = await conversation.turn()
                 if turn is None:
                     break
-                samples = talk.samples
+                samples = conversation.samples
                 step = await environment.step(turn.text)
                 steps.append((turn, step))
                 late = self._limits.episode_s is not None and environment.seconds >= self._limits.episode_s
                 if step.done or late:
                     break
                 try:
-                    talk.observe(step.observation)
+                    conversation.observe(step.observation)
                 except NoRoomError:
                     break
         finally:
             await environment.close()
         if self._turns is None and not steps:
-            raise self._pool.failed("reset returned what leaves no room for a turn")
+            raise self._pool.failed("reset returned a prompt that leaves no room for a turn")
         return self._episode(samples, steps)
 
     def _begin(self, task: Task, engine: Engine, first: Observation) -> OneSequence | ChatConversation:
@@ -220,7 +220,7 @@ class EnvironmentRollout:
         try:
             return OneSequence(engine, self._turns.begin(task, engine, first), self._turns)
         except NoRoomError as error:
-            raise self._pool.failed(f"reset returned what does not fit: {error}") from error
+            raise self._pool.failed(f"reset returned a text that does not fit: {error}") from error
 
     def _episode(self, samples: list[Sample], steps: Sequence[tuple[SampledTurn, Step]]) -> Episode:
         """Result of an episode: the final reward of its last step, else the sum over its steps, if any has one.

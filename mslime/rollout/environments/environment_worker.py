@@ -91,9 +91,9 @@ class _Episodes:
         self._open = dict[int, _Episode]()
         self._methods = {"reset": self._reset, "step": self._step, "close": self._close}
 
-    async def answer(self, asked: tuple[str, int, Any]) -> tuple[FailureReason | None, object]:
+    async def answer(self, request: tuple[str, int, Any]) -> tuple[FailureReason | None, object]:
         """(None, result), or (Failure, reason)."""
-        method, number, argument = asked
+        method, number, argument = request
         limit = asyncio.timeout(self._job.limit_of(method))
         try:
             async with limit:

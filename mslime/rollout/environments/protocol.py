@@ -92,7 +92,7 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> type:
     """
     found = load_function(spec, SETTING)
     if not inspect.isclass(found):
-        raise ConfigError(SETTING, spec, "is no class", "name a class with the methods reset(task) and step(action)")
+        raise ConfigError(SETTING, spec, "is not a class", "name a class with the methods reset(task) and step(action)")
     try:
         inspect.signature(found).bind(**options)
     except ValueError:
@@ -100,8 +100,8 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> type:
     except TypeError as error:
         given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
         raise ConfigError(
-            f"{SETTING}_options", dict(options), f"{spec} cannot be made with ({given}): {error}",
-            "give what its __init__ takes",
+            f"{SETTING}_options", dict(options), f"{spec} cannot be constructed with ({given}): {error}",
+            "set the arguments of its __init__",
         ) from error  # fmt: skip
     for method, parameters in METHODS.items():
         function = getattr(found, method, None)
@@ -127,8 +127,8 @@ def _message(value: object, place: str) -> dict[str, str]:
     given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES or not isinstance(content, str):
-        asked = f'{{"role": ..., "content": text}} with a role of {", ".join(_ROLES)}'
-        raise WrongAnswerError(f"{place} returned the message {value!r:.80}; a message is {asked}")
+        form = f'{{"role": ..., "content": text}} with a role of {", ".join(_ROLES)}'
+        raise WrongAnswerError(f"{place} returned the message {value!r:.80}; expected {form}")
     return {str(key): str(part) for key, part in given.items()}
 
 

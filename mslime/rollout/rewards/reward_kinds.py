@@ -60,18 +60,18 @@ def alternatives(label: Any) -> list[str]:
     if label is None:
         raise ValueError("the label is missing")
     if isinstance(label, Mapping):
-        raise ValueError("the label is an object, and must be text, a number, or a list of those")
+        raise ValueError("the label is an object, but must be text, a number, or a list of those")
     if isinstance(label, Sequence | set) and not isinstance(label, str | bytes):
         items = list(cast("Sequence[Any]", label))
         if not items:
             raise ValueError("the label is an empty list")
         if any(isinstance(i, Mapping | list | tuple) for i in items):
-            raise ValueError("the label is a list of lists or objects, and must be a list of texts or numbers")
+            raise ValueError("the label is a list of lists or objects, but must be a list of texts or numbers")
         return [a for item in items for a in alternatives(item)]
     if isinstance(label, float) and label != label:
         raise ValueError("the label is not a number (NaN)")
     if not isinstance(label, str | Real):
-        raise ValueError(f"the label is of type {type(label).__name__}, and must be text or a number")
+        raise ValueError(f"the label is of type {type(label).__name__}, but must be text or a number")
     text = str(label)
     if not text.strip():
         raise ValueError("the label is empty")
@@ -151,8 +151,8 @@ def checked(value: Any, length: int) -> RewardResult:
     if isinstance(value, Mapping):
         unknown = sorted(str(k) for k in value if k not in ("reward", "metrics"))
         if "reward" not in value or unknown:
-            wrong = f"with the keys {', '.join(unknown)} besides" if unknown else "without the key 'reward'"
-            return RewardResult(0.0, f"returned an object {wrong}; it may hold 'reward' and 'metrics'")
+            wrong = f"with the unknown keys {', '.join(unknown)}" if unknown else "without the key 'reward'"
+            return RewardResult(0.0, f"returned an object {wrong}; it may have 'reward' and 'metrics'")
         found = checked_metrics(value.get("metrics") or {})
         if isinstance(found, str):
             return RewardResult(0.0, found)

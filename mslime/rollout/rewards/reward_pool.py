@@ -18,7 +18,7 @@ MODULE = "mslime.rollout.rewards.reward_worker"
 ASYNC_SLOTS = 64  # samples that one worker's async function may await at once
 
 
-Asked = Sample | list[Sample]
+Request = Sample | list[Sample]
 Answer = RewardResult | list[RewardResult]
 
 
@@ -38,7 +38,7 @@ class RewardProcess(WorkerProcess):
 
 
 class WorkerPool:
-    """Keeps `workers` processes for one function, and replaces those that end.
+    """Keeps `workers` processes for one function, and replaces processes that end.
 
     A synchronous function gets one sample at a time. An async one gets many, so if its process hangs or dies, the
     sample at fault is unknown: every sample it held is retried once, alone with a process. A single sample whose
@@ -65,10 +65,10 @@ class WorkerPool:
         results = await self._answer(list(samples))
         return [results] * len(samples) if isinstance(results, RewardResult) else results
 
-    async def _answer(self, asked: Asked) -> Answer:
+    async def _answer(self, request: Request) -> Answer:
         async with await self._queue():
-            result = await self._try(asked, alone=False) or await self._try(asked, alone=True)
-        assert result is not None, "what is alone with its process gets a result"
+            result = await self._try(request, alone=False) or await self._try(request, alone=True)
+        assert result is not None, "a request alone in its process gets a result"
         return result
 
     async def start(self) -> None:
@@ -98,11 +98,11 @@ class WorkerPool:
                 await self._wait()
         return self._turns
 
-    async def _try(self, asked: Asked, alone: bool) -> Answer | None:
+    async def _try(self, request: Request, alone: bool) -> Answer | None:
         """The answer of one process; None if its absence may have another cause than this request."""
         worker = await self._claim(alone)
         try:
-            return await worker.ask(asked, self._job.limit_s)
+            return await worker.ask(request, self._job.limit_s)
         except TimeoutError:
             await worker.kill()
             stuck = RewardResult(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")

@@ -61,17 +61,17 @@ def interrupted_after(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 1e-3), interval)
 
 
-async def answer(function: Callable[[Any], Any], asked: Any, job: RewardJob) -> RewardResult | list[RewardResult]:
-    """The result of one sample, or those of a group. An error is text with its location; one error covers a whole
+async def answer(function: Callable[[Any], Any], request: Any, job: RewardJob) -> RewardResult | list[RewardResult]:
+    """The result of one sample, or the results of a group. An error is text with its location; one error covers a whole
     group."""
     limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
             with interrupted_after(job.limit_s) if job.interrupt else nullcontext():
-                value = function(asked)
+                value = function(request)
             if inspect.isawaitable(value):
                 value = await value
-        return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
+        return checked_group(value, [len(s) for s in request]) if job.per_group else checked(value, len(request))
     except TimeLimitReached:
         return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
     except (Exception, asyncio.CancelledError) as error:  # a user's function may raise anything: reported, never fatal
@@ -86,7 +86,7 @@ def open_job(job: RewardJob) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:
     check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")
     if job.more_memory is not None:
         limit_memory(job.more_memory)
-    return inspect.iscoroutinefunction(function), lambda asked: answer(function, asked, job)
+    return inspect.iscoroutinefunction(function), lambda request: answer(function, request, job)
 
 
 if __name__ == "__main__":

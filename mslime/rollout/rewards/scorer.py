@@ -105,7 +105,7 @@ class TextGrader:
         """Prepare before generation begins. Raises ConfigError if that fails."""
 
     async def score(self, sample: Sample) -> RewardResult:
-        """Score a sample. Failures are returned as its error: a package's function may raise, or return no number."""
+        """Score a sample. Failures are returned as its error: a package's function may raise."""
         try:
             return checked(self._function(sample.response, sample.label), len(sample))
         except Exception as error:
@@ -134,7 +134,7 @@ def open_grader(config: GraderConfig, kind: RewardKind | None, place: str, token
         job = RewardJob(kind.function, f"{place}.kind", limit_s, kind.more_memory, interrupt=True)
         return WorkerPool(job, config.workers)
     if config.servers is not None and not config.servers[1].urls:
-        raise ConfigError(f"{place}.{config.kind}.url", None, f"kind {config.kind} needs a URL", "name its server")
+        raise ConfigError(f"{place}.{config.kind}.url", None, f"kind {config.kind} needs a server", "set its URL")
     if config.kind == "http":
         return HttpGrader(config.http, f"{place}.http", config.limit_s, tokenizer)
     if config.kind == "judge":
@@ -192,7 +192,7 @@ class RewardScorer:
         by_part = await asyncio.gather(*(self._results(part, grader, bare) for part, grader in self._graders))
         self._metrics |= {name for results in by_part for v in results for name in v.metrics}
         if len(self._metrics) > MOST_METRICS:
-            rule = f"a run has {MOST_METRICS} at most; names are not for values"
+            rule = f"a run has {MOST_METRICS} at most; do not put values into names"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
         pairs = [(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
         dropped = [self._is_dropped(*one) for one in pairs]  # raises before any change: it is scored again then
@@ -218,7 +218,7 @@ class RewardScorer:
 
     async def _results(self, part: RewardPartConfig, grader: Grader, samples: Sequence[Sample]) -> list[RewardResult]:
         if part.per == "group":
-            assert isinstance(grader, WorkerPool), "only functions are asked for groups"
+            assert isinstance(grader, WorkerPool), "only functions score groups"
             return await grader.score_group(samples)
 
         async def result(sample: Sample) -> RewardResult:
@@ -237,8 +237,8 @@ class RewardScorer:
             f"reward {part.function or part.name}",
             f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",
             result.error,
-            "mend the row's label; `mslime check` names the row" if bad_label else
-            f"mend the {'function' if part.servers is None else 'server'}, or set reward.on_error to zero or drop",
+            "fix the row's label; `mslime check` reports the row" if bad_label else
+            f"fix the {'function' if part.servers is None else 'server'}, or set reward.on_error to zero or drop",
         )  # fmt: skip
 
     def _add_up(self, sample: Sample, results: list[RewardResult]) -> float:

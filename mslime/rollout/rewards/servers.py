@@ -122,7 +122,7 @@ class RewardServers:
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise RewardRefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
+            raise RewardRefusedError(f"sent invalid JSON: {text[:80].decode(errors='replace')!r}") from error
 
 
 def _said(error: Exception) -> str:
@@ -140,7 +140,7 @@ def as_json(value: object) -> bytes:
             value, default=lambda v: v.tolist() if isinstance(v, np.generic | np.ndarray) else str(v)
         ).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RewardRefusedError(f"cannot be asked: the sample cannot be written as JSON ({error})") from error
+        raise RewardRefusedError(f"cannot be called: the sample cannot be written as JSON ({error})") from error
 
 
 def proxy_of(url: str) -> str | None:
@@ -174,7 +174,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
         parts.append(part)
         size += len(part)
         if size > MOST_BYTES:
-            raise RewardRefusedError(f"answered more than {MOST_BYTES} bytes")
+            raise RewardRefusedError(f"sent more than {MOST_BYTES} bytes")
     return b"".join(parts)
 
 
@@ -287,11 +287,11 @@ class JudgeGrader(RewardServers):
             return RewardResult(0.0, _said(error))
 
     def _request(self, sample: Sample) -> dict[str, Any]:
-        asked = [{"role": "user", "content": self._question(sample)}]
+        messages = [{"role": "user", "content": self._question(sample)}]
         if self._config.system is not None:
-            asked.insert(0, {"role": "system", "content": self._config.system})
+            messages.insert(0, {"role": "system", "content": self._config.system})
         model = {} if self._config.model is None else {"model": self._config.model}
-        return {**model, "messages": asked, **self._config.options}
+        return {**model, "messages": messages, **self._config.options}
 
     def _question(self, sample: Sample) -> str:
         """The filled template. It is filled in one pass, so braces in a response stay unchanged."""
@@ -309,7 +309,7 @@ class JudgeGrader(RewardServers):
         number = number_in(reply, self._config.pattern, self._config.field)
         if isinstance(number, float) and self._config.range is not None:
             low, high = self._config.range
-            number = number if low <= number <= high else f"answered {number:g}, outside of {low:g} to {high:g}"
+            number = number if low <= number <= high else f"answered {number:g}, outside the range {low:g} to {high:g}"
         if isinstance(number, str):
             sampled = self._config.options.get("temperature", 1.0) != 0
             raise (RetryableError if sampled else RewardRefusedError)(f"{number}: {reply[-200:]!r}")
@@ -332,11 +332,11 @@ def number_in(reply: str, pattern: str | None, field: str | None) -> float | str
     if pattern is not None:
         found = [match[1] for match in re.finditer(pattern, reply)]
         if not found:
-            return f"answered without {pattern}"
+            return f"answered without a match of {pattern}"
         return _number(found[-1])
     objects = list(_objects(reply))
     if not objects:
-        return "answered what is no JSON object"
+        return "answered without a JSON object"
     found = [o[field] for o in objects if field in o]
     return _number(found[-1]) if found else f"answered without the key {field!r}"
 
@@ -354,9 +354,9 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 def _number(value: object) -> float | str:
     try:
-        return float(value)  # pyright: ignore[reportArgumentType]  what is no number raises
+        return float(value)  # pyright: ignore[reportArgumentType]  other values than numbers raise
     except (TypeError, ValueError, OverflowError):
-        return f"answered {value!r:.80}, which is no number"
+        return f"answered {value!r:.80}, which is not a number"
 
 
 def _reply(answer: Any) -> str:
@@ -365,8 +365,8 @@ def _reply(answer: Any) -> str:
         choice = answer["choices"][0]
         content = choice["message"]["content"]
     except (TypeError, LookupError) as error:
-        raise RewardRefusedError(f"answered no chat completion: {str(answer)[:200]!r}") from error
+        raise RewardRefusedError(f"sent a reply that is not a chat completion: {str(answer)[:200]!r}") from error
     if not isinstance(content, str):
         ended = choice.get("finish_reason")
-        raise RewardRefusedError(f"answered no text (finish_reason {ended!r}): allow more max_tokens in judge.options")
+        raise RewardRefusedError(f"sent no text (finish_reason {ended!r}): raise max_tokens in judge.options")
     return content

@@ -241,7 +241,7 @@ def test_by_default_a_run_ends_of_a_group_that_cannot_be_trained_and_says_why(tm
         assert (await env.hand_in(replies, [1.0, 0.0]))[0] == 422
         await asyncio.sleep(5)
 
-    with pytest.raises(RolloutError, match=r"(?s)rollout.function atropos.*wire_0 handed in a group.*unknown_sequence.*"
+    with pytest.raises(RolloutError, match=r"(?s)rollout.function atropos.*wire_0 submitted a group.*unknown_sequence.*"
                        r"at token 6 of 9.*server_type: sglang"):  # fmt: skip
         trained_step(tmp_path, play)
 
@@ -330,7 +330,7 @@ async def test_an_environment_is_told_how_many_groups_are_wanted(tmp_path: Path)
 async def test_environments_that_are_silent_or_missing_are_told_of(tmp_path: Path) -> None:
     config = config_of(tmp_path, atropos={"silent_s": 0.2})
     service = service_of(config)
-    with pytest.raises(RolloutError, match=r"(?s)no environment has asked for anything.*silent_s.*/v1"):
+    with pytest.raises(RolloutError, match=r"(?s)no environment has sent a request.*silent_s.*/v1"):
         await service.take(0)
     await service.close()
 
@@ -344,7 +344,7 @@ def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) 
         recorded.let_go(1e18)
         assert not len(recorded) and not recorded._by_prompt and not recorded._by_key
         status, told = await env.hand_in(kept, [1.0, 0.0])
-        assert status == 422 and "too long ago" in told["detail"]
+        assert status == 422 and "expired" in told["detail"]
         await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
 
     batch = trained_step(tmp_path, play, on_error="drop")
@@ -427,7 +427,7 @@ def test_advantages_that_are_missing_or_differ_within_a_reply_are_refused(tmp_pa
 def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
     async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         refused = await env.register(group_size=4)
-        assert "group_size of the environment is 4, rollout.group_size of the run is 2" in refused["status"]
+        assert "group_size of the environment is 4, but rollout.group_size of the run is 2" in refused["status"]
         assert "min_batch_allocation" in (await env.register(min_batch_allocation=0.5))["status"]
         told = await env.register()
         assert (told["env_id"], told["wandb_name"], told["starting_step"], told["status"]) == (

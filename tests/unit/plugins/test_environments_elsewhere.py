@@ -131,7 +131,7 @@ async def by_gym(task: Task, engine: Engine) -> Episode:
         async with stranger.serving(await engine.endpoint()):
             url = f"http://127.0.0.1:{stranger.port}/v1"
             refused = await said(url, "k", "responses", {"input": "x", "metadata": {}})
-        assert refused["error"]["message"].startswith(f"metadata.{NAME} names no rollout")
+        assert refused["error"]["message"].startswith(f"metadata.{NAME} names no running rollout")
         assert (await engine.endpoint()).key not in json.dumps(answers["asked"]), "a Gym writes down what it is asked"
         return found
 

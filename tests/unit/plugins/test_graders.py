@@ -145,7 +145,7 @@ def test_a_function_may_return_metrics_beside_its_reward():
 
 
 @pytest.mark.parametrize(("answer", "message"), [
-    ("keys", "score besides"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
+    ("keys", "keys score"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
     ("many", "returned 100 metrics"), ("list", "not an object of names"),
 ])  # fmt: skip
 def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
@@ -274,9 +274,9 @@ def test_a_busy_server_is_asked_again():
 
 @pytest.mark.parametrize(("status", "body", "message", "asked"), [
     (503, "busy", "answered HTTP 503: 'busy'", 2), (404, "where?", "answered HTTP 404", 1),
-    (200, "no json", "what is not JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
+    (200, "no json", "sent invalid JSON", 1), (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
     (200, '{"reward": 1}', "to 1 samples", 1), (200, '["1"]', "not a number", 1),
-    (200, '{"rewards": [NaN]}', "what is not JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
+    (200, '{"rewards": [NaN]}', "sent invalid JSON", 1), (200, '{"rewards": [null]}', "not a number", 1),
     (302, "", "answered HTTP 302", 1),
 ])  # fmt: skip
 def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int, body: str, message: str, asked: int):
@@ -320,7 +320,7 @@ def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
         return response
 
     (error,) = scored({"http": {"retries": 0}}, sample("abc"), servers=[handler])
-    assert isinstance(error, RewardError) and "answered more than 10000 bytes" in error.rule
+    assert isinstance(error, RewardError) and "sent more than 10000 bytes" in error.rule
 
 
 def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPatch):

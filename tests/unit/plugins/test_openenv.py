@@ -130,7 +130,7 @@ def test_the_model_may_say_the_whole_action_and_read_the_whole_observation():
     assert json.loads(first) == {"total": 0, "text": "At 0."}
     assert right.done and json.loads(right.observation)["total"] == 3
     assert no_json.observation.startswith("Invalid action: Expecting value") and no_json.reward == 0.0
-    assert no_object.observation == "Invalid action: is no JSON object"
+    assert no_object.observation == "Invalid action: it is not a JSON object"
     assert refused.observation == "Invalid action: VALIDATION_ERROR: add: int" and not refused.done
 
 
@@ -171,5 +171,5 @@ def test_a_server_that_is_full_is_asked_again(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("said", ["{", "[" * 100_000, "5", '{"a": ' * 3000])
 def test_an_action_that_is_no_object_is_a_mistake_of_the_model(said: str) -> None:
-    with pytest.raises(ValueError, match=r"nested too deep|no JSON object|Expecting|delimiter"):
+    with pytest.raises(ValueError, match=r"nested too deep|not a JSON object|Expecting|delimiter"):
         OpenEnv("http://x", action_field=None).action(said)

@@ -158,19 +158,16 @@ def test_the_report_says_first_whether_a_run_lives_by_its_lock_and_the_age_of_it
     done, host = "10 of 40 steps are done, the last row is 3h 00m old", socket.gethostname()
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)
     gone = run_in(tmp_path / "gone", SECONDS_AGO, pid=9453, process_started=0.0)
-    assert gone == f"bad: The run is not running: {done}, process 9453 on {host} is gone."
+    assert gone == f"bad: The run has stopped: {done}, and process 9453 on {host} has ended."
     another = run_in(tmp_path / "another", SECONDS_AGO, pid=os.getpid(), process_started=0.0)
     assert another == gone.replace("9453", str(os.getpid())), "a process of this number began later"
     hangs = run_in(tmp_path / "hangs", SECONDS_AGO, pid=os.getpid())
     assert hangs == f"note: process {os.getpid()} on {host} runs, but {done}: a step took 1m 00s."
     fresh = run_in(tmp_path / "lives", [ago - 3 * 3600 for ago in SECONDS_AGO], pid=os.getpid())
-    assert fresh.startswith("good: The run goes on: 10 of 40 steps are done, the last row is ")
-    assert re.search(rf" old, process {os.getpid()} on {host} runs. It will be done in 29m \d\ds\.", fresh)
+    assert fresh.startswith("good: The run is in progress: 10 of 40 steps are done, the last row is ")
+    assert re.search(rf" old, process {os.getpid()} on {host} runs. Expected end in 29m \d\ds\.", fresh)
     elsewhere = run_in(tmp_path / "elsewhere", SECONDS_AGO, host="node7")
-    assert (
-        elsewhere
-        == f"note: {done}; whether process {os.getpid()} on node7 still runs cannot be seen from this machine."
-    )
+    assert elsewhere == f"note: {done}; this machine cannot see whether process {os.getpid()} on node7 still runs."
     unknown = run_in(tmp_path / "unknown", SECONDS_AGO)
     assert unknown == f"note: {done}; no lock in its directory names its process."
     (tmp_path / "several").mkdir()
@@ -331,7 +328,7 @@ def test_responses_are_in_the_page_as_data_escaped_and_bounded(own_run: Path) ->
     path.write_text("".join(json.dumps(row | long | {"kinds": [kind]}) + "\n" for kind in KINDS))
     page = write_report(own_run).read_text()
     assert "<i>" * 2 not in page and "\u202e" not in page and len(page) < 3_000_000
-    assert re.search(r"responses of 11 steps and evaluations: .* at most 2 MB \(7 more did not fit\)", page)
+    assert re.search(r"responses of 11 steps and evaluations, .* at most 2 MB \(7 more did not fit\)", page)
     path.write_text(json.dumps(row | counts | {"texts": ["t"] * 5000}) + "\n")
     (shown,) = page_data(write_report(own_run).read_text())["samples"][0]["samples"]
     assert len(shown["tokens"]) == 801 and shown["tokens"][400] == [" [... 4200 tokens not shown ...] ", 0]
@@ -542,7 +539,7 @@ def test_a_report_of_a_run_of_several_adapters_compares_them(tmp_path: Path) -> 
     page = report(run.run_dir)
     assert page == run.run_dir / "compare.html" and "maths" in page.read_text() and "code-v2" in page.read_text()
     assert report(run.adapter_runs["maths"].run_dir).name == "report.html"
-    with pytest.raises(UserError, match="is of several adapters(?s:.*)maths"):
+    with pytest.raises(UserError, match="is a run of several adapters(?s:.*)maths"):
         find_file(run.run_dir, SampleSelection(None, False, "", "", 0, ""))
 
 

@@ -173,7 +173,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_ends_nothing(tokenizer: HFTo
         log.write(file_of(tmp_path, step), step, [LogBatch(step_of(tokenizer), 3)])
     log.close(60)
     (note,) = log.notes()
-    assert "step_000000.jsonl: responses cannot be written" in note and "goes on" in note and log.notes() == []
+    assert "step_000000.jsonl: responses cannot be written" in note and "continues" in note and log.notes() == []
 
 
 def test_an_earlier_file_of_a_step_is_replaced_whole_and_steps_to_come_again_are_taken_away(
@@ -255,10 +255,10 @@ def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--step", "4"], r"(?s)--step = 4.*there are: 1 to 3, 5"),
+        (["--step", "4"], r"(?s)--step = 4.*choose from 1 to 3, 5"),
         (["--eval", "nope"], r"(?s)--eval = 'nope'.*held_out, other"),
         (["--best", "0"], "must be at least 1"),
-        (["--step", "7", "--eval"], "there are: 0"),
+        (["--step", "7", "--eval"], "choose from 0"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(
@@ -274,7 +274,7 @@ def test_a_run_without_responses_and_a_file_of_another_version_are_refused_by_na
     assert main(["samples", str(tmp_path / "nowhere")]) == 2 and main(["samples", str(tmp_path)]) == 2
     file_of(tmp_path, 1).parent.mkdir()
     file_of(tmp_path, 1).write_text('{"group": 1, "response": "of an older version"}\n')
-    with pytest.raises(UserError, match=r"(?s)step_000001.jsonl:1.*not a response that this version wrote"):
+    with pytest.raises(UserError, match=r"(?s)step_000001.jsonl:1.*not a response in this version's format"):
         list(read_samples(file_of(tmp_path, 1)))
 
 
@@ -454,7 +454,7 @@ def test_only_trained_ones_of_the_few_are_watched_and_a_file_of_another_length_i
     joined = ["trainer_log_probs" in row for row in telling_of_step(tmp_path, 6)]
     assert joined.count(False) == 1 and joined.count(True) == 2
     trainer_file_of(tmp_path, 6).write_text("torn")
-    with pytest.raises(UserError, match=r"(?s)trainer_step_000006.jsonl:1.*not a trainer's line"):
+    with pytest.raises(UserError, match=r"(?s)trainer_step_000006.jsonl:1.*not a line of trainer log-probs"):
         telling_of_step(tmp_path, 6)
 
 
@@ -485,7 +485,7 @@ def test_inspect_shows_turns_in_the_colours_that_are_asked_for(inspected: Path) 
     by_difference = printed(inspected, group=4, sample=1, colour="difference")
     assert "\x1b[31mI add. " in by_difference and "[trainer higher by 0.01]" in by_difference, "a fifth of a nat lower"
     (inspected / "rollouts" / "trainer_step_000006.jsonl").unlink()
-    assert "log-probs of this response are not known" in printed(inspected, group=4, sample=1, colour="difference")
+    assert "trainer's log-probs unknown" in printed(inspected, group=4, sample=1, colour="difference")
 
 
 def test_inspect_lists_what_is_kept_and_shows_tokens_with_experts(
@@ -507,7 +507,7 @@ def test_inspect_lists_what_is_kept_and_shows_tokens_with_experts(
     [
         (["--group", "5"], "--group = 5"),
         (["--group", "7", "--sample", "3"], "--sample = 3"),
-        (["--step", "7"], "there are: 6"),
+        (["--step", "7"], "choose from 6"),
         (["--eval"], "holds no responses of any evaluation"),
     ],
 )

@@ -278,7 +278,7 @@ def test_without_an_engine_requests_wait_as_long_as_one_may_come() -> None:
         assert one.told == ["load 0", "close"] and two.told == ["resume", "load 0"]
         two.dies = True
         hope[0] = False
-        with pytest.raises(EngineError, match="none is left"):
+        with pytest.raises(EngineError, match="all engines have died"):
             await engines.sample(None, asked())
 
     asyncio.run(asyncio.wait_for(work(), 10))

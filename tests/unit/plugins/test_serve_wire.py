@@ -104,7 +104,7 @@ def test_states_are_saved_and_loaded_with_and_without_the_optimizer(server: Fake
     training.optim_step(types.AdamParams(learning_rate=0.5)).result()
     path = training.save_state("first", ttl_seconds=3600).result().path
     assert path == f"tinker://{training.model_id}/weights/first"
-    with pytest.raises(tinker.RequestFailedError, match="something of that name"):
+    with pytest.raises(tinker.RequestFailedError, match="saved state of that name"):
         training.save_state("first").result()
     training.save_state("first", overwrite=True).result()
     again = client.create_training_client_from_state_with_optimizer(path).result()
@@ -197,12 +197,12 @@ def test_a_loss_of_the_clients_own_runs_at_the_client(server: FakeServer, client
 
 
 WRONG: list[tuple[Any, str, dict[str, Any] | None, str]] = [
-    (lambda: weighted([1, 2]), "gspo", None, "loss_fn = 'gspo': is not served; (?s:(?!.*did you mean))"),
-    (lambda: weighted([1, 2]), "stable_reinforce", None, "(?s)is not served.*--serve.stable_reinforce"),
-    (lambda: weighted([1] * 32), "cross_entropy", None, "32 tokens.*takes 31 at most"),
+    (lambda: weighted([1, 2]), "gspo", None, "loss_fn = 'gspo': is not supported; (?s:(?!.*did you mean))"),
+    (lambda: weighted([1, 2]), "stable_reinforce", None, "(?s)is not supported.*--serve.stable_reinforce"),
+    (lambda: weighted([1] * 32), "cross_entropy", None, "32 tokens.*limit is 31"),
     (lambda: weighted([1, 200]), "cross_entropy", None, "200.*0 to 99"),
     (lambda: datum([1, 2], [3, 100], weights=[1.0, 1.0]), "cross_entropy", None, "target_tokens = 100"),
-    (lambda: datum([1, 2]), "cross_entropy", None, "weights.*cross_entropy needs it"),
+    (lambda: datum([1, 2]), "cross_entropy", None, "weights.*cross_entropy requires it"),
     (lambda: datum([1, 2], weights=[1.0]), "cross_entropy", None, "1 numbers.*2 tokens"),
     (lambda: datum([1, 2], weights=[1.0, float("nan")]), "cross_entropy", None, r"weights\[1\].*finite"),
     (lambda: weighted([1, 2]), "ppo", None, "weights.*nothing else"),
@@ -237,8 +237,8 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
         (lambda: client.create_lora_training_client("other/model", 4), "tiny/model or model"),
         (lambda: client.create_lora_training_client(BASE, 17), "ranks up to 16"),
         (lambda: client.create_lora_training_client(BASE, 4, train_mlp=False, train_attn=False), "unembedding"),
-        (lambda: client.create_training_client_from_state("tinker://a/weights/b"), "no path of this server"),
-        (lambda: client.create_training_client_from_state(f"tinker://{'0' * 32}:train:0/weights/b"), "nothing is"),
+        (lambda: client.create_training_client_from_state("tinker://a/weights/b"), "must be tinker://"),
+        (lambda: client.create_training_client_from_state(f"tinker://{'0' * 32}:train:0/weights/b"), "no state is"),
         (lambda: client.create_sampling_client(base_model="other"), "tiny/model or model"),
     ):
         with pytest.raises(tinker.APIStatusError, match=words):
@@ -250,9 +250,9 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
     drawn = training.save_weights_for_sampler("drawn").result().path
     gone = client.create_sampling_client(model_path=drawn).result()
     tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint_from_tinker_path(drawn).result()
-    with pytest.raises(tinker.APIStatusError, match="nothing is saved there"):
+    with pytest.raises(tinker.APIStatusError, match="no state is saved there"):
         gone.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result()
-    with pytest.raises(tinker.RequestFailedError, match="a name has letters"):
+    with pytest.raises(tinker.RequestFailedError, match="must have letters"):
         training.save_state("../../elsewhere").result()
     with pytest.raises(tinker.RequestFailedError, match="adam_params.learning_rate"):
         training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
@@ -260,8 +260,8 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
     prompt = types.ModelInput.from_ints([1, 2])
     for wrong, words in (
         ({"prompt": types.ModelInput.from_ints([200])}, "0 to 99"),
-        ({"sampling_params": types.SamplingParams(max_tokens=31)}, "model takes 32"),
-        ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs = 3: is not served"),
+        ({"sampling_params": types.SamplingParams(max_tokens=31)}, "limit is 32"),
+        ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs = 3: is not supported"),
         ({"sampling_params": types.SamplingParams(top_p=0.0)}, "top_p"),
         ({"sampling_params": types.SamplingParams(top_k=2**40)}, "top_k"),  # an engine's tensors of it are int32
         ({"sampling_params": types.SamplingParams(max_tokens=1, stop=[2**70])}, "stop"),
@@ -285,7 +285,7 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
 def test_paths_that_lead_elsewhere_are_refused(server: FakeServer, path: str) -> None:
     from mslime_plugins.serve.client_errors import ServeError
 
-    with pytest.raises(ServeError, match="no path of this server"):
+    with pytest.raises(ServeError, match="must be tinker://"):
         server.service.states.find(path)
 
 
@@ -305,7 +305,7 @@ def test_a_silent_client_frees_its_adapters_and_samplers(server: FakeServer, cli
     assert not server.trainer.levels and server.trainer.calls[-1] == ("free", training.model_id)
     assert len(server.engines.forgotten) == 1 and not server.engines.forgotten[0].exists()
     assert server.service.states.find(kept).path == kept
-    with pytest.raises(tinker.APIStatusError, match="no sign of life"):
+    with pytest.raises(tinker.APIStatusError, match="sent no request"):
         training.forward_backward([weighted([1, 2])], "cross_entropy").result()
 
 
@@ -513,5 +513,5 @@ def test_what_is_not_served_is_said_in_words(server: FakeServer) -> None:
     request = urllib.request.Request(f"{server.url}/api/v1/copy_weights", data=b"{}", headers={"X-API-Key": KEY})
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=5)
-    assert refused.value.code == 404 and b"is not served" in refused.value.read()
+    assert refused.value.code == 404 and b"is not supported" in refused.value.read()
     assert threading.active_count() > 0

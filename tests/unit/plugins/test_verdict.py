@@ -72,7 +72,7 @@ def half(value: float | None) -> list[float | None]:
         ("held-out loss", run_of(**{"eval/a/nll": [*rising(3, 1)[:19], 1.2]}), "bad", "lowest 1.11 after step 19"),
         ("negative log-likelihood", run_of(loss__nll=rising(3, 1)), "good", "fell from 2.84 to 1.16"),
         ("negative log-likelihood", run_of(loss__nll=rising(1, 3)), "bad", "did not fall"),
-        ("negative log-likelihood", long_run(loss__nll=(3.0, 1.0, 8.0)), "bad", "8 nats a token lately"),
+        ("negative log-likelihood", long_run(loss__nll=(3.0, 1.0, 8.0)), "bad", "8 nats a token now"),
         ("groups without a signal", run_of(reward__zero_variance_share=half(0.6)), "note", "60% of the last groups"),
         ("groups without a signal", run_of(reward__zero_variance_share=half(0.4)), None, ""),
         ("entropy", run_of(entropy__mean=rising(0.9, 0.1)), "bad", "collapses: from 0.837 to 0.163"),
