@@ -55,10 +55,10 @@ def convert(row: dict[str, Any], where: str) -> dict[str, Any]:
     """One row. Raises DataError that begins with `where`."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not question.strip():
-        raise DataError(where, question, "question must be a text", "mend or delete the row")
+        raise DataError(where, question, "question must be a text", "fix or delete the row")
     end = _END.search(answer) if isinstance(answer, str) else None
     if end is None:
-        raise DataError(where, answer, "answer must end in #### and a number", "mend or delete the row")
+        raise DataError(where, answer, "answer must end in #### and a number", "fix or delete the row")
     message = {"role": "user", "content": f"{question.strip()}\n{INSTRUCTION}"}
     return {"prompt": [message], "label": end[1].replace(",", "")}
 
