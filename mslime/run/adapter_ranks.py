@@ -110,7 +110,7 @@ class AdapterActor(RankActor):
 
     def free(self, name: str) -> None:
         """Remove an adapter. Raises ConfigError if there is none of that name."""
-        with phase(_log, f"forgetting adapter {name}"):
+        with phase(_log, f"removing adapter {name}"):
             self._adapters.free(name)
             del self._ranks[name]
 
@@ -396,7 +396,7 @@ class AdapterTrainer(TrainerGroup):
         """See `TrainerGroup.load`.
 
         Args:
-            optimizer: load its state, too; else it begins anew.
+            optimizer: load its state, too; otherwise it is reset.
         """
         super().load(directory, new_run)
         if not optimizer:

@@ -67,7 +67,7 @@ class RunEnding:
         failed = self.error is not None and not isinstance(self.error, Stopped) and self._who != who
         if failed and time.monotonic() - self._since >= patience_s:
             why = str(self.error).partition("\n")[0]
-            raise TrainerError(f"adapters.{who}", "stopped", f"adapter {self._who} failed: {why}", "mend that first")
+            raise TrainerError(f"adapters.{who}", "stopped", f"adapter {self._who} failed: {why}", "fix that first")
 
 
 class AdapterStop(StopSignals):
@@ -201,7 +201,7 @@ class AdaptersSession(StartedRun):
         A signal, or the first loop that fails, ends them all: each saves its trained steps when its trainer is next at
         rest. Raises the cause.
         """
-        self._stop.describe = lambda: "stopping: adapters are saved when they are at rest; again to stop without saving"
+        self._stop.describe = lambda: "Stopping after each adapter is saved. Press Ctrl-C again to stop without saving."
         self._stop.patient = True
         threads = [
             threading.Thread(target=self._run_loop, args=(each, loop), name=f"adapter {each.name}", daemon=True)

@@ -57,10 +57,10 @@ class PartActor:
 
         self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
 
-    def launch(self, meeting: str) -> None:
+    def launch(self, rendezvous: str) -> None:
         """See `ServerPart`, as for the next two."""
-        with phase(_log, f"starting the part that connects to the first at {meeting}"):
-            self._part.launch(meeting)
+        with phase(_log, f"starting this part; the first part is at {rendezvous}"):
+            self._part.launch(rendezvous)
 
     def check(self) -> None:
         self._part.check()
@@ -81,8 +81,8 @@ class RemotePart:
     def __init__(self, actor: Any, name: str, log_path: str) -> None:
         self._actor, self._name, self._log = actor, name, log_path
 
-    def launch(self, meeting: str) -> None:
-        self._call(self._actor.launch.remote(meeting))
+    def launch(self, rendezvous: str) -> None:
+        self._call(self._actor.launch.remote(rendezvous))
 
     def check(self) -> None:
         self._call(self._actor.check.remote())
@@ -373,12 +373,12 @@ class EngineGroup:
     def restart(self, name: str) -> str:
         """Begin to restart a dead engine of this name; returns the outcome in words."""
         if name not in self._actors:
-            return "mslime does not start it"
+            return "mslime restarts only engines that it launched"
         if self._restarts[name] >= self._config.sglang.restarts:
-            return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
+            return f"it is not restarted (sglang.restarts: {self._config.sglang.restarts})"
         self._restarts[name] += 1
         self._begin(name)
-        return "it is started again" if self._may_start else "it is restarted when the trainer is offloaded"
+        return "it is being restarted" if self._may_start else "it will be restarted when the trainer is offloaded"
 
     def reset_failures(self, name: str) -> None:
         """Reset the restart count of an engine that has served well since its start."""

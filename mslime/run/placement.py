@@ -70,7 +70,7 @@ def gpus_of(spots: Sequence[BundleLocation]) -> tuple[str, ...]:
             "sglang.tp_size", len(spots),
             f"the trainer's GPUs that an engine would share are on {' and '.join({spot.address for spot in spots})}; "
             f"free GPUs of a machine must come in multiples of {len(spots)}",
-            "end what else runs on these machines, or choose a size that divides the GPUs of each",
+            "stop other jobs on these machines, or choose a size that divides each machine's number of GPUs",
         )  # fmt: skip
     return tuple(str(spot.gpu) for spot in spots)
 
@@ -148,7 +148,7 @@ def check_tensor_groups(spots: Sequence[BundleLocation], tp: int) -> None:
                 tp,
                 f"ranks {first} to {first + tp - 1} would share every layer over the network, between "
                 f"{' and '.join(machines.values())}; free GPUs of a machine must come in multiples of {tp}",
-                "end what else runs on these machines, or choose a size that divides the GPUs of each",
+                "stop other jobs on these machines, or choose a size that divides each machine's number of GPUs",
             )
 
 
@@ -179,7 +179,8 @@ def _too_small(cluster: ClusterConfig, wanted: Sequence[PlacementClaim]) -> Conf
             )
     cores, processes = sum(int(resources.get("CPU", 0)) for resources in nodes), sum(claim.count for claim in wanted)
     if cores < processes:
-        return _refusal(cluster.ray_address, f"starts {processes} processes, one a core", f"{cores} cores", len(nodes))
+        needs = f"starts {processes} processes, one per core"
+        return _refusal(cluster.ray_address, needs, f"{cores} cores", len(nodes))
     return None
 
 

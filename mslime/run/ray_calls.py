@@ -119,7 +119,7 @@ def to_user_error(error: RayError, who: str, what: str, log: str) -> Exception:
         if isinstance(error.cause, UserError):
             return error.cause
         # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind hides it.
-        return WorkerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
+        return WorkerError(what, who, f"crashed with\n{error}", f"read the full log in {log}")
     if isinstance(error, RayActorError):
         return WorkerError(
             what,

@@ -228,9 +228,9 @@ class SharedGpus(SeparateGpus):
             dead = self._rollouts.engines.call(RunEngines.hold_teachers, tags)
         except EngineError as error:
             raise EngineError(
-                "teacher", "no server is left", f"none is started again, and {error.field} is gone: {error.brief}",
-                "read its log, and start the run again, which goes on after the last step; of two (teacher.num_engines)"
-                " one may die",
+                "teacher", "no server is left", f"teachers are not restarted, and {error.field} is gone: {error.brief}",
+                "read its log, and start the run again: it continues after the last step. With teacher.num_engines: 2 "
+                "a run survives the loss of one",
             ) from error  # fmt: skip
         self._end_dead(self._teachers, dead)
         self._teacher = tags
@@ -250,4 +250,4 @@ class SharedGpus(SeparateGpus):
             try:
                 group.halt(name)
             except UserError as error:
-                _log.warning("%s cannot be ended: %s", name, error.brief)
+                _log.warning("%s cannot be stopped: %s", name, error.brief)
