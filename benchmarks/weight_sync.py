@@ -61,7 +61,7 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.safetensors_files import torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
-from mslime.weights.broadcast import meet
+from mslime.weights.broadcast import connect_group
 from mslime.weights.buckets import named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
@@ -161,7 +161,7 @@ class Ways:
         if groups.sends:  # needed by the other two ways
             self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
             link = Link(self.connection, "gloo", DEADLINE_S, engine_port)
-            self.group, self._store = meet(link, self.sender.engines, [1])
+            self.group, self._store = connect_group(link, self.sender.engines, [1])
         self.gathered = self.sender._gathered_plan(job.dtype)
         self.groups, self.transport = groups, self.sender._transport
         self.url = httpx.Client(base_url=job.engine.url, timeout=DEADLINE_S,

@@ -345,8 +345,8 @@ def _owned(run_dir: Path, log_level: str) -> Iterator[StopSignals]:
         yield stop
 
 
-def _alone(config: RunConfig, what: str) -> RunConfig:
+def _alone(config: RunConfig, suffix: str) -> RunConfig:
     """The run under a separate name, on the device found. Raises ConfigError if the device is missing."""
-    config = resolved_device(config).model_copy(update={"name": f"{config.name}-{what}"})
+    config = resolved_device(config).model_copy(update={"name": f"{config.name}-{suffix}"})
     refuse_without_gpu(config.cluster)
     return config

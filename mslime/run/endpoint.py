@@ -123,10 +123,10 @@ class ScaleOrders:
             taken, self._new = self._new, []
             return taken
 
-    def record(self, number: int, what: str) -> None:
+    def record(self, number: int, result: str) -> None:
         """Record the result of an order; call it after `show`, because clients then read the engines' states."""
         with self._lock:
-            self._results[number] = what
+            self._results[number] = result
 
     def show(self, engines: Sequence[EngineState]) -> None:
         """Record the engines' current states."""
@@ -139,7 +139,7 @@ class ScaleOrders:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
                 "waiting": [number for number in range(1, self._count + 1) if number not in self._results],
-                "results": {str(number): what for number, what in self._results.items()},
+                "results": {str(number): result for number, result in self._results.items()},
             }
 
 

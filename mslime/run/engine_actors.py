@@ -260,7 +260,7 @@ class EngineGroup:
 
         It raises EngineError as soon as a server has failed to start, also while the caller waits for something else.
         """
-        asked: dict[str, ray.ObjectRef] = {}
+        pending: dict[str, ray.ObjectRef] = {}
         printed: dict[str, tuple[str, float]] = {}
 
         def poll() -> None:
@@ -269,15 +269,15 @@ class EngineGroup:
                 if ray.wait([starting[name]], timeout=0)[0]:
                     call(starting[name], name, f"{self.role} start", 1.0, self.log_paths[name])
                     continue
-                if name in asked and ray.wait([asked[name]], timeout=0)[0]:
-                    phase = str(call(asked.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
+                if name in pending and ray.wait([pending[name]], timeout=0)[0]:
+                    phase = str(call(pending.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
                     doing, when = phase.partition(",")[0], time.monotonic()
                     before, at = printed.get(name, ("", 0.0))
                     if doing != before or when - at > REPEAT_SECONDS:
                         printed[name] = (doing, when)
                         print_status(f"{name}: {phase}")
-                if name not in asked:
-                    asked[name] = actor.phase.options(concurrency_group="progress").remote()
+                if name not in pending:
+                    pending[name] = actor.phase.options(concurrency_group="progress").remote()
 
         return poll
 

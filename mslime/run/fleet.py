@@ -115,11 +115,11 @@ class Fleet:
         cannot be spared."""
         for name in [name for name, state in self._states.items() if state.url in urls]:
             self._members.call(RunEngines.retire, name)
-            what = f"{name} cannot receive weights ({error.brief})"
+            event = f"{name} cannot receive weights ({error.brief})"
             if self._states[name].launched:
-                self._start_again(name, what, error)
+                self._start_again(name, event, error)
             else:
-                self._progress.note(what)
+                self._progress.note(event)
                 self._forget(name)
         self._show()
 
@@ -140,8 +140,8 @@ class Fleet:
         `error` if none can come back."""
         dead = self._members.call(RunEngines.dead)
         others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
-        what = "a rollout manager has no engine left" if others else "no engine is left"
-        self._progress.note(f"{what} ({error.brief})")
+        event = "a rollout manager has no engine left" if others else "no engine is left"
+        self._progress.note(f"{event} ({error.brief})")
         while True:
             self.update_engines()
             if not self._members.call(RunEngines.no_engine_alive):
@@ -184,12 +184,12 @@ class Fleet:
         self._progress.note(f"{address.name} {how} at {address.url}")
         return None
 
-    def _start_again(self, name: str, what: str, why: object) -> None:
+    def _start_again(self, name: str, event: str, why: object) -> None:
         outcome = self._engines.restart(name)
         state = self._states[name]
         state.state = "starting" if name in self._engines.starting else "gone"
         state.why = why.brief if isinstance(why, UserError) else str(why)
-        self._progress.note(f"{what}: {outcome}")
+        self._progress.note(f"{event}: {outcome}")
 
     # ------------------------------------------------------ orders: each returns the outcome, or raises UserError
 

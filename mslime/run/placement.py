@@ -88,12 +88,12 @@ def spots_of(group: PlacementGroup, gpus: bool) -> list[BundleLocation]:
     """
     where: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    bundles, asked = sorted(where), cast("Any", ray.remote(_first_gpu))
+    bundles, find_gpu = sorted(where), cast("Any", ray.remote(_first_gpu))
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle) for bundle in bundles]
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0}
     numbers = [0] * len(bundles)
     if gpus:
-        numbers = ray.get([asked.options(scheduling_strategy=each, **options).remote() for each in strategies])
+        numbers = ray.get([find_gpu.options(scheduling_strategy=each, **options).remote() for each in strategies])
     return [BundleLocation(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in bundles]
 
 

@@ -202,21 +202,21 @@ class RolloutProcess:
 
     def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
         """Wait for a call that needs a step's groups, and return its result; reports their counts meanwhile."""
-        asked: list[PendingCall[RolloutCounts]] = []
+        queries: list[PendingCall[RolloutCounts]] = []
 
         def poll() -> None:
             self.service.check()
-            if asked and asked[0].done:
+            if queries and queries[0].done:
                 with suppress(RayError):  # the awaited call raises the error
-                    on_counts(ray.get(asked.pop().ref))
-            if not asked:
-                asked.append(self.service.begin(RunRollouts.group_counts))
+                    on_counts(ray.get(queries.pop().ref))
+            if not queries:
+                queries.append(self.service.begin(RunRollouts.group_counts))
 
         return self.service.wait(pending, poll)
 
     def begin_evaluation(self, step: int) -> Evaluation:
         """Begin to evaluate the weights after `step` steps, without waiting."""
-        return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), what=f"evaluation of step {step}"))
+        return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), task=f"evaluation of step {step}"))
 
     def stop(self) -> None:
         """End the process, gracefully first."""
@@ -336,12 +336,12 @@ class ManagerProcesses:
         self._processes: list[RemoteHandle[ManagerActor]] = []
         for index in range(every):
             log = str(log_dir / f"manager{index}.log")
-            actor, who = made.remote(run, index, log), f"rollout manager {index}"
+            actor, label = made.remote(run, index, log), f"rollout manager {index}"
             self._actors.append(actor)
-            self._processes.append(RemoteHandle(actor, "process", who, log, limits))
-            self.managers.append(RemoteHandle(actor, "rollout", who, log, limits))
-            side: RemoteHandle[EngineSide] = RemoteHandle(actor, "engines", who, log, limits)
-            pool: RemoteHandle[EnginePool] = RemoteHandle(actor, "weight sync", who, log, limits)
+            self._processes.append(RemoteHandle(actor, "process", label, log, limits))
+            self.managers.append(RemoteHandle(actor, "rollout", label, log, limits))
+            side: RemoteHandle[EngineSide] = RemoteHandle(actor, "engines", label, log, limits)
+            pool: RemoteHandle[EnginePool] = RemoteHandle(actor, "weight sync", label, log, limits)
             self.members.append(ManagerEngines(side, pool, [*engines[index::every]]))
 
     async def start(self, teachers: Sequence[EngineAddress]) -> int:

@@ -229,9 +229,9 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _taken(path: Path, owner: Mapping[str, Any]) -> ConfigError:
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('started', '?')}"
+    holder = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('started', '?')}"
     return ConfigError(
-        "output_dir/name", str(path.parent), f"another process runs in this directory: {who}",
+        "output_dir/name", str(path.parent), f"another process runs in this directory: {holder}",
         "wait for it, stop it, or give this run another name",
     )  # fmt: skip
 

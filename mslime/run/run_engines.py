@@ -152,9 +152,7 @@ class RunEngines:
                 if len(self._members) > 1 and name not in member.names:
                     continue
                 if len(self._members) > 1 and len(member.engines) == 1:
-                    raise ConfigError(
-                        "drain", name, "is the only engine of its rollout manager", "drain another"
-                    )
+                    raise ConfigError("drain", name, "is the only engine of its rollout manager", "drain another")
                 await member.pool.ask(EnginePool.retire, name)
                 member.engines[:] = [address for address in member.engines if address.name != name]
 

@@ -222,7 +222,8 @@ class RescueState:
     def stopping(self, step: int) -> str:
         """Message after the first signal, in `step`."""
         if (step if self.training else self.trained) > self.saved:
-            return f"Stopping after saving step {step if self.training else self.trained}. Press Ctrl-C again to stop without saving."
+            saved = step if self.training else self.trained
+            return f"Stopping after saving step {saved}. Press Ctrl-C again to stop without saving."
         return f"Stopping: {self.nothing_to_save()}. Press Ctrl-C again to stop at once."
 
     def nothing_to_save(self) -> str:

@@ -141,8 +141,8 @@ class WeightProbe:
             for url, each in wrong.items()
         )
         rule = (
-            f"an engine scores a fixed text differently from the trainer's weights of version {version}. The limits are "
-            f"a median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
+            f"an engine scores a fixed text differently from the trainer's weights of version {version}. The limits "
+            f"are a median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
         )
         raise sync_error("probe", differences, rule, HINT)
 

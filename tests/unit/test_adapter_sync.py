@@ -601,7 +601,7 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
 
 
 def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(tmp_path: Path) -> None:
-    wrong = sync_error("check", "http://b:1: layer 3", "the engine holds something else")
+    wrong = sync_error("check", "http://b:1: layer 3", "the engine has other values")
     run = FakeRun(("http://a:1", "http://b:1"), [wrong])
     sends = publisher(run, tmp_path)
     assert sends.send(1, True).compared == 7 and len(sends._connected) == 1
@@ -610,7 +610,7 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
 
 @pytest.mark.parametrize("where", ["http://a:1: layer 3", "nobody in particular"])
 def test_where_all_engines_hold_others_the_sync_fails(tmp_path: Path, where: str) -> None:
-    run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine holds something else")])
+    run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine has other values")])
     with pytest.raises(WeightSyncError, match="something else"):
         publisher(run, tmp_path).send(1, True)
     assert not any("leave out" in call for call in run.calls)

@@ -467,7 +467,7 @@ def test_a_probe_follows_the_version() -> None:
 
 def test_after_a_probe_that_fails_all_is_sent_and_compared_again() -> None:
     fakes, sent = delivered(["abc", "abc"], [different("b"), None])
-    again = ["check", "leave", "again", "all weights are sent again: http://b: off: is off"]
+    again = ["check", "leave", "again", "sending all weights again: http://b: off: is off"]
     assert fakes.calls == ["begin", "send 0", PROBED, *again, *met("abc", 1), "send 0", COMPARED, PROBED]
     assert sent.repeats == 1
 

@@ -179,11 +179,11 @@ def publish(fakes: Fakes, syncs: int = 1) -> Publisher:
 
 
 def met(names: str, number: int) -> list[str]:
-    return [f"{len(names)} of 3 engines take the weights", f"connect {names} g{number}"]
+    return [f"sending weights to {len(names)} of 3 engines", f"connect {names} g{number}"]
 
 
 def told(gone: str, left: int) -> list[str]:
-    return [f"{gone} is gone (why): start {gone}", f"{left} of 3 engines take the weights"]
+    return [f"{gone} is gone (why): start {gone}", f"sending weights to {left} of 3 engines"]
 
 
 COMPARED = "compare digests 0"
@@ -242,16 +242,25 @@ def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_g
     publisher = publish(fakes)
     fakes.calls = []
     publisher.send(1, False)
-    begun = ["begin", "3 of 3 engines take the weights", "leave", "connect abc g2", "send 1", "check", "leave", "again"]
+    begun = [
+        "begin",
+        "sending weights to 3 of 3 engines",
+        "leave",
+        "connect abc g2",
+        "send 1",
+        "check",
+        "leave",
+        "again",
+    ]
     assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
     size = 3 if launches else 2
-    rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1", "compare digests 1"]
+    rest = ["again", f"sending weights to 2 of {size} engines", "connect ac g3", "send 1", "compare digests 1"]
     assert fakes.calls[-5:] == rest and len(publisher._connected) == 2
-    assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
+    assert any(call.startswith("b cannot receive weights (bucket 1") for call in fakes.calls)
     assert ("end b" in fakes.calls) is not launches
 
 
-SENT_AGAIN = "all weights are sent again: bucket 1 to http://b: the connection broke"
+SENT_AGAIN = "sending all weights again: bucket 1 to http://b: the connection broke"
 ANEW = ["check", "leave", "again"]
 
 
@@ -275,16 +284,16 @@ def test_engines_that_are_left_after_another_was_left_out_are_tried_twice_as_wel
     fakes = Fakes(["abc", "abc", "abc", "ac", "ac", "ac", "c"], [BROKEN, BROKEN, at_a, at_a, None])
     assert len(publish(fakes)._connected) == 1
     assert sum(call.startswith("leave out") for call in fakes.calls) == 2
-    assert sum(call.startswith("all weights are sent again") for call in fakes.calls) == 2
+    assert sum(call.startswith("sending all weights again") for call in fakes.calls) == 2
 
 
 def test_weights_that_differ_are_sent_again_and_an_engine_whose_always_differ_is_left_out() -> None:
-    differs = sync_error("check", "http://b: a.weight", "the engine holds something else")
+    differs = sync_error("check", "http://b: a.weight", "the engine has other values")
     fakes = Fakes(["abc", "abc", "abc", "ac"], [None, None, None])
     fakes.unequal = [differs, differs]
     delivered = publisher_of(fakes).send(0, verify=True)
     assert delivered.compared == 39 and delivered.repeats == 2
-    assert "leave out http://b: http://b: a.weight: the engine holds something else" in fakes.calls
+    assert "leave out http://b: http://b: a.weight: the engine has other values" in fakes.calls
     assert fakes.calls[-3:] == ["connect ac g2", "send 0", COMPARED]
 
 
@@ -363,7 +372,7 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
         fakes.fleet.settled()
     finally:
         URLS["b"] = "http://b"
-    back = ["greet b", "b is back at http://b2", "begin", "3 of 3 engines take the weights"]
+    back = ["greet b", "b is back at http://b2", "begin", "sending weights to 3 of 3 engines"]
     assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and len(publisher._connected) == 3
     assert state_of(fakes, "b") == "serving"
 
@@ -521,8 +530,8 @@ def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
 
 
 @pytest.mark.parametrize(("order", "said"), [
-    (ScaleOrder(attach="http://b"), "is an engine of this run"),
-    (ScaleOrder(drain="z"), "is no engine of this run"),
+    (ScaleOrder(attach="http://b"), "is already an engine of this run"),
+    (ScaleOrder(drain="z"), "is not an engine of this run"),
     (ScaleOrder(attach="http://broken"), "it lacks routes"),
     (ScaleOrder(engines=0), "no other engine serves now"),
 ])  # fmt: skip

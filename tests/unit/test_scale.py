@@ -75,9 +75,9 @@ def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
 
 
 @pytest.mark.parametrize(("body", "said"), [
-    ("no json", "is no JSON"), ("[1]", "is no object"), ("{}", "one of engines, attach and drain"),
+    ("no json", "not valid JSON"), ("[1]", "JSON object"), ("{}", "one of engines, attach and drain"),
     ('{"engines": 1, "drain": "a"}', "one of engines, attach and drain"), ('{"engines": true}', "number of engines"),
-    ('{"engines": -1}', "number of engines"), ('{"engines": 1.5}', "number of engines"), ('{"drain": 1}', "is a text"),
+    ('{"engines": -1}', "integer >= 0"), ('{"engines": 1.5}', "integer >= 0"), ('{"drain": 1}', "must be a string"),
     ('{"engines": 99999}', "more than 4096"), ('{"engins": 1}', "nothing that can be asked"),
 ])  # fmt: skip
 def test_what_is_no_order_is_refused_by_name(run_dir: Path, orders: ScaleOrders, body: str, said: str) -> None:
