@@ -148,8 +148,14 @@ SPOILT_MASKS: dict[str, tuple[Spoil, str]] = {
     "no mask": (lambda m: m.pop("output_token_sampling_mask"), "returned no sampling mask"),
     "a mask too few": (lambda m: m["output_token_sampling_mask"].pop(), "3 sampling masks for 4 tokens"),
     "an empty mask": (lambda m: m["output_token_sampling_mask"].__setitem__(2, []), r"token 3 was drawn from \[\]"),
-    "a token outside": (lambda m: m["output_token_sampling_mask"].__setitem__(1, [4, 7]), "token 2 was drawn from"),
-    "the token twice": (lambda m: m["output_token_sampling_mask"].__setitem__(1, [2, 5, 2]), "token 2 was drawn from"),
+    "a token outside": (
+        lambda m: m["output_token_sampling_mask"].__setitem__(1, [4, 7]),
+        "token 2 is not in its sampling mask",
+    ),
+    "the token twice": (
+        lambda m: m["output_token_sampling_mask"].__setitem__(1, [2, 5, 2]),
+        "token 2 is not in its sampling mask",
+    ),
     "another id twice": (lambda m: m["output_token_sampling_mask"].__setitem__(3, [4, 6, 6]), "an id twice"),
     "an id beyond the vocabulary": (lambda m: m["output_token_sampling_mask"][0].append(VOCABULARY), "token id 50"),
     "a negative id": (lambda m: m["output_token_sampling_mask"][0].append(-1), "token id -1"),

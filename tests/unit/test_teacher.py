@@ -170,7 +170,7 @@ def test_a_wrong_count_and_a_foreign_id_name_the_server() -> None:
         score({}, [1, 300, 3])
 
 
-# ------------------------------------------------------------------------------------------------- connecting to a teacher
+# ----------------------------------------------------------------------------------------- connecting to a teacher
 
 
 def connected(**spoilt: Any) -> ModelFacts | None:
