@@ -83,7 +83,7 @@ class Fleet:
                 else:
                     result = self._attach(order) if order.attach else self._drain(order.drain)
             except UserError as error:
-                result = f"rejected: {error}"
+                result = f"refused: {error}"
             self._progress.note(f"requested {order.describe()}: {result.splitlines()[0]}")
             self._show()
             self.orders.record(number, result)

@@ -491,7 +491,7 @@ def test_adapters_that_differ_are_named_with_their_engine() -> None:
         assert await pool.compare({"a": "1 2"}, True, adapter=1) == 1
         action = [body["action"] for path, body in fakes[0].seen if path == "/weights_checker"]
         assert action == [encode(AdapterChecksums("run-v1"))]
-        with pytest.raises(WeightSyncError, match="something else"):
+        with pytest.raises(WeightSyncError, match="other values"):
             await pool.compare({"a": "3 2"}, True, adapter=1)
         fakes[0].sums = None
         with pytest.raises(WeightSyncError, match="engine_plugin/path_entry"):
@@ -611,7 +611,7 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
 @pytest.mark.parametrize("where", ["http://a:1: layer 3", "nobody in particular"])
 def test_where_all_engines_hold_others_the_sync_fails(tmp_path: Path, where: str) -> None:
     run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine has other values")])
-    with pytest.raises(WeightSyncError, match="something else"):
+    with pytest.raises(WeightSyncError, match="other values"):
         publisher(run, tmp_path).send(1, True)
     assert not any("leave out" in call for call in run.calls)
 

@@ -533,7 +533,7 @@ def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
     (ScaleOrder(attach="http://b"), "is already an engine of this run"),
     (ScaleOrder(drain="z"), "is not an engine of this run"),
     (ScaleOrder(attach="http://broken"), "it lacks routes"),
-    (ScaleOrder(engines=0), "no other engine serves now"),
+    (ScaleOrder(engines=0), "no other engine is serving"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: ScaleOrder, said: str) -> None:
     fakes = Fakes([], [])
@@ -561,4 +561,4 @@ def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
         fleet.orders.give(ScaleOrder(drain=name))
     fleet.update_engines()
     told = list(fleet.orders.standing()["results"].values())
-    assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]
+    assert told[:2] == ["a will leave", "b will leave"] and "no other engine is serving" in told[2]

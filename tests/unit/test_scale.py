@@ -101,7 +101,7 @@ def test_an_order_waits_for_the_run_and_its_result_is_shown(run_dir: Path, order
 
 
 def test_a_run_that_is_not_there_or_has_died_is_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run is training there"):
+    with pytest.raises(ConfigError, match="no run is training"):
         asyncio.run(ask(tmp_path))
     file = tmp_path / FILE_NAME
     file.write_text("{")
@@ -157,11 +157,11 @@ def test_the_command_fails_when_the_run_refuses(
     run_dir: Path, orders: ScaleOrders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mslime.cli.scale.LOOK_EVERY_S", 0.05)
-    run = threading.Thread(target=obey, args=(orders, "refused: no other engine serves now", [[SERVING]]))
+    run = threading.Thread(target=obey, args=(orders, "refused: no other engine is serving", [[SERVING]]))
     run.start()
     assert main(["scale", str(run_dir), "--drain", "engine0"]) == 1
     run.join()
-    assert "no other engine serves now" in capsys.readouterr().out
+    assert "no other engine is serving" in capsys.readouterr().out
 
 
 def test_the_command_returns_at_once_when_asked_to(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

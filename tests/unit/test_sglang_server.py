@@ -415,7 +415,7 @@ def test_a_part_is_the_same_server_under_another_number(
 def test_attaching_needs_a_url() -> None:
     assert attach("http://host:1234/", 2).url == "http://host:1234"
     assert attach("http://host:1234/", 2).name == "engine2"
-    with pytest.raises(EngineError, match="write http://host:port"):
+    with pytest.raises(EngineError, match="http://host:port"):
         attach("host:1234", 0)
 
 

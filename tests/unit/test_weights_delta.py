@@ -262,7 +262,7 @@ def test_changes_whose_sums_are_others_are_refused(
 
     monkeypatch.setattr(weights_delta, "word_sum", of_another)
     deliver_changes(engines, transport, 2, weights)
-    assert "damaged" in caplog.text if wrong < 2 else "is not what was to be sent" in caplog.text
+    assert "damaged" in caplog.text if wrong < 2 else "does not match the checksum" in caplog.text
     assert caplog.text.count("goes as a whole") == len(BUCKETS)
 
 
@@ -377,7 +377,7 @@ def test_changes_are_put_into_what_the_model_holds(half: bool, tmp_path: Path) -
     if half:  # it cannot tell: only a part of the bucket is its own
         changed(again, bucket, model)
     else:
-        with pytest.raises(ValueError, match="is not what was to be sent"):
+        with pytest.raises(ValueError, match="does not match the checksum"):
             changed(again, bucket, model)
 
 
@@ -394,7 +394,7 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
     refused(written(place, 4, [11], one, right), "beyond the bucket's 11")
     refused(written(place, 4, [-1], one, right), "beyond the bucket's 11")
     refused(written(place, 4, [1], one.bfloat16(), right), "bfloat16, and the bucket torch.float32")
-    refused(written(place, 4, [1], one, right + 1), "not what was to be sent")
+    refused(written(place, 4, [1], one, right + 1), "does not match the checksum")
     refused(written(place, 4, [1, 2], one, right), "is damaged")
     whole = written(place, 4, [1], one, right).read_bytes()
     for at in range(len(whole) - 8, len(whole)):  # the index and the value

@@ -197,7 +197,7 @@ def spoilt(what: str) -> tuple[FakeEngine, str]:
         copies = engine.buckets[1].loaded[0].copies[id(engine.ranks[1])]
         kept = [index for index, view in enumerate(copies.into) if view.shape != (4, 6)]
         copies.into, copies.out_of = [copies.into[i] for i in kept], [copies.out_of[i] for i in kept]
-        return engine, "q': the engine does not hold all of it"
+        return engine, "q': the engine does not have all of it"
     if what == "replicas":
         engine.ranks[1].norm.data[2] += 1
         return engine, "norm': rank 1 has other values than rank 0 in the same places"
