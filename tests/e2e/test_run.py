@@ -384,7 +384,7 @@ def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_
     runs.append(run)
     assert run.finish(2 * START_S + 5 * STEP_S) == 0, run.text()
     assert "trainer rank" in run.text() and "trainer_rank" in run.text() and (tmp_path / "version_2").exists()
-    assert "the run failed with status 2; starting it again in 1 s (1 of 3 in a row)" in run.text()
+    assert "the run failed with status 2; restarting it in 1 s (1 of 3 in a row)" in run.text()
     rows = by_step(run.rows())
     assert [row["step"] for row in rows] == [1, 2, 3] and saved_step(run) == 3
     assert_balanced(rows)

@@ -305,7 +305,7 @@ def test_requests_of_the_oldest_adapter_make_room_for_the_newest() -> None:
 
 
 def test_an_engine_that_holds_on_to_its_requests_is_named() -> None:
-    with pytest.raises(EngineError, match="run-v1 were not stopped"):
+    with pytest.raises(EngineError, match="run-v1 did not stop"):
         asyncio.run(loaded(FakeRequests(stubborn=99), 1, 2, alive=1))
 
 

@@ -89,7 +89,7 @@ def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> No
 @pytest.mark.parametrize(("log", "says"), [
     ("ERROR: Could not install packages: [Errno 28] No space left on device", "disk filled up"),
     ("ERROR: Could not find a version (from versions: 2.9.0)\nERROR: No matching distribution for torch==2.13",
-     "what mslime pins: No matching distribution for torch==2"),
+     "a version that mslime pins: No matching distribution for torch==2"),
     ("WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch",
      "could not be downloaded: No matching distribution"),
     ("error: Cannot update time stamp of directory 'mslime.egg-info'", "copy the checkout"),

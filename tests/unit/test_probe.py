@@ -252,7 +252,7 @@ def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine
         asked = await kept.probed()
         serving = await kept.pool.restart_update()
         assert serving.urls == ("http://a", "http://b") and not serving.gone
-        with pytest.raises(EngineDied, match="weights that failed it"):
+        with pytest.raises(EngineDied, match="weights that failed the probe"):
             await asked
         await kept.pool.resume()
         assert (await kept.pool.generate(GenerateRequest("next", [1], 4))).engine == "a"

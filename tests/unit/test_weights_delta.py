@@ -390,10 +390,10 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
         with pytest.raises(ValueError, match=why):
             changed(path, bucket, model)
 
-    refused(written(place, 3, [1], one, right), "belong to version_000003, and this engine holds .*version_000004")
+    refused(written(place, 3, [1], one, right), "belong to version_000003, and this engine has .*version_000004")
     refused(written(place, 4, [11], one, right), "beyond the bucket's 11")
     refused(written(place, 4, [-1], one, right), "beyond the bucket's 11")
-    refused(written(place, 4, [1], one.bfloat16(), right), "bfloat16, and the bucket torch.float32")
+    refused(written(place, 4, [1], one.bfloat16(), right), "bfloat16, and the bucket is torch.float32")
     refused(written(place, 4, [1], one, right + 1), "does not match the checksum")
     refused(written(place, 4, [1, 2], one, right), "is damaged")
     whole = written(place, 4, [1], one, right).read_bytes()
@@ -411,7 +411,7 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
     refused(place, "no longer match version_000004")
     model.second.data[2] = 10.0
     bucket.loaded_version = None
-    refused(place, "this engine holds None")
+    refused(place, "this engine has None")
     model.first = torch.nn.Parameter(torch.zeros(8))
     refused(place, "copies are not recorded")
     record_loaded(bucket, model, place.parent)

@@ -247,13 +247,13 @@ def test_a_file_of_another_user_or_size_is_not_mapped(shared_memory: Path, monke
     file = shared_memory / "x"
     file.write_bytes(b"1234")
     target, files = torch.empty(8, dtype=torch.uint8), SenderFiles()
-    with pytest.raises(ValueError, match="4 bytes, and the bucket 8"):
+    with pytest.raises(ValueError, match="4 bytes, and the bucket has 8"):
         files.read("mapped", file, [], target)
     (shared_memory / "link").symlink_to(file)
     with pytest.raises(OSError, match="link"):
         files.read("mapped", shared_memory / "link", [], target)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ValueError, match="is not a file of user 12345"):
+    with pytest.raises(ValueError, match="does not belong to user 12345"):
         SenderFiles().read("mapped", file, [], target)
     for path in shared_memory.iterdir():
         path.unlink()
