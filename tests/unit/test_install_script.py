@@ -70,7 +70,7 @@ def test_a_wrong_python_is_named(project: Path, tmp_path: Path, python: str, say
 
 def test_too_little_disk_is_refused_before_anything_is_written(project: Path) -> None:
     done = install(project, "--cpu", "--venv", "env", MSLIME_MIN_FREE_GIB="1000000")
-    assert_one_clear_sentence(done, r"GiB free and the installation needs 1000000")
+    assert_one_clear_sentence(done, r"GiB free, and the installation needs 1000000")
     assert not (project.parent / "env").exists()
 
 

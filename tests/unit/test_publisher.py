@@ -178,7 +178,7 @@ def publish(fakes: Fakes, syncs: int = 1) -> Publisher:
     return publisher
 
 
-def met(names: str, number: int) -> list[str]:
+def connected(names: str, number: int) -> list[str]:
     return [f"sending weights to {len(names)} of 3 engines", f"connect {names} g{number}"]
 
 
@@ -230,9 +230,9 @@ def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     fakes = Fakes(["ab", "a"], [None])
     fakes.refused = {"g1"}
     assert len(publish(fakes)._connected) == 1
-    met = ["begin", *told("c", 2), "leave", "connect ab g1"]
+    connected_again = ["begin", *told("c", 2), "leave", "connect ab g1"]
     again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0", COMPARED]
-    assert fakes.calls == ["connect abc g0", *met, *again]
+    assert fakes.calls == ["connect abc g0", *connected_again, *again]
 
 
 @pytest.mark.parametrize("launches", [True, False])
@@ -267,7 +267,7 @@ ANEW = ["check", "leave", "again"]
 def test_a_failure_that_no_death_explains_is_tried_again_with_all_and_then_compared() -> None:
     fakes = Fakes(["abc", "abc"], [BROKEN, None])
     delivered = publisher_of(fakes).send(0, verify=False)
-    assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", COMPARED]
+    assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *connected("abc", 1), "send 0", COMPARED]
     assert delivered.compared == 39 and delivered.repeats == 1
 
 
@@ -275,7 +275,7 @@ def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
     fakes = Fakes(["abc", "abc", "abc", "ac"], [BROKEN, BROKEN, None])
     assert len(publish(fakes)._connected) == 2
     second = [*ANEW, "leave out http://b: bucket 1 to http://b: the connection broke", "again", *told("b", 2)]
-    calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
+    calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *connected("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
     assert fakes.calls == ["connect abc g0", *calls, COMPARED]
 
 
